@@ -1,0 +1,38 @@
+# Each target makes .venv on first use and needs Python 3.11 and make, nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint types docs bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; torch is large, this takes a minute or two)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable . --group dev
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/anabranch run --workers 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

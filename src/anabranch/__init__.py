@@ -1,0 +1,50 @@
+"""Anabranch trains one PyTorch model across devices, processes, parameter servers and unreliable remote experts.
+
+Every boundary the model crosses is differentiable, bounded in time, and gives the answer that the plain PyTorch loop
+gives. The packages are floors, imports point down only:
+
+- ``executor``: runs training and evaluation steps; start here.
+- ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
+- ``checkpoint``: crash-safe saving and loading.
+- ``transport``: deadlines, and what crosses a boundary.
+- ``autodiff``: acting on gradients the moment they are final.
+- ``tensors``, ``errors``, ``job``, ``events``: what all of the above speak in.
+"""
+
+from anabranch.errors import (
+    AnabranchError,
+    BoundaryError,
+    CaptureError,
+    CheckpointError,
+    DeadlineExceeded,
+    NonFinite,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    PipelineError,
+    ProtocolError,
+    RemoteError,
+    SchemaError,
+    SkipError,
+    Unauthorized,
+)
+from anabranch.tensors import TensorSpec
+
+__all__ = [
+    "AnabranchError",
+    "BoundaryError",
+    "CaptureError",
+    "CheckpointError",
+    "DeadlineExceeded",
+    "NonFinite",
+    "NotFound",
+    "Overloaded",
+    "PeerLost",
+    "PipelineError",
+    "ProtocolError",
+    "RemoteError",
+    "SchemaError",
+    "SkipError",
+    "TensorSpec",
+    "Unauthorized",
+]

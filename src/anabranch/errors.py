@@ -1,0 +1,196 @@
+"""The error tree: what can go wrong, who it concerns, and how a caller tells the cases apart.
+
+::
+
+    Exception
+    ├── AnabranchError                 something Anabranch was asked to do did not happen
+    │   ├── BoundaryError              an operation across a boundary failed (peer, operation, step, elapsed)
+    │   │   ├── DeadlineExceeded       no answer before the deadline
+    │   │   ├── PeerLost               the far side died, froze or closed the connection
+    │   │   ├── Overloaded             the far side is alive and declined: its queues are full
+    │   │   ├── Unauthorized           no certificate, a foreign or expired one, or the wrong role
+    │   │   ├── ProtocolError          bytes that are not a frame of this protocol
+    │   │   └── RemoteError            the far side raised (remote_type, remote_traceback)
+    │   ├── CaptureError               the graph engine cannot represent this step faithfully
+    │   ├── CheckpointError            a checkpoint is torn, damaged or of another model
+    │   └── PipelineError              another stage failed (stage, microbatch, phase)
+    ├── ValueError                     the caller's value is wrong; the message names it and the cure
+    │   ├── NotFound                   an unknown uid, table or verb
+    │   ├── NonFinite                  NaN or Inf where numbers must be finite
+    │   └── SchemaError                structure, shape or dtype differ from what was declared
+    └── TypeError
+        └── SkipError                  skip connections that do not match
+
+A mistake of the caller is a ``ValueError`` or ``TypeError``; catching ``AnabranchError`` catches what may happen to
+a correct program, and nothing else.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AnabranchError",
+    "BoundaryError",
+    "CaptureError",
+    "CheckpointError",
+    "DeadlineExceeded",
+    "NonFinite",
+    "NotFound",
+    "Overloaded",
+    "PeerLost",
+    "PipelineError",
+    "ProtocolError",
+    "RemoteError",
+    "SchemaError",
+    "SkipError",
+    "Unauthorized",
+]
+
+
+class AnabranchError(Exception):
+    """Something Anabranch was asked to do did not happen, through no mistake of the caller."""
+
+
+class BoundaryError(AnabranchError):
+    """An operation across a boundary failed.
+
+    >>> error = BoundaryError("all peers were busy", peer="rank 1", operation="all_reduce", step=7, elapsed=2.0)
+    >>> str(error)
+    'all peers were busy (peer rank 1, operation all_reduce, step 7, after 2.000 s)'
+
+    Attributes:
+        peer: whom the operation was waiting for: a rank, an endpoint, a uid.
+        operation: the verb, such as ``all_reduce`` or ``expert.forward``.
+        step: the step of the program that was running, ``None`` outside one.
+        elapsed: seconds from the start of the operation to the failure.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        peer: str | None = None,
+        operation: str | None = None,
+        step: int | None = None,
+        elapsed: float | None = None,
+    ) -> None:
+        self.message = message
+        self.peer = peer
+        self.operation = operation
+        self.step = step
+        self.elapsed = elapsed
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        facts = [
+            f"{name} {value}"
+            for name, value in (("peer", self.peer), ("operation", self.operation), ("step", self.step))
+            if value is not None
+        ]
+        if self.elapsed is not None:
+            facts.append(f"after {self.elapsed:.3f} s")
+        return f"{self.message} ({', '.join(facts)})" if facts else self.message
+
+
+class DeadlineExceeded(BoundaryError):
+    """No answer came before the deadline; the peer may be slow, or gone."""
+
+
+class PeerLost(BoundaryError):
+    """The far side died, froze, or closed the connection."""
+
+
+class Overloaded(BoundaryError):
+    """The far side is alive and declined the request at once, because its queues are full."""
+
+
+class Unauthorized(BoundaryError):
+    """The far side refused the caller: no certificate, a foreign or expired one, or one of the wrong role."""
+
+
+class ProtocolError(BoundaryError):
+    """What arrived is not a frame of this protocol, or breaks one of its limits."""
+
+
+class RemoteError(BoundaryError):
+    """The far side raised an exception while it served the request.
+
+    Attributes:
+        remote_type: qualified name of the exception's class over there.
+        remote_traceback: its formatted traceback, as text.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        remote_type: str = "",
+        remote_traceback: str = "",
+        peer: str | None = None,
+        operation: str | None = None,
+        step: int | None = None,
+        elapsed: float | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\nThe far side's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+
+
+class CaptureError(AnabranchError):
+    """The step cannot be captured as a graph without changing what it computes."""
+
+
+class CheckpointError(AnabranchError):
+    """A checkpoint is torn, damaged, or does not fit what it is loaded into."""
+
+
+class PipelineError(AnabranchError):
+    """Another stage of the pipeline failed.
+
+    Attributes:
+        stage: index of the stage that raised.
+        microbatch: index of the microbatch it was working on.
+        phase: ``"forward"``, ``"backward"``, ``"weight"`` or ``"recompute"``.
+        remote_type: qualified name of the exception's class over there.
+        remote_traceback: its formatted traceback, as text.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        phase: str | None = None,
+        remote_type: str = "",
+        remote_traceback: str = "",
+    ) -> None:
+        self.stage = stage
+        self.microbatch = microbatch
+        self.phase = phase
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\nThe failing stage's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+
+
+class NotFound(ValueError):
+    """No uid, table or verb of that name; the message lists what there is."""
+
+
+class NonFinite(ValueError):
+    """NaN or Inf where only finite numbers are accepted."""
+
+
+class SchemaError(ValueError):
+    """Structure, shape or dtype differ from what was declared; the message says what was expected and what came."""
+
+
+class SkipError(TypeError):
+    """Skip connections that do not match; every mismatch of the module is in the one message."""

@@ -1,0 +1,20 @@
+"""Tensors seen from outside: what one looks like (``TensorSpec``), and how they nest (``structures``).
+
+Not a tensor type: PyTorch is the tensor engine. Open ``spec.py`` for the description of one tensor, ``structures.py``
+for nested containers of them, ``rows.py`` for the rows (dim 0) that a batch's tensors share.
+"""
+
+from anabranch.tensors.rows import as_tensors, count_rows
+from anabranch.tensors.spec import TensorSpec
+from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
+
+__all__ = [
+    "Structure",
+    "TensorSpec",
+    "as_tensors",
+    "count_rows",
+    "flatten",
+    "map_structure",
+    "paths",
+    "unflatten",
+]

@@ -1,0 +1,82 @@
+"""A batch's tensors, and the rows (dim 0) they agree in.
+
+Rows are what a mean loss is a mean over, so they are the weight of a worker's gradient; a batch whose tensors disagree
+has no such weight and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.tensors.structures import Structure, flatten, map_structure, paths
+
+__all__ = ["as_tensors", "count_rows"]
+
+
+@runtime_checkable
+class _SparseMatrix(Protocol):
+    """What scipy.sparse matrices and arrays have in common; scipy itself is never imported."""
+
+    shape: tuple[int, ...]
+
+    def tocsr(self) -> _SparseMatrix: ...
+
+
+def as_tensors(batch: Structure, device: torch.device | None = None) -> Structure:
+    """``batch`` with numpy arrays and scipy.sparse matrices as tensors, moved to ``device`` if one is given.
+
+    >>> as_tensors({"x": np.zeros((2, 3), dtype=np.float32), "name": "kept"})
+    {'x': tensor([[0., 0., 0.],
+            [0., 0., 0.]]), 'name': 'kept'}
+
+    Arrays share memory with the result where torch can. A sparse matrix becomes a ``torch.sparse_csr`` tensor. Leaves
+    of other types are kept as they are.
+    """
+
+    def convert(leaf: object) -> object:
+        if isinstance(leaf, np.ndarray):
+            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        elif not isinstance(leaf, Tensor) and isinstance(leaf, _SparseMatrix):
+            leaf = _from_scipy(leaf)
+        if isinstance(leaf, Tensor) and device is not None and leaf.device != device:
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    return map_structure(convert, batch)
+
+
+def _from_scipy(matrix: _SparseMatrix) -> Tensor:
+    csr = matrix.tocsr()
+    parts = [torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")]
+    return torch.sparse_csr_tensor(*parts, size=matrix.shape)
+
+
+def count_rows(batch: Structure) -> int:
+    """The number of rows on which all of the batch's tensors agree.
+
+    >>> count_rows({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
+    4
+
+    Tensors of no dimensions, and leaves that are no tensors, have no rows and no say.
+
+    Raises:
+        ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
+    """
+    leaves, _ = flatten(batch)
+    with_rows = [
+        (path, leaf) for path, leaf in zip(paths(batch), leaves, strict=True) if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    rows = {leaf.shape[0] for _, leaf in with_rows}
+    if len(rows) == 1:
+        return cast(int, rows.pop())
+    if not rows:
+        raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
+    shapes = ", ".join(f"{path or 'batch'} {tuple(leaf.shape)}" for path, leaf in with_rows)
+    raise ValueError(
+        f"the batch's tensors disagree in rows (dim 0): {shapes}; make them agree, or give TrainStep "
+        "rows=callable(batch) -> weight"
+    )

@@ -1,0 +1,71 @@
+"""Time as a value: a ``Deadline`` is made once, at the public call, and passed down to every wait under it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from anabranch.errors import DeadlineExceeded
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """The moment after which a wait ends with an error that names whom it waited for.
+
+    >>> deadline = Deadline.after(30.0)
+    >>> deadline.remaining() <= 30.0
+    True
+    >>> deadline.check(peer="rank 1", operation="all_reduce")
+
+    Args:
+        seconds: how long from now; must be a finite number > 0.
+        clock: seconds that never run backwards; a test passes a fake one.
+
+    Raises:
+        ValueError: ``seconds`` is not a finite number above 0.
+    """
+
+    __slots__ = ("_clock", "_expires", "_started")
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"a deadline lies a finite number of seconds above 0 ahead, got {seconds!r}")
+        self._clock = clock
+        self._started = clock()
+        self._expires = self._started + seconds
+
+    @classmethod
+    def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
+        """The deadline ``seconds`` from now."""
+        return cls(seconds, clock)
+
+    def remaining(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._expires - self._clock())
+
+    def elapsed(self) -> float:
+        """Seconds since the deadline was made."""
+        return self._clock() - self._started
+
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self._clock() >= self._expires
+
+    def sooner(self, seconds: float) -> Deadline:
+        """This deadline or ``seconds`` from now, whichever comes first; ``elapsed`` counts on from this one's start."""
+        nearer = Deadline(seconds, self._clock)
+        nearer._expires = min(nearer._expires, self._expires)
+        nearer._started = self._started
+        return nearer
+
+    def check(self, *, peer: str, operation: str, step: int | None = None) -> None:
+        """Raises ``DeadlineExceeded`` naming ``peer`` and ``operation`` if the moment has passed."""
+        if self.expired():
+            raise self.error(peer=peer, operation=operation, step=step)
+
+    def error(self, *, peer: str, operation: str, step: int | None = None) -> DeadlineExceeded:
+        """The error to raise when the wait for ``peer`` has ended without an answer."""
+        return DeadlineExceeded(
+            "no answer before the deadline", peer=peer, operation=operation, step=step, elapsed=self.elapsed()
+        )

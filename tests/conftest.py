@@ -1,0 +1,23 @@
+"""Fixtures that all tests share, and the promise that a test leaves no thread behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    assert not left, f"threads outlived the test: {left}"

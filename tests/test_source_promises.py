@@ -1,0 +1,86 @@
+"""Promises checked on the source itself: nothing unpickles or evaluates bytes, and no wait is without end."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import anabranch as ab
+
+ROOT = Path(ab.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_METHODS = {("torch", "load"), ("torch", "save"), ("os", "fork"), ("os", "forkpty")}
+# Collectives of objects pickle what they are given.
+FORBIDDEN_NAMES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
+# Waits that take no bound, unless they are given one: method name -> how many positional arguments bound it.
+BOUNDED_BY = {"join": 1, "wait": 1, "result": 1, "acquire": 2, "get": 2}
+
+
+def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in FORBIDDEN_MODULES:
+                    yield node.lineno, f"import {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.split(".")[0] in FORBIDDEN_MODULES:
+                yield node.lineno, f"from {node.module} import"
+        elif isinstance(node, ast.Call):
+            yield from _call_offences(node)
+
+
+def _call_offences(node: ast.Call) -> Iterator[tuple[int, str]]:
+    if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+        yield node.lineno, "allow_pickle"
+    if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS | FORBIDDEN_NAMES:
+        yield node.lineno, node.func.id
+    if isinstance(node.func, ast.Attribute):
+        owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+        if (owner, node.func.attr) in FORBIDDEN_METHODS or node.func.attr in FORBIDDEN_NAMES:
+            yield node.lineno, f"{owner}.{node.func.attr}"
+
+
+def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls of a waiting method with neither arguments nor a timeout: ``thread.join()``, ``future.result()``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in BOUNDED_BY and not node.args and not node.keywords:
+            yield node.lineno, f".{node.func.attr}()"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles_or_evaluates_bytes(path: Path) -> None:
+    assert list(offences(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_wait_is_without_a_bound(path: Path) -> None:
+    assert list(unbounded_waits(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from dill import loads",
+        "eval(text)",
+        "torch.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "dist.all_gather_object(out, value)",
+        "os.fork()",
+    ],
+)
+def test_the_check_sees_what_it_forbids(source: str) -> None:
+    assert list(offences(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ["thread.join()", "future.result()", "event.wait()", "lock.acquire()", "q.get()"])
+def test_the_check_sees_an_unbounded_wait(source: str) -> None:
+    assert list(unbounded_waits(ast.parse(source)))
