@@ -18,8 +18,8 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_METHODS = {("torch", "load"), ("torch", "save"), ("os", "fork"), ("os", "forkpty")}
 # Collectives of objects pickle what they are given.
 FORBIDDEN_NAMES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
-# Waits that take no bound, unless they are given one: method name -> how many positional arguments bound it.
-BOUNDED_BY = {"join": 1, "wait": 1, "result": 1, "acquire": 2, "get": 2}
+# Methods that wait for ever when they are called with nothing.
+MAY_WAIT_FOR_EVER = {"join", "wait", "result", "acquire", "get"}
 
 
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -51,7 +51,7 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        if node.func.attr in BOUNDED_BY and not node.args and not node.keywords:
+        if node.func.attr in MAY_WAIT_FOR_EVER and not node.args and not node.keywords:
             yield node.lineno, f".{node.func.attr}()"
 
 
