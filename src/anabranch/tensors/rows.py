@@ -6,7 +6,7 @@ has no such weight and is refused.
 
 from __future__ import annotations
 
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,8 +51,10 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
 
 def _from_scipy(matrix: _SparseMatrix) -> Tensor:
     csr = matrix.tocsr()
-    parts = [torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")]
-    return torch.sparse_csr_tensor(*parts, size=matrix.shape)
+    starts, columns, values = (
+        torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")
+    )
+    return torch.sparse_csr_tensor(starts, columns, values, size=matrix.shape)
 
 
 def count_rows(batch: Structure) -> int:
@@ -72,7 +74,7 @@ def count_rows(batch: Structure) -> int:
     ]
     rows = {leaf.shape[0] for _, leaf in with_rows}
     if len(rows) == 1:
-        return cast(int, rows.pop())
+        return rows.pop()
     if not rows:
         raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
     shapes = ", ".join(f"{path or 'batch'} {tuple(leaf.shape)}" for path, leaf in with_rows)
