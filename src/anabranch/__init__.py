@@ -6,11 +6,12 @@ gives. The packages are floors, imports point down only:
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``checkpoint``: crash-safe saving and loading.
-- ``transport``: deadlines, and what crosses a boundary.
+- ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
-- ``tensors``, ``errors``, ``job``, ``events``: what all of the above speak in.
+- ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
+from anabranch.autodiff import GradManager
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -36,6 +37,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "GradManager",
     "NonFinite",
     "NotFound",
     "Overloaded",

@@ -1,8 +1,8 @@
-"""How bytes and waits cross a boundary. Open ``deadline.py`` first: every wait in the package takes one.
+"""How bytes and waits cross a boundary. Every wait in it takes a ``Deadline``.
 
 Not a message bus and no scheduler: it knows neither experts nor tables.
 """
 
-from anabranch.transport.deadline import Deadline
+from anabranch.deadline import Deadline
 
 __all__ = ["Deadline"]
