@@ -1,8 +1,9 @@
-"""How bytes and waits cross a boundary. Every wait in it takes a ``Deadline``.
+"""How bytes and waits cross a boundary. Not a message bus and no scheduler: nothing here knows experts or tables.
 
-Not a message bus and no scheduler: it knows neither experts nor tables.
+Open ``beats.py`` first: it tells a peer that is slow from one that is lost.
 """
 
 from anabranch.deadline import Deadline
+from anabranch.transport.beats import Beats
 
-__all__ = ["Deadline"]
+__all__ = ["Beats", "Deadline"]

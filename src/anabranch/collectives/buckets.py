@@ -1,0 +1,291 @@
+"""A step's gradients, weighted by rows and averaged over the workers while backward still runs.
+
+Gradients become final one by one, in an order that may differ between ranks; collectives must start in one order on
+all of them. So parameters are laid out in buckets, in reverse order of the model (backward's order, more or less), the
+same on every rank, and a bucket is launched once it *and its predecessors* are complete::
+
+    backward, rank 0      c ready   b ready            a ready           finish
+                             │         │                  │                 │
+    bucket 0 [c b | flags]   └────┬────┘ launch ═════════════════════> wait, divide
+    bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
+    backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
+
+A bucket is one flat tensor: each parameter's gradient times this worker's rows, then two flags a parameter (a dense
+gradient, a sparse one). The flags are summed like everything else, so afterwards every rank knows which parameters
+received a gradient from anyone: the others keep ``.grad`` at ``None``, as in the plain loop. ``.grad`` is a view of the
+bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
+
+A parameter that first turns out to have a sparse gradient in a dense bucket is exchanged after it, on every rank
+alike, and has ``SparseRows`` of its own from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from anabranch.collectives.sparse_rows import SparseRows
+from anabranch.collectives.workers import Pending, Workers
+from anabranch.events import report
+
+__all__ = ["GradientBuckets"]
+
+_BUCKET_BYTES = 8 << 20
+
+
+class _DenseBucket:
+    """Some parameters' gradients in one flat tensor, and the all-reduce that sums it."""
+
+    def __init__(self, members: list[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in members]
+        self.parameters = [parameter for _, parameter in members]
+        count = len(members)
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = self.parameters[0].new_zeros(elements + 2 * count, requires_grad=False)
+        self.slots: list[Tensor] = []
+        at = 0
+        for parameter in self.parameters:
+            self.slots.append(self.flat[at : at + parameter.numel()].view(parameter.shape))
+            at += parameter.numel()
+        self.gradients = self.flat[:elements]
+        self._flags = self.flat[elements:]
+        self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
+        self.sparse: dict[int, SparseRows] = {}
+        self.written: set[int] = set()
+        self.arrived: set[int] = set()
+        self.pending: Pending | None = None
+
+    def start_window(self) -> None:
+        self.written.clear()
+        self.sparse.clear()
+
+    def start_run(self) -> None:
+        self.arrived.clear()
+        self.pending = None
+
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.parameters)
+
+    def put(self, index: int, gradient: Tensor, weight: float) -> Tensor:
+        slot = self.slots[index]
+        if index in self.written:
+            slot.add_(gradient, alpha=weight)
+        else:
+            torch.mul(gradient, weight, out=slot)
+            self.written.add(index)
+        return slot
+
+    def put_sparse(self, index: int, gradient: Tensor, weight: float, workers: Workers | None) -> None:
+        if index not in self.sparse:
+            self.sparse[index] = SparseRows(self.names[index], self.parameters[index], workers)
+        self.sparse[index].add(gradient, weight)
+
+    def launch(self, workers: Workers, step: int | None) -> None:
+        """Fills what is missing with zeros, sets the flags and starts the all-reduce."""
+        count = len(self.parameters)
+        if len(self.written) == count and not self.sparse:
+            self._flags.copy_(self._all_dense)
+        else:
+            for index in range(count):
+                if index not in self.written:
+                    self.slots[index].zero_()
+            flags = [float(index in self.written) for index in range(count)]
+            flags += [float(index in self.sparse) for index in range(count)]
+            self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype))
+        self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
+
+    def flags(self, workers: Workers | None) -> tuple[list[bool], list[bool]]:
+        """Which parameters have a dense, and which a sparse gradient on any worker."""
+        count = len(self.parameters)
+        if workers is None:
+            return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
+        present = [flag > 0 for flag in self._flags.tolist()]
+        return present[:count], present[count:]
+
+
+_Member: TypeAlias = tuple[_DenseBucket, int] | SparseRows
+
+
+class GradientBuckets:
+    """Takes gradients as they become final and leaves their sum over runs and workers in ``.grad``.
+
+    A *window* is the runs that one optimizer step accumulates; only the last of them communicates.
+
+    Args:
+        parameters: name and parameter, in the model's order, the same on every worker.
+        workers: whom to sum with; ``None`` accumulates over runs only.
+        sparse: names of the parameters known to have sparse gradients.
+        bucket_bytes: a bucket is closed once it holds that many.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        workers: Workers | None,
+        *,
+        sparse: Iterable[str] = (),
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._workers = workers
+        self._sparse_names = set(sparse)
+        self._bucket_bytes = bucket_bytes
+        self._weight = 1.0
+        self._launching = True
+        self._step: int | None = None
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._buckets: list[_DenseBucket] = []
+        self._tables: list[SparseRows] = []
+        self._where: dict[Tensor, _Member] = {}
+        open_members: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        for name, parameter in reversed(self._parameters.items()):
+            if name in self._sparse_names:
+                table = SparseRows(name, parameter, self._workers)
+                self._tables.append(table)
+                self._where[parameter] = table
+                continue
+            members = open_members.setdefault((parameter.dtype, parameter.device), [])
+            members.append((name, parameter))
+            if sum(member.nbytes for _, member in members) >= self._bucket_bytes:
+                self._close_bucket(members)
+                members.clear()
+        for members in open_members.values():
+            if members:
+                self._close_bucket(members)
+        # Launched in this order: the dense buckets, then the tables, whose gradients come last from a first layer.
+        self._launched = 0
+        self._tables_arrived: set[str] = set()
+
+    def _close_bucket(self, members: list[tuple[str, Tensor]]) -> None:
+        bucket = _DenseBucket(list(members))
+        self._buckets.append(bucket)
+        for index, parameter in enumerate(bucket.parameters):
+            self._where[parameter] = (bucket, index)
+
+    def start_window(self) -> None:
+        """Begins a new sum."""
+        for bucket in self._buckets:
+            bucket.start_window()
+        for table in self._tables:
+            table.clear()
+
+    def start_run(self, weight: float, *, last: bool, step: int | None = None) -> None:
+        """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets."""
+        self._weight = weight
+        self._launching = last and self._workers is not None
+        self._step = step
+        self._launched = 0
+        self._tables_arrived.clear()
+        for bucket in self._buckets:
+            bucket.start_run()
+
+    def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """Takes a final gradient; the callback to attach to every parameter."""
+        where = self._where[parameter]
+        if isinstance(where, SparseRows):
+            self._table_ready(where, gradient)
+            return None
+        bucket, index = where
+        slot = None
+        if gradient.layout is torch.strided:
+            slot = bucket.put(index, gradient, self._weight)
+        else:
+            bucket.put_sparse(index, gradient, self._weight, self._workers)
+        bucket.arrived.add(index)
+        if self._launching and bucket.complete():
+            self._launch_complete()
+        return slot
+
+    def _table_ready(self, table: SparseRows, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            # A table that is also read densely, a tied head say: its gradient is dense, on this rank for now.
+            gradient = gradient.to_sparse(1)
+        table.add(gradient, self._weight)
+        self._tables_arrived.add(table.name)
+        if self._launching:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        assert self._workers is not None
+        dense = len(self._buckets)
+        while self._launched < dense and self._buckets[self._launched].complete():
+            self._launch(self._launched)
+        while dense <= self._launched < dense + len(self._tables):
+            if self._tables[self._launched - dense].name not in self._tables_arrived:
+                return
+            self._launch(self._launched)
+
+    def _launch(self, index: int) -> None:
+        assert self._workers is not None
+        dense = len(self._buckets)
+        if index < dense:
+            self._buckets[index].launch(self._workers, self._step)
+        else:
+            self._tables[index - dense].launch(self._step)
+        self._launched += 1
+        report("bucket.launched", index=index, step=self._step)
+
+    def launch_rest(self) -> None:
+        """Launches what backward has not completed; called when backward has ended."""
+        if self._launching:
+            while self._launched < len(self._buckets) + len(self._tables):
+                self._launch(self._launched)
+
+    def finish(self, divisor: float) -> None:
+        """Ends the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
+        found_sparse: set[str] = set()
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+            if divisor != 1.0:
+                bucket.gradients.div_(divisor)
+            for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):
+                gradient = bucket.slots[index] if dense else None
+                if sparse:
+                    found_sparse.add(bucket.names[index])
+                    gradient = self._add_sparse(bucket, index, gradient, divisor)
+                bucket.parameters[index].grad = gradient
+        for table in self._tables:
+            if self._workers is None:
+                table.launch(self._step)
+            table.parameter.grad = table.finish(divisor, self._step)
+        if found_sparse:
+            self._sparse_names |= found_sparse
+            self._lay_out()
+
+    def _add_sparse(self, bucket: _DenseBucket, index: int, dense: Tensor | None, divisor: float) -> Tensor | None:
+        rows = bucket.sparse.get(index)
+        if rows is None:
+            rows = SparseRows(bucket.names[index], bucket.parameters[index], self._workers)
+        rows.launch(self._step)
+        sparse = rows.finish(divisor, self._step)
+        if dense is None or sparse is None:
+            return sparse if dense is None else dense
+        return dense + sparse
+
+    # The sums of a window under way, for a checkpoint in the middle of it.
+
+    def sums(self) -> dict[str, Tensor]:
+        """What the window has summed so far on this worker, by parameter; sparse sums stay sparse."""
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            for index, name in enumerate(bucket.names):
+                if index in bucket.written:
+                    found[name] = bucket.slots[index].clone()
+                elif index in bucket.sparse and (rows := bucket.sparse[index].parts()) is not None:
+                    found[name] = rows
+        for table in self._tables:
+            if (rows := table.parts()) is not None:
+                found[table.name] = rows
+        return found
+
+    def restore_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Continues the window whose ``sums`` are given; called right after ``start_window``."""
+        self.start_run(1.0, last=False)
+        for name, total in sums.items():
+            self.ready(self._parameters[name], total)

@@ -1,0 +1,113 @@
+"""Sparse gradients summed over workers: they travel as ``(ids, rows)`` and are never made dense.
+
+::
+
+    this worker                        every worker
+    gradients of the window            counts      all_gather, started as soon as the gradient is final
+      -> weighted, merged   ────────>  ids + rows  all_gather of one buffer a worker, padded to the longest
+                                       -> merged again, in rank order, so that all workers hold the same bits
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anabranch.collectives.workers import Pending, Workers
+
+__all__ = ["SparseRows"]
+
+_NO_GRADIENT = -1
+
+
+class SparseRows:
+    """One parameter's sparse gradient: gathers what backward yields, then merges it with the other workers'."""
+
+    def __init__(self, name: str, parameter: Tensor, workers: Workers | None) -> None:
+        self.name = name
+        self.parameter = parameter
+        self._workers = workers
+        self._parts: list[Tensor] = []
+        self._counts: Tensor | None = None
+        self._pending: Pending | None = None
+        self._merged: Tensor | None = None
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        """Takes one run's gradient times ``weight``."""
+        if gradient.layout is not torch.sparse_coo:
+            raise TypeError(f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO")
+        self._parts.append(gradient if weight == 1.0 else gradient * weight)
+
+    def parts(self) -> Tensor | None:
+        """What was taken so far, merged; ``None`` when nothing was."""
+        if not self._parts:
+            return None
+        total = self._parts[0]
+        for part in self._parts[1:]:
+            total = total + part
+        merged = total.coalesce()
+        self._parts = [merged]
+        return merged
+
+    def launch(self, step: int | None) -> None:
+        """Starts telling the other workers how many rows this one has."""
+        self._merged = self.parts()
+        if self._workers is None:
+            return
+        mine = _NO_GRADIENT if self._merged is None else self._merged._nnz()
+        count = torch.tensor([mine], device=self.parameter.device)
+        self._counts = count.new_empty(self._workers.size, 1)
+        self._pending = self._workers.start_all_gather(
+            count, self._counts, operation=f"all_gather rows of {self.name}", step=step
+        )
+
+    def finish(self, divisor: float, step: int | None) -> Tensor | None:
+        """The gradient over all workers divided by ``divisor``; ``None`` when no worker has one."""
+        merged, self._merged, self._parts = self._merged, None, []
+        if self._workers is not None:
+            assert self._pending is not None
+            assert self._counts is not None
+            self._pending.wait()
+            counts = self._counts.flatten().tolist()
+            self._pending = self._counts = None
+            if max(counts) == _NO_GRADIENT:
+                return None
+            merged = self._exchange(merged, [max(0, count) for count in counts], step)
+        if merged is None:
+            return None
+        if divisor != 1.0:
+            merged._values().div_(divisor)
+        return merged
+
+    def _exchange(self, mine: Tensor | None, counts: list[int], step: int | None) -> Tensor:
+        assert self._workers is not None
+        parameter = self.parameter
+        sparse_dims = 1 if mine is None else mine.sparse_dim()
+        dense_shape = parameter.shape[sparse_dims:]
+        id_bytes = 8 * sparse_dims
+        row_bytes = parameter.element_size() * dense_shape.numel()
+        longest = max(1, *counts)
+        packed = torch.zeros(longest * (id_bytes + row_bytes), dtype=torch.uint8, device=parameter.device)
+        if mine is not None and mine._nnz():
+            count = mine._nnz()
+            ids = packed[: longest * id_bytes].view(torch.int64).view(longest, sparse_dims)
+            ids[:count] = mine._indices().t()
+            rows = packed[longest * id_bytes :].view(parameter.dtype).view(longest, *dense_shape)
+            rows[:count] = mine._values()
+        everyone = self._workers.all_gather(packed, operation=f"all_gather rows of {self.name}", step=step)
+        all_ids, all_rows = [], []
+        for rank, count in enumerate(counts):
+            theirs = everyone[rank]
+            all_ids.append(theirs[: longest * id_bytes].view(torch.int64).view(longest, sparse_dims)[:count])
+            all_rows.append(theirs[longest * id_bytes :].view(parameter.dtype).view(longest, *dense_shape)[:count])
+        return torch.sparse_coo_tensor(
+            torch.cat(all_ids).t().contiguous(),
+            torch.cat(all_rows),
+            parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+
+    def clear(self) -> None:
+        """Forgets what was taken."""
+        self._parts.clear()
+        self._merged = self._counts = self._pending = None

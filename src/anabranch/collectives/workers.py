@@ -1,0 +1,256 @@
+"""The workers of a job as one group: collectives that start at once, and waits that end with a name.
+
+Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
+sleeps a heartbeat at a time, asks in between who is still there, and raises ``PeerLost`` with the rank. Waiting on the
+operation's future rather than in ``work.wait(timeout)``, which breaks the connection of a peer that was merely slow,
+costs nothing measurable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.events import report
+from anabranch.transport.beats import Beats, Identity, Store
+
+__all__ = ["Pending", "Workers"]
+
+_IDENTITY_BYTES = 256
+
+
+class Pending:
+    """A collective under way; ``wait`` returns when its tensors hold the result."""
+
+    __slots__ = ("_arrived", "_operation", "_started", "_step", "_work", "_workers")
+
+    def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None) -> None:
+        self._work = work
+        self._workers = workers
+        self._operation = operation
+        self._step = step
+        self._started = time.monotonic()
+        self._arrived = threading.Lock()
+        if workers.on_host:
+            self._arrived.acquire(blocking=False)
+            work.get_future().add_done_callback(self._arrive)
+
+    def _arrive(self, _: object) -> None:
+        self._arrived.release()
+
+    def wait(self) -> None:
+        """Returns when the result is there.
+
+        Raises:
+            PeerLost: a rank died or froze; names it.
+            DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
+        """
+        if self._workers.on_host:
+            self._workers.wait_until(self._arrived, self._started, self._operation, self._step)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._workers.failure(error, self._started, self._operation, self._step) from error
+
+
+class Workers:
+    """A process group whose waits are bounded and name whom they waited for; a context manager.
+
+    Args:
+        group: the process group; ``None`` is the job's, initialised here from the usual environment when nobody has.
+        device: where the tensors live: gloo serves CPU, NCCL serves CUDA.
+        timeout: seconds that one wait may last.
+        heartbeat: seconds between two looks at who is still there.
+
+    Raises:
+        ValueError: the environment names no job (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
+        DeadlineExceeded, PeerLost: not everyone came.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        timeout: float = 600.0,
+        heartbeat: float = 1.0,
+    ) -> None:
+        self.timeout = timeout
+        self.on_host = device is None or device.type == "cpu"
+        self._owns_job = group is None and not dist.is_initialized()
+        if self._owns_job:
+            backend = "gloo" if self.on_host else "nccl"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        self._group = dist.group.WORLD if group is None else group
+        self._device = torch.device("cpu") if device is None else device
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+        self._global_ranks = dist.get_process_group_ranks(self._group)
+        self.bytes_sent = 0
+        self.wait_seconds = 0.0
+        self._beats: Beats | None = None
+        if self.size > 1:
+            self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=_store(), heartbeat=heartbeat)
+        atexit.register(self._leave_without_the_lost)
+
+    def _meet(self) -> dict[int, Identity]:
+        """Every rank's identity, by its rank in the job."""
+        text = Identity.of_this_process().encode().encode()
+        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone = self.all_gather(mine.to(self._device), operation="meet")
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
+        return {rank: Identity.decode(text) for rank, text in zip(self._global_ranks, texts, strict=True)}
+
+    # Collectives. Each starts at once and in the same order on every rank; `wait` on what they return.
+
+    def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
+        """Starts summing ``tensor``, in place, over the workers."""
+        self.bytes_sent += tensor.nbytes
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return Pending(cast(dist.Work, work), self, operation, step)
+
+    def start_all_gather(
+        self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
+    ) -> Pending:
+        """Starts gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
+        self.bytes_sent += tensor.nbytes
+        work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group, async_op=True)
+        return Pending(cast(dist.Work, work), self, operation, step)
+
+    def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
+        """Starts copying rank 0's ``tensor`` over everyone's."""
+        self.bytes_sent += tensor.nbytes
+        work = dist.broadcast(tensor, src=self._global_ranks[0], group=self._group, async_op=True)
+        return Pending(cast(dist.Work, work), self, operation, step)
+
+    def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
+        """``tensor``, summed in place over the workers."""
+        self.start_all_reduce(tensor, operation=operation, step=step).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *, operation: str = "all_gather", step: int | None = None) -> Tensor:
+        """Every worker's ``tensor``, stacked in rank order."""
+        into = tensor.new_empty(self.size, *tensor.shape)
+        self.start_all_gather(tensor, into, operation=operation, step=step).wait()
+        return into
+
+    def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
+        """Every worker's ``data``, in rank order; lengths may differ."""
+        lengths = (
+            self.all_gather(torch.tensor([len(data)], device=self._device), operation=operation).flatten().tolist()
+        )
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        everyone = self.all_gather(mine.to(self._device), operation=operation).cpu().numpy()
+        return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
+
+    def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
+        """Copies rank 0's tensors over everyone's, all under way at once."""
+        for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
+            pending.wait()
+
+    def barrier(self, *, operation: str = "barrier") -> None:
+        """Returns when every worker has called it."""
+        self.all_reduce(torch.zeros(1, device=self._device), operation=operation)
+
+    # Waits, and what they end with.
+
+    def wait_until(self, arrived: threading.Lock, started: float, operation: str, step: int | None) -> None:
+        """Acquires ``arrived``, or raises the error that says why it will not be released."""
+        if arrived.acquire(blocking=False):
+            return
+        began = time.monotonic()
+        beat = self.timeout if self._beats is None else self._beats.heartbeat / 2
+        while True:
+            now = time.monotonic()
+            left = started + self.timeout - now
+            if left <= 0:
+                self._lost_someone = True
+                raise DeadlineExceeded(
+                    "not everyone came", peer=self._others(), operation=operation, step=step, elapsed=now - started
+                )
+            if arrived.acquire(timeout=min(beat, left)):
+                self.wait_seconds += time.monotonic() - began
+                return
+            lost = {} if self._beats is None else self._beats.lost()
+            if lost:
+                raise self._peer_lost(lost, started, operation, step)
+
+    def failure(self, error: RuntimeError, started: float, operation: str, step: int | None) -> BoundaryError:
+        """The error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found so."""
+        lost: dict[int, str] = {}
+        if self._beats is not None:
+            # A killed process closes its sockets a moment before the kernel has buried it.
+            until = time.monotonic() + self._beats.heartbeat
+            while not (lost := self._beats.gone() or self._beats.lost()) and time.monotonic() < until:
+                time.sleep(0.01)
+        if lost:
+            return self._peer_lost(lost, started, operation, step)
+        message = str(error).split(". This is typically", 1)[0]
+        return PeerLost(
+            f"a connection broke: {message}",
+            peer=self._others(),
+            operation=operation,
+            step=step,
+            elapsed=time.monotonic() - started,
+        )
+
+    def _peer_lost(self, lost: dict[int, str], started: float, operation: str, step: int | None) -> PeerLost:
+        self._lost_someone = True
+        who = ", ".join(f"rank {rank}" for rank in sorted(lost))
+        what = "; ".join(f"rank {rank} is lost: {lost[rank]}" for rank in sorted(lost))
+        report("workers.lost", ranks=sorted(lost), operation=operation)
+        return PeerLost(what, peer=who, operation=operation, step=step, elapsed=time.monotonic() - started)
+
+    def _others(self) -> str:
+        others = [rank for index, rank in enumerate(self._global_ranks) if index != self.rank]
+        return ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
+
+    _lost_someone = False
+
+    def _leave_without_the_lost(self) -> None:
+        """Ends the process: gloo's threads would wait for the lost rank, and the interpreter for them."""
+        if not self._lost_someone:
+            return
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+    def close(self) -> None:
+        """Ends what was started here: the beats, and the process group if it was initialised here."""
+        if self._beats is not None:
+            self._beats.close()
+        if self._lost_someone:
+            return
+        atexit.unregister(self._leave_without_the_lost)
+        if self._owns_job and dist.is_initialized():
+            self._owns_job = False
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _store() -> Store:
+    """The store that the job's processes met through."""
+    return cast(Store, dist.distributed_c10d._get_default_store())

@@ -1,0 +1,180 @@
+"""Which ranks of a job are still there, asked by whoever is waiting for them.
+
+A frozen peer keeps its sockets open and acknowledges what it is sent, so gloo waits its whole timeout for it. Ranks
+therefore watch one another beside the collectives::
+
+    a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
+    a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
+                             heartbeats is a peer that is lost
+
+A peer on this host that merely holds its interpreter's lock (a long import, a compilation) is seen running and is
+waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. That two ranks share a host is known
+by the kernel's boot id and pid namespace, not by a name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Protocol
+
+__all__ = ["Beats", "Identity", "Store"]
+
+_STOPPED = frozenset("Tt")
+_GONE = frozenset("ZXx")
+
+
+class Store(Protocol):
+    """The two verbs that beats need of a ``torch.distributed`` store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Stores ``value`` under ``key``."""
+        ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values under ``keys``, waiting for those that nobody has set yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process, told apart from any other that ever had its number: where it runs, its pid, and when it started."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        """The identity of the calling process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        pid = os.getpid()
+        return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
+
+    def encode(self) -> str:
+        """As text, for another rank to ``decode``."""
+        return f"{self.host} {self.pid} {self.started}"
+
+    @classmethod
+    def decode(cls, text: str) -> Identity:
+        """The identity that ``encode`` wrote."""
+        host, pid, started = text.split(" ")
+        return cls(host, int(pid), started)
+
+
+def _process_status(pid: int) -> tuple[str, str]:
+    """The state letter and start time of a process, ``("X", "")`` when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", ""
+    # The command's name stands in parentheses and may itself contain spaces and parentheses.
+    fields = text[text.rindex(")") + 2 :].split(" ")
+    return fields[0], fields[19]
+
+
+class Beats:
+    """Watches the other ranks of a group; a context manager.
+
+    Args:
+        identities: the identity of every rank watched, by its rank in the job; this process's own among them.
+        rank: this process's rank.
+        store: where ranks on other hosts leave their beats; needed only when there are such ranks.
+        heartbeat: seconds between two beats; a lost peer is known within two.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        identities: Mapping[int, Identity],
+        rank: int,
+        *,
+        store: Store | None = None,
+        heartbeat: float = 1.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        if not heartbeat > 0:
+            raise ValueError(f"heartbeat is a number of seconds above 0, got {heartbeat!r}")
+        self.heartbeat = heartbeat
+        self._rank = rank
+        self._clock = clock
+        here = identities[rank].host
+        self._near = {peer: who for peer, who in identities.items() if peer != rank and who.host == here}
+        self._far = [peer for peer, who in identities.items() if who.host != here]
+        self._stopped_since: dict[int, float] = {}
+        self._counters: dict[int, tuple[bytes, float]] = {}
+        self._store = store
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._far:
+            if store is None:
+                raise ValueError(f"ranks {self._far} run on other hosts; give Beats the job's store to hear of them")
+            self._beat(0)
+            self._thread = threading.Thread(target=self._run, name="anabranch-beats", daemon=True)
+            self._thread.start()
+
+    def lost(self) -> dict[int, str]:
+        """The ranks known to be lost, each with what became of it."""
+        now = self._clock()
+        found = self._lost_here(now)
+        for peer, (_, seen) in list(self._counters.items()):
+            if now - seen > 2 * self.heartbeat:
+                found[peer] = f"sent no beat for {now - seen:.1f} s"
+        return found
+
+    def gone(self) -> dict[int, str]:
+        """The ranks of this host whose process has ended: known at once, without waiting for a beat."""
+        return {peer: "its process has ended" for peer, who in self._near.items() if _has_ended(who)}
+
+    def _lost_here(self, now: float) -> dict[int, str]:
+        found = {}
+        for peer, who in self._near.items():
+            if _has_ended(who):
+                found[peer] = "its process has ended"
+            elif _process_status(who.pid)[0] not in _STOPPED:
+                self._stopped_since.pop(peer, None)
+            elif now - self._stopped_since.setdefault(peer, now) >= self.heartbeat:
+                found[peer] = "its process is stopped"
+        return found
+
+    def _run(self) -> None:
+        count = 0
+        while not self._closing.wait(self.heartbeat):
+            count += 1
+            try:
+                self._beat(count)
+            except RuntimeError:
+                # The store is gone, and with it every rank's beats: the peers that wait will say who is missing.
+                return
+
+    def _beat(self, count: int) -> None:
+        assert self._store is not None
+        self._store.set(f"anabranch/beat/{self._rank}", str(count))
+        counters = self._store.multi_get([f"anabranch/beat/{peer}" for peer in self._far])
+        now = self._clock()
+        for peer, counter in zip(self._far, counters, strict=True):
+            if self._counters.get(peer, (None,))[0] != counter:
+                self._counters[peer] = (counter, now)
+
+    def close(self) -> None:
+        """Stops beating; the thread has ended when this returns."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(2 * self.heartbeat + 1.0)
+            self._thread = None
+
+    def __enter__(self) -> Beats:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_ended(who: Identity) -> bool:
+    state, started = _process_status(who.pid)
+    return state in _GONE or started != who.started
