@@ -15,12 +15,14 @@ Hooks are set once and stay; each asks whether a sweep of its own is running. Th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradientSink", "watch_leaf", "watch_result"]
+__all__ = ["GradientSink", "record_outputs", "watch_leaf", "watch_result"]
 
 
 class GradientSink(Protocol):
@@ -68,3 +70,24 @@ def watch_result(tensor: Tensor, sink: GradientSink) -> RemovableHandle:
 
     handle: RemovableHandle = tensor.register_hook(take)  # type: ignore[no-untyped-call]
     return handle
+
+
+@contextmanager
+def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
+    """Keeps, under each module's name, what its forward last returned while the block runs."""
+    outputs: dict[str, object] = {}
+    handles: list[RemovableHandle] = []
+
+    def keep(name: str, module: nn.Module) -> None:
+        def record(_module: nn.Module, _args: object, output: object) -> None:
+            outputs[name] = output
+
+        handles.append(module.register_forward_hook(record))
+
+    try:
+        for name, module in modules.items():
+            keep(name, module)
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

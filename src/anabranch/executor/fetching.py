@@ -1,0 +1,77 @@
+"""What ``run(fetch=...)`` asks for: the loss, what the step returned, a submodule's output, a parameter's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from anabranch.autodiff import record_outputs
+from anabranch.tensors import Structure
+
+__all__ = ["Fetch"]
+
+_GRADIENT = ".grad"
+
+
+class Fetch:
+    """One request's names, told apart before anything runs; keys of the step are known only once it has run forward.
+
+    Args:
+        names: what to fetch; ``None`` takes everything the step returns.
+        model: whose submodules and parameters are meant.
+    """
+
+    def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"fetch is a list of names, got the text {names!r}; write fetch=[{names!r}]")
+        self.names = None if names is None else list(names)
+        self._outputs: Mapping[str, Structure] = {}
+        if not self.names:
+            return
+        self._model = model
+        modules = dict(model.named_modules())
+        self._modules = {name: modules[name] for name in self.names if name and name in modules}
+        parameters = dict(model.named_parameters())
+        self._gradients = {
+            name: parameters[name.removesuffix(_GRADIENT)]
+            for name in self.names
+            if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
+        }
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the outputs of the submodules asked for while the block runs forward."""
+        if not self.names or not self._modules:
+            yield
+            return
+        with record_outputs(self._modules) as outputs:
+            yield
+        self._outputs = outputs
+
+    def check(self, returned: Mapping[str, Tensor]) -> None:
+        """Raises ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
+        for name in self.names or ():
+            if name == "loss" or name in returned or name in self._modules or name in self._gradients:
+                continue
+            raise ValueError(
+                f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
+                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad'"
+            )
+
+    def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
+        """What was asked for, once the step has run."""
+        if self.names is None:
+            return dict(returned)
+        found: dict[str, Structure] = {}
+        for name in self.names:
+            if name in returned:
+                found[name] = returned[name]
+            elif name in self._gradients:
+                gradient = self._gradients[name].grad
+                # .grad may be a view of a bucket that the next step overwrites.
+                found[name] = None if gradient is None else gradient.detach().clone()
+            elif name in self._modules:
+                found[name] = self._outputs.get(name)
+        return found
