@@ -1,0 +1,12 @@
+"""Crash-safe checkpoints: a directory of safetensors files, made whole by a manifest that is written last.
+
+It knows files and tensors by name, not models, optimizers or ranks: the executor says what belongs into a checkpoint.
+Not for moving tensors between processes. Open ``writing.py`` first: the order of its steps is the promise.
+"""
+
+from anabranch.checkpoint.fitting import fit
+from anabranch.checkpoint.reading import Checkpoint, read, read_newest
+from anabranch.checkpoint.state import TensorName, join, split
+from anabranch.checkpoint.writing import write
+
+__all__ = ["Checkpoint", "TensorName", "fit", "join", "read", "read_newest", "split", "write"]

@@ -1,0 +1,135 @@
+"""The files of a checkpoint directory: how they are named, claimed, made durable and removed.
+
+::
+
+    model-00000012.safetensors         a group of generation 12
+    optimizer-00000012.safetensors
+    manifest-00000012.json             makes generation 12 whole: there only once all of its files are durable
+    model-00000011.safetensors ...     the generation before
+    .model-00000013.safetensors.new    being written, or left over from a save that was killed
+    .lock                              claimed by the process that is saving
+
+A generation is a serial number, not a step: saving the same step twice makes two generations, and no file is ever
+written over. Files of other names are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from anabranch.errors import CheckpointError
+from anabranch.events import fault_point
+
+__all__ = [
+    "all_generations",
+    "claim",
+    "complete_generations",
+    "data_path",
+    "make_directory",
+    "manifest_path",
+    "publish",
+    "remove_generation",
+    "sync_directory",
+    "temporary",
+]
+
+_MANIFEST = re.compile(r"manifest-(\d{8,18})\.json")
+_OURS = re.compile(r"\.?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*-(\d{8,18})\.safetensors|manifest-(\d{8,18})\.json)(?:\.new)?")
+
+
+def data_path(directory: Path, group: str, generation: int) -> Path:
+    """Where ``group`` of ``generation`` is kept."""
+    return directory / f"{group}-{generation:08d}.safetensors"
+
+
+def manifest_path(directory: Path, generation: int) -> Path:
+    """Where the manifest of ``generation`` is kept."""
+    return directory / f"manifest-{generation:08d}.json"
+
+
+def temporary(path: Path) -> Path:
+    """The name that ``path`` has until it is whole."""
+    return path.with_name(f".{path.name}.new")
+
+
+def complete_generations(directory: Path) -> list[int]:
+    """The generations that have a manifest, newest first; none if there is no such directory."""
+    matches = (_MANIFEST.fullmatch(name) for name in _names(directory))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def all_generations(directory: Path) -> set[int]:
+    """The generations of which there is any file, be it a left-over."""
+    return {generation for _, generation in _ours(directory)}
+
+
+def remove_generation(directory: Path, generation: int) -> None:
+    """Removes every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
+    doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
+    for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
+        (directory / name).unlink(missing_ok=True)
+        fault_point("checkpoint.removed")
+
+
+def make_directory(directory: Path) -> None:
+    """Makes ``directory`` and what is missing above it, durably."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+    fault_point("checkpoint.directory_made")
+
+
+def publish(path: Path) -> None:
+    """Gives a file that is whole and durable its final name; the name is durable after ``sync_directory``."""
+    os.rename(temporary(path), path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Keeps every other writer out of ``directory`` until the block ends; the kernel lets go if the process dies.
+
+    Raises:
+        CheckpointError: another process, or another thread, is saving there.
+    """
+    # The file stays: a lock that is removed can be held twice. A file, not the directory itself, since network file
+    # systems lock only what is open for writing.
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
+                "from one process of a job"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _ours(directory: Path) -> list[tuple[str, int]]:
+    matches = (_OURS.fullmatch(name) for name in _names(directory))
+    return [(match[0], int(match[1] or match[2])) for match in matches if match]

@@ -1,0 +1,173 @@
+"""``read`` and ``read_newest``: the newest generation that is whole, to the last bit.
+
+A save that was killed leaves files without a manifest, which are no checkpoint and are passed over in silence. A
+generation that has a manifest and does not match it is damaged: it is passed over with a warning in the log of
+``anabranch.checkpoint`` that says which and why, and the one before is taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anabranch.checkpoint.generations import complete_generations, data_path, manifest_path
+from anabranch.checkpoint.manifest import FileRecord, Manifest, unpack
+from anabranch.checkpoint.tensor_file import check, load
+from anabranch.errors import CheckpointError
+
+__all__ = ["Checkpoint", "read", "read_newest"]
+
+_log = logging.getLogger("anabranch.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One whole generation on disk; its tensors are read when asked for.
+
+    Attributes:
+        step: how far training was.
+        state: what was saved beside the tensors.
+        path: the directory.
+        generation: its serial number there; ``read(path, generation=...)`` finds this one again.
+    """
+
+    step: int
+    state: object
+    path: Path
+    generation: int
+    _files: Mapping[str, FileRecord] = field(repr=False)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups, as they were given."""
+        return tuple(self._files)
+
+    def tensors(self, group: str, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The tensors of ``group``, each checked as it is read, and moved to ``device``.
+
+        They own their memory (nothing is mapped): one that is changed, or a file that is removed, harms neither.
+
+        Raises:
+            CheckpointError: there is no such group, or its file was damaged or removed since.
+        """
+        if group not in self._files:
+            raise CheckpointError(f"the checkpoint in {self.path} has the groups {list(self._files)}, not {group!r}")
+        try:
+            return load(data_path(self.path, group, self.generation), self._files[group], device)
+        except CheckpointError as error:
+            raise _damaged(self.path, self.generation, error) from error
+
+
+def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Checkpoint:
+    """The newest whole checkpoint in the directory ``path`` itself.
+
+    >>> import tempfile, torch
+    >>> from anabranch.checkpoint import write
+    >>> directory = tempfile.mkdtemp()
+    >>> _ = write(directory, {"model": {"weight": torch.ones(2)}}, {"epoch": 1}, step=100)
+    >>> checkpoint = read(directory)
+    >>> checkpoint.step, checkpoint.tensors("model")
+    (100, {'weight': tensor([1., 1.])})
+
+    Args:
+        path: the directory that ``write`` was given.
+        generation: this one and no other. Then the bytes of the tensors are not read before ``tensors`` asks for them:
+            for the ranks of a job that follow the choice of the first.
+
+    Raises:
+        CheckpointError: there is none, or none is whole; says why, of each.
+    """
+    directory = Path(path)
+    if generation is not None:
+        return _open(directory, generation, _manifest(directory, generation), data=False)
+    found = _newest_whole([directory])
+    if found is None:
+        missing = "" if directory.is_dir() else ": there is no such directory"
+        raise CheckpointError(f"there is no checkpoint in {directory}{missing}")
+    return found
+
+
+def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest whole checkpoint in the directory ``path`` or in any directory under it.
+
+    Of each directory its newest whole generation counts, and of these the one with the highest step (clocks differ
+    between hosts, steps do not). ``None`` if there is none at all.
+
+    >>> import tempfile, torch
+    >>> from anabranch.checkpoint import write
+    >>> directory = tempfile.mkdtemp()
+    >>> read_newest(directory) is None
+    True
+    >>> for step in (5, 10):
+    ...     _ = write(f"{directory}/step-{step}", {"model": {"weight": torch.ones(2)}}, None, step=step)
+    >>> read_newest(directory).step
+    10
+
+    Raises:
+        CheckpointError: there are checkpoints and every one is damaged: starting afresh would hide that.
+    """
+    directories = sorted(Path(found) for found, _, _ in os.walk(path))
+    return _newest_whole(directories)
+
+
+def _newest_whole(directories: list[Path]) -> Checkpoint | None:
+    """Of each directory's newest whole generation the one with the highest step.
+
+    Manifests are small and say the step, so the data is read only of what would win.
+    """
+    heap: list[tuple[int, int, Path, Iterator[int], int, Manifest]] = []
+    reasons: list[str] = []
+
+    def offer(directory: Path, generations: Iterator[int]) -> None:
+        for generation in generations:
+            try:
+                manifest = _manifest(directory, generation)
+            except CheckpointError as error:
+                reasons.append(str(error))
+            else:
+                heapq.heappush(heap, (-manifest.step, -manifest.written, directory, generations, generation, manifest))
+                return
+
+    for directory in directories:
+        offer(directory, iter(complete_generations(directory)))
+    while heap:
+        _, _, directory, generations, generation, manifest = heapq.heappop(heap)
+        try:
+            checkpoint = _open(directory, generation, manifest, data=True)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            offer(directory, generations)
+            continue
+        for reason in reasons:
+            _log.warning("%s; taking generation %d in %s, step %d", reason, generation, directory, checkpoint.step)
+        return checkpoint
+    if reasons:
+        raise CheckpointError("no checkpoint is whole: " + "; ".join(reasons))
+    return None
+
+
+def _manifest(directory: Path, generation: int) -> Manifest:
+    try:
+        return unpack(manifest_path(directory, generation).read_bytes())
+    except (CheckpointError, OSError) as error:
+        raise _damaged(directory, generation, error) from error
+
+
+def _open(directory: Path, generation: int, manifest: Manifest, *, data: bool) -> Checkpoint:
+    try:
+        for group, record in manifest.files.items():
+            check(data_path(directory, group, generation), record, data=data)
+    except CheckpointError as error:
+        raise _damaged(directory, generation, error) from error
+    return Checkpoint(manifest.step, manifest.state, directory, generation, manifest.files)
+
+
+def _damaged(directory: Path, generation: int, error: Exception) -> CheckpointError:
+    return CheckpointError(f"generation {generation} in {directory} is damaged: {error}")

@@ -1,0 +1,402 @@
+"""What is saved comes back as it was: tensors of every kind, and state to the last bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+import threading
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anabranch import checkpoint
+from anabranch.checkpoint import state as checkpoint_state
+from anabranch.errors import CheckpointError
+from anabranch.events import on_fault_point, subscribe
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint64,
+    torch.uint32,
+    torch.uint16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert bits(found[name]) == bits(tensor)
+
+
+def random(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Random bits: NaNs and denormals included."""
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+tensors = st.builds(random, st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4).map(tuple))
+names = st.text(max_size=20).filter(lambda name: name != "__metadata__")
+groups = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(groups, st.dictionaries(names, tensors, max_size=5), max_size=3))
+def test_tensors_of_every_dtype_and_shape_come_back(
+    tmp_path_factory: pytest.TempPathFactory, given_groups: dict[str, dict[str, Tensor]]
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    checkpoint.write(directory, given_groups, None, step=1)
+    found = checkpoint.read(directory)
+    assert found.groups == tuple(given_groups)
+    for group, expected in given_groups.items():
+        assert_same(found.tensors(group), expected)
+
+
+def test_any_strides_storage_and_gradient_flag_are_written_as_values(tmp_path: Path) -> None:
+    base = torch.randn(4, 6)
+    parameter = torch.nn.Parameter(torch.randn(3))
+    given_tensors = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::2],
+        "expanded": base[:1].expand(3, 6),
+        "tied.a": parameter,
+        "tied.b": parameter,
+        "view": base[2],
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch._neg_view(torch.randn(3)),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+    }
+    checkpoint.write(tmp_path, {"model": given_tensors}, None, step=0)
+    found = checkpoint.read(tmp_path).tensors("model")
+    for name, tensor in given_tensors.items():
+        assert torch.equal(found[name], tensor.detach().resolve_conj().resolve_neg()), name
+        assert not found[name].requires_grad
+    found["tied.a"].zero_()
+    assert torch.equal(found["tied.b"], parameter)
+
+
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    given_tensors = {"b": torch.randn(3), "flag": torch.tensor([True]), "a": torch.arange(5), "e": torch.empty(0, 2)}
+    checkpoint.write(tmp_path, {"model": given_tensors}, None, step=0)
+    [file] = tmp_path.glob("*.safetensors")
+    assert file.name == "model-00000001.safetensors"
+    found = safetensors.torch.load_file(file)
+    assert_same({name: found[name] for name in given_tensors}, given_tensors)
+
+
+def test_every_tensor_is_aligned_to_its_itemsize(tmp_path: Path) -> None:
+    mixed = {"byte": torch.zeros(3, dtype=torch.uint8), "half": torch.zeros(3).half(), "wide": torch.zeros(1).double()}
+    checkpoint.write(tmp_path, {"model": mixed}, None, step=0)
+    data = next(tmp_path.glob("*.safetensors")).read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    assert (8 + length) % 8 == 0
+    assert all(header[name]["data_offsets"][0] % mixed[name].dtype.itemsize == 0 for name in mixed)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.builds(checkpoint.TensorName, st.text())
+)
+keys = scalars.filter(lambda key: key == key) | st.tuples(st.integers(), st.text())
+states = st.recursive(
+    scalars,
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.lists(children, max_size=4).map(tuple)
+        | st.dictionaries(keys, children, max_size=4)
+        | st.dictionaries(st.text(), children, max_size=4)
+        | st.dictionaries(st.text(), children, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, st.integers(), max_size=4).map(Counter)
+        | st.dictionaries(st.sampled_from(["$int", "$dict", "$", "a"]), children, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: object, b: object) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return len(a) == len(b) and all(same(p, q) for p, q in zip(a.items(), b.items(), strict=True))
+    return a == b
+
+
+@settings(deadline=None)
+@given(states)
+def test_state_comes_back_with_every_type_key_order_and_bit(value: object) -> None:
+    text = json.dumps(checkpoint_state.encode(value), allow_nan=False)
+    assert same(checkpoint_state.decode(json.loads(text)), value)
+
+
+@pytest.mark.parametrize("value", [2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**200, -(2**200)], ids=hex)
+def test_ints_of_any_size_come_back(tmp_path: Path, value: int) -> None:
+    checkpoint.write(tmp_path, {}, {"n": value}, step=0)
+    assert checkpoint.read(tmp_path).state == {"n": value}
+
+
+def test_an_int_of_more_digits_than_python_prints_comes_back(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, {}, -(2**70000), step=0)
+    assert checkpoint.read(tmp_path).state == -(2**70000)
+
+
+def test_state_of_optimizers_schedulers_and_generators_comes_back(tmp_path: Path) -> None:
+    import random as python_random
+
+    weight = torch.nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 2, 5])
+    for _ in range(3):
+        weight.grad = torch.randn(3)
+        optimizer.step()
+        scheduler.step()
+    whole = {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "python": python_random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    given_state, given_tensors = checkpoint.split(whole)
+    checkpoint.write(tmp_path, {"state": given_tensors}, given_state, step=3)
+    found = checkpoint.read(tmp_path)
+    joined = checkpoint.join(found.state, found.tensors("state"))
+    assert isinstance(joined, dict)
+    assert same(checkpoint.split(joined)[0], given_state)
+    assert isinstance(joined["scheduler"]["milestones"], Counter)
+    assert torch.equal(joined["torch"], whole["torch"])
+    again = torch.optim.AdamW([weight], lr=0.5)
+    again.load_state_dict(joined["optimizer"])
+    assert torch.equal(again.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg"])
+
+
+def test_split_names_tensors_by_path_and_tells_equal_paths_apart() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    state, found = checkpoint.split({"a.b": one, "a": {"b": two}, "n": [None, (one,)]})
+    assert list(found) == ["a.b", "a.b#2", "n.1.0"]
+    joined = checkpoint.join(state, found)
+    assert isinstance(joined, dict)
+    assert joined["a"]["b"] is two
+    assert joined["n"][1] == (one,)
+    assert checkpoint.split(one) == (checkpoint.TensorName("tensor"), {"tensor": one})
+
+
+def test_join_without_the_tensor_is_a_checkpoint_error_naming_it() -> None:
+    with pytest.raises(CheckpointError, match=r"state at a\.0 names the tensor 'gone'"):
+        checkpoint.join({"a": [checkpoint.TensorName("gone")]}, {})
+
+
+class Number(int):
+    pass
+
+
+def cycle() -> list[object]:
+    items: list[object] = []
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {2, 3}]}, r"the state at a\.1 is a builtins\.set"),
+        ({"lr": torch.tensor(1.0)}, r"the state at lr is a torch\.Tensor.*put tensors into a group"),
+        ({"n": Number(3)}, r"the state at n is a .*Number"),
+        ({"size": torch.Size([1])}, r"the state at size is a torch\.Size"),
+        ({("k", frozenset()): 1}, r"frozenset"),
+        (["\ud800"], r"the state at 0 is text with half a surrogate pair"),
+        ({"\ud800": 1}, r"half a surrogate pair"),
+        (object(), r"the state at the top is a builtins\.object"),
+        (cycle(), r"nested deeper than 100"),
+    ],
+)
+def test_state_that_would_not_come_back_is_refused_naming_its_path(tmp_path: Path, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checkpoint.write(tmp_path / "new", {}, value, step=0)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ({"../x": {}}, ValueError, r"'\.\./x'"),
+        ({"a/b": {}}, ValueError, r"'a/b'"),
+        ({"": {}}, ValueError, r"''"),
+        ({".hidden": {}}, ValueError, r"'\.hidden'"),
+        ({"a\n": {}}, ValueError, r"'a\\n'"),
+        ({"m": {"w": torch.ones(2, 2).to_sparse()}}, ValueError, r"tensor 'w' of group 'm' is sparse_coo"),
+        ({"m": {"w": torch.ones(2, device="meta")}}, ValueError, r"tensor 'w' of group 'm' is on the meta device"),
+        ({"m": {"w": torch.ones(2, dtype=torch.complex128)}}, ValueError, r"'w' of group 'm' is torch\.complex128"),
+        ({"m": {"__metadata__": torch.ones(2)}}, ValueError, r"__metadata__"),
+        ({"m": {"\ud800": torch.ones(2)}}, ValueError, r"no Unicode"),
+        ({"m": {"w": 3}}, TypeError, r"got 'w': int"),
+        ({"m": {3: torch.ones(2)}}, TypeError, r"got 3: Tensor"),
+    ],
+)
+def test_groups_that_cannot_be_kept_are_refused_before_anything_is_touched(
+    tmp_path: Path, groups: dict[str, dict[str, Tensor]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        checkpoint.write(tmp_path / "new", groups, None, step=0)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, None])
+def test_a_step_that_is_no_count_is_refused(tmp_path: Path, step: int) -> None:
+    with pytest.raises(ValueError, match="step of a checkpoint is an int >= 0"):
+        checkpoint.write(tmp_path, {}, None, step=step)
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_keeping_no_generation_is_refused(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(ValueError, match="keeps at least 1 generation"):
+        checkpoint.write(tmp_path, {}, None, step=0, keep=keep)
+
+
+def save(directory: Path, step: int, **options: int) -> Path:
+    return checkpoint.write(
+        directory, {"model": {"w": torch.full((2,), float(step))}}, {"step": step}, step=step, **options
+    )
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_generations_stay_and_older_files_go(tmp_path: Path, keep: int) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"not ours")
+    (tmp_path / "notes.txt").write_text("not ours")
+    for step in range(5):
+        save(tmp_path, step, keep=keep)
+    kept = [f"{number:08d}" for number in range(6 - keep, 6)]
+    ours = {f"model-{number}.safetensors" for number in kept} | {f"manifest-{number}.json" for number in kept}
+    assert {path.name for path in tmp_path.iterdir()} == ours | {
+        ".lock",
+        "model-00001-of-00002.safetensors",
+        "notes.txt",
+    }
+
+
+def test_saving_the_same_step_again_writes_a_generation_of_its_own(tmp_path: Path) -> None:
+    first = save(tmp_path, 7)
+    before = first.read_bytes()
+    second = save(tmp_path, 7)
+    assert first != second
+    assert first.read_bytes() == before
+    assert checkpoint.read(tmp_path).generation == 2
+
+
+def test_going_back_to_an_earlier_step_makes_that_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 9)
+    save(tmp_path, 4)
+    assert checkpoint.read(tmp_path).step == 4
+    assert checkpoint.read(tmp_path, generation=1).step == 9
+    found = checkpoint.read_newest(tmp_path)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_read_newest_takes_the_highest_step_of_the_directories_under_a_path(tmp_path: Path) -> None:
+    assert checkpoint.read_newest(tmp_path / "nowhere") is None
+    assert checkpoint.read_newest(tmp_path) is None
+    for step in (3, 12, 7):
+        save(tmp_path / "run" / f"step-{step}", step)
+    found = checkpoint.read_newest(tmp_path)
+    assert found is not None
+    assert (found.step, found.path) == (12, tmp_path / "run" / "step-12")
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoint.read(tmp_path)
+
+
+def test_reading_a_directory_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        checkpoint.read(tmp_path / "nowhere")
+
+
+def test_an_unknown_group_is_named_beside_those_there_are(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"has the groups \['model'\], not 'optimizer'"):
+        checkpoint.read(tmp_path).tensors("optimizer")
+
+
+def test_a_second_writer_is_told_that_the_directory_is_claimed(tmp_path: Path) -> None:
+    inside, outcome = threading.Event(), []
+
+    def second(name: str) -> None:
+        if name == "checkpoint.claimed" and not inside.is_set():
+            inside.set()
+            with pytest.raises(CheckpointError, match="another process or thread is saving to") as caught:
+                save(tmp_path, 2)
+            outcome.append(caught.value)
+
+    with on_fault_point(second):
+        save(tmp_path, 1)
+    assert outcome
+    assert checkpoint.read(tmp_path).step == 1
+    save(tmp_path, 3)
+
+
+def test_a_save_is_reported_with_its_size(tmp_path: Path) -> None:
+    seen = []
+    with subscribe(seen.append):
+        save(tmp_path, 1)
+    [event] = seen
+    assert event.name == "checkpoint.written"
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert event.facts["bytes"] == written
+
+
+def test_fit_lists_every_difference_with_both_shapes_and_dtypes() -> None:
+    expected = {"same": torch.ones(2), "gone": torch.ones(1, 2), "shape": torch.ones(2, 3), "dtype": torch.ones(2)}
+    found = {"same": torch.ones(2), "new": torch.ones(4), "shape": torch.ones(3, 2), "dtype": torch.ones(2).half()}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.fit(expected, found, "optimizer")
+    assert str(caught.value).splitlines() == [
+        "the checkpoint is of another optimizer:",
+        "  missing: gone (1, 2) float32",
+        "  unexpected: new (4,) float32",
+        "  differs: shape is (3, 2) float32 in the checkpoint, (2, 3) float32 here",
+        "  differs: dtype is (2,) float16 in the checkpoint, (2,) float32 here",
+    ]
+    checkpoint.fit(expected, {name: tensor.clone() for name, tensor in expected.items()})
+
+
+def test_reading_a_whole_checkpoint_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    with caplog.at_level(logging.DEBUG):
+        checkpoint.read(tmp_path)
+    assert not caplog.records
