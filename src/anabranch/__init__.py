@@ -3,6 +3,7 @@
 Every boundary the model crosses is differentiable, bounded in time, and gives the answer that the plain PyTorch loop
 gives. The packages are floors, imports point down only:
 
+- ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``checkpoint``: crash-safe saving and loading.
@@ -11,6 +12,7 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
+from anabranch import testing
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -28,6 +30,7 @@ from anabranch.errors import (
     SkipError,
     Unauthorized,
 )
+from anabranch.job import Job, job
 from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "Job",
     "NonFinite",
     "NotFound",
     "Overloaded",
@@ -47,4 +51,6 @@ __all__ = [
     "SkipError",
     "TensorSpec",
     "Unauthorized",
+    "job",
+    "testing",
 ]
