@@ -3,6 +3,7 @@
 Every boundary the model crosses is differentiable, bounded in time, and gives the answer that the plain PyTorch loop
 gives. The packages are floors, imports point down only:
 
+- ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``checkpoint``: crash-safe saving and loading.
@@ -12,6 +13,7 @@ gives. The packages are floors, imports point down only:
 """
 
 from anabranch.autodiff import GradManager
+from anabranch import testing
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -29,6 +31,7 @@ from anabranch.errors import (
     SkipError,
     Unauthorized,
 )
+from anabranch.job import Job, job
 from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "DeadlineExceeded",
     "GradManager",
+    "Job",
     "NonFinite",
     "NotFound",
     "Overloaded",
@@ -49,4 +53,6 @@ __all__ = [
     "SkipError",
     "TensorSpec",
     "Unauthorized",
+    "job",
+    "testing",
 ]

@@ -1,0 +1,112 @@
+"""How a job ended: each worker's exit, which failed first, and the words for it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Exit", "Outcome"]
+
+_TAIL_LINES = 20
+_MOST_LINES = 200
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one worker ended.
+
+    Attributes:
+        rank: which worker.
+        pid: its process.
+        code: its exit code, or minus the signal that killed it.
+        ended_at: when, in seconds since the epoch.
+        stopped: whether it was asked to stop, because another failed or the job was interrupted.
+        log: the file with its output.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    ended_at: float
+    stopped: bool
+    log: Path
+
+    def describe(self) -> str:
+        """One line: who, and how it ended."""
+        if self.code >= 0:
+            return f"rank {self.rank} (pid {self.pid}) exited with code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        hint = "; nobody here sent it: the kernel does when memory runs out" if name == "SIGKILL" else ""
+        return f"rank {self.rank} (pid {self.pid}) was killed by {name}{hint}"
+
+    def last_words(self) -> str:
+        """The traceback at the end of its log, with the exceptions that led to it; without one, the last lines."""
+        lines = self._lines()
+        start = _traceback_start(lines)
+        return "\n".join(lines[-_TAIL_LINES:] if start is None else lines[start : start + _MOST_LINES])
+
+    def failed_at(self) -> float:
+        """When it failed, in seconds since the epoch.
+
+        A worker that raised has written its traceback before it tore down what others may be waiting on, and tearing
+        down takes a while: the time of that writing says who was first where the time of the exit does not.
+        """
+        if self.code > 0 and _traceback_start(self._lines()) is not None:
+            return min(self.ended_at, self.log.stat().st_mtime)
+        return self.ended_at
+
+    def _lines(self) -> list[str]:
+        return self.log.read_bytes().decode(errors="replace").rstrip().splitlines()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exits: one for each worker, by rank.
+        interrupted: the signal that ended the job, ``None`` if it ended by itself.
+        timed_out: whether it was ended because its time was over.
+        seconds: how long it ran.
+    """
+
+    exits: tuple[Exit, ...]
+    interrupted: signal.Signals | None
+    timed_out: bool
+    seconds: float
+
+    @property
+    def first_failure(self) -> Exit | None:
+        """The worker that failed first, by itself; ``None`` if all succeeded or were stopped."""
+        failures = [exit_ for exit_ in self.exits if exit_.code != 0 and not exit_.stopped]
+        return min(failures, key=Exit.failed_at, default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 128 + signal when another one ended the job.
+
+        Workers that meet SIGTERM by finishing what they were at and exiting with 0 have succeeded.
+        """
+        failed = any(exit_.code != 0 for exit_ in self.exits)
+        if self.interrupted is not None and (failed or self.interrupted == signal.SIGINT):
+            return 128 + self.interrupted
+        return int(failed)
+
+
+def _traceback_start(lines: list[str]) -> int | None:
+    starts = [index for index, line in enumerate(lines) if line.lstrip("+| ").endswith(_TRACEBACK)]
+    if not starts:
+        return None
+    first = starts.pop()
+    while starts and any(line.endswith(_CHAINED) for line in lines[starts[-1] : first]):
+        first = starts.pop()
+    return first

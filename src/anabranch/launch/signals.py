@@ -1,0 +1,76 @@
+"""Signals as values: while a job runs they are collected and read by the supervisor's loop, and interrupt nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+__all__ = ["SignalBox", "collect_signals"]
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalBox:
+    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._notify = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._notify, False)
+        self._pending: list[signal.Signals] = []
+
+    def put(self, number: int, frame: FrameType | None = None) -> None:
+        """Collects one signal; the handler itself."""
+        self._pending.append(signal.Signals(number))
+
+    def take(self) -> list[signal.Signals]:
+        """What has come since the last call, in order."""
+        with suppress(BlockingIOError):
+            os.read(self.descriptor, 4096)
+        taken = self._pending[:]
+        del self._pending[: len(taken)]
+        return taken
+
+    @property
+    def notify(self) -> int:
+        """What the interpreter writes to when a signal arrives."""
+        return self._notify
+
+    def close(self) -> None:
+        """Closes both ends."""
+        os.close(self.descriptor)
+        os.close(self._notify)
+
+
+@contextmanager
+def collect_signals() -> Iterator[SignalBox]:
+    """Collects SIGINT, SIGTERM, SIGHUP and SIGWINCH until the block ends.
+
+    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP stays
+    ignored where it was (``nohup``).
+    """
+    box = SignalBox()
+    if threading.current_thread() is not threading.main_thread():
+        try:
+            yield box
+        finally:
+            box.close()
+        return
+    numbers = [number for number in _STOPPING if number != signal.SIGHUP or not _ignored(number)]
+    previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
+    wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
+    try:
+        yield box
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        box.close()
+
+
+def _ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN

@@ -1,0 +1,162 @@
+"""Watches a job's workers until the last has ended, and ends them in time when one fails or a signal asks for it.
+
+One thread, one selector, no polling: a worker's end, rank 0's output and the launcher's signals are all descriptors.
+
+::
+
+                 a worker fails                      time is up        SIGINT, SIGTERM, SIGHUP
+                        │                                │                        │ passed on to the workers
+       others may say what they saw (patience.failure)   │ SIGABRT: stacks        │
+                        v                                │                        │
+                     SIGTERM                             │                        │ the same signal again: at once
+                        └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
+
+torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
+the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
+processes that workers started.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from anabranch.launch.screen import Screen
+from anabranch.launch.signals import SignalBox
+from anabranch.launch.worker import Worker
+
+__all__ = ["Patience", "Supervisor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the launcher waits for workers to end by themselves, in seconds.
+
+    Attributes:
+        failure: for the others after one failed, before they are asked to stop.
+        stop: for those asked to stop, before they are killed.
+    """
+
+    failure: float = 3.0
+    stop: float = 5.0
+
+
+class Supervisor:
+    """Watches ``workers`` until all have ended.
+
+    Args:
+        workers: the running workers, by rank.
+        signals: what the launcher received.
+        screen: rank 0's output, if it is shown.
+        patience: how long workers may take to end.
+        seconds: the job's time; ``None`` for as long as it takes.
+        tell: called with each line that a user should see at once.
+
+    Attributes:
+        interrupted: the signal that ended the job.
+        timed_out: whether its time was over.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        signals: SignalBox,
+        *,
+        screen: Screen | None = None,
+        patience: Patience | None = None,
+        seconds: float | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.interrupted: signal.Signals | None = None
+        self.timed_out = False
+        self._workers = workers
+        self._signals = signals
+        self._screen = screen
+        self._patience = patience or Patience()
+        self._ends = None if seconds is None else time.monotonic() + seconds
+        self._tell = tell
+        self._failed = False
+        # What is still to be sent to the workers that run on, each with its moment; the last is always SIGKILL.
+        self._plan: deque[tuple[float, signal.Signals]] = deque()
+
+    def run(self) -> None:
+        """Returns when every worker has ended and was reaped."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
+            for worker in self._workers:
+                selector.register(worker.pidfd, selectors.EVENT_READ, worker)
+            for source in self._screen.sources if self._screen else ():
+                selector.register(source, selectors.EVENT_READ, source)
+            while self._running():
+                for key, _ in selector.select(self._next_moment()):
+                    self._handle(selector, key)
+                self._act()
+
+    def kill(self) -> None:
+        """Ends all workers at once."""
+        for worker in self._running():
+            worker.signal(signal.SIGKILL)
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.running]
+
+    def _handle(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        if isinstance(key.data, Worker):
+            selector.unregister(key.fileobj)
+            self._on_end(key.data)
+        elif isinstance(key.data, int):
+            if self._screen and not self._screen.copy(key.data):
+                selector.unregister(key.fileobj)
+        else:
+            key.data()
+
+    def _on_end(self, worker: Worker) -> None:
+        worker.reap()
+        if worker.exit_code == 0 or worker.stopped or self._failed:
+            return
+        self._failed = True
+        others = len(self._running())
+        if others and not self._plan:
+            self._tell(f"rank {worker.rank} failed; stopping the {others} other worker{'s' * (others > 1)}")
+            now = time.monotonic()
+            self._plan.append((now + self._patience.failure, signal.SIGTERM))
+            self._plan.append((now + self._patience.failure + self._patience.stop, signal.SIGKILL))
+
+    def _on_signal(self) -> None:
+        for number in self._signals.take():
+            if number == signal.SIGWINCH:
+                if self._screen:
+                    self._screen.fit()
+            elif self.interrupted:
+                self._tell(f"{number.name} again: killing the workers")
+                self.kill()
+            else:
+                self.interrupted = number
+                self._tell(f"{number.name}: stopping the workers (once more kills them)")
+                self._send(number)
+                self._plan = deque([(time.monotonic() + self._patience.stop, signal.SIGKILL)])
+
+    def _next_moment(self) -> float | None:
+        moments = [moment for moment, _ in self._plan]
+        if self._ends is not None and not self.timed_out:
+            moments.append(self._ends)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        if self._ends is not None and now >= self._ends and not self.timed_out:
+            self.timed_out = True
+            self._send(signal.SIGABRT)
+            self._plan = deque([(now + self._patience.stop, signal.SIGKILL)])
+        while self._plan and now >= self._plan[0][0]:
+            self._send(self._plan.popleft()[1])
+
+    def _send(self, number: signal.Signals) -> None:
+        for worker in self._running():
+            with suppress(ProcessLookupError):
+                worker.signal(number)

@@ -1,0 +1,149 @@
+"""A script run as a job on this machine, its exit codes, logs and results handed back as plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.errors import DeadlineExceeded, RemoteError
+from anabranch.launch import Outcome, Patience, launch
+
+__all__ = ["JobResult", "LocalJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended, by rank.
+
+    Attributes:
+        exit_codes: each worker's exit code, or minus the signal that killed it.
+        logs: what each worker wrote, stdout and stderr together.
+        results: the last line of each log that is a JSON object, parsed; ``None`` without one. Python writes floats
+            so that they read back bit for bit.
+        first_failure: the rank that failed first; ``None`` if none did by itself.
+        seconds: how long the job ran.
+    """
+
+    exit_codes: tuple[int, ...]
+    logs: tuple[str, ...]
+    results: tuple[dict[str, object] | None, ...]
+    first_failure: int | None
+    seconds: float
+
+    def check(self) -> JobResult:
+        """Returns itself if every worker exited with 0.
+
+        Raises:
+            RemoteError: names the worker that failed first, and carries its log.
+        """
+        if any(self.exit_codes):
+            rank = self.first_failure
+            if rank is None:
+                rank = next(rank for rank, code in enumerate(self.exit_codes) if code)
+            raise RemoteError(
+                f"rank {rank} ended with {self.exit_codes[rank]}, all with {list(self.exit_codes)}",
+                peer=f"rank {rank}",
+                operation="run",
+                elapsed=self.seconds,
+                remote_traceback=self.logs[rank],
+            )
+        return self
+
+
+class LocalJob:
+    """Runs scripts as a ``torch.distributed`` job on this machine, as ``anabranch run`` does, and waits for their end.
+
+    >>> job = LocalJob(workers=2)
+    >>> result = job.run_source("import json, os; print(json.dumps({'rank': os.environ['RANK']}))")
+    >>> result.check().results
+    ({'rank': '0'}, {'rank': '1'})
+
+    No process of the job outlives a call. Each worker computes with one thread unless ``environment`` says otherwise.
+
+    Args:
+        workers: how many processes; at least 1.
+        timeout: seconds a run may take. Workers that still run then write every thread's stack to their log.
+        environment: added to this process's environment for the workers.
+        patience: how long workers may take to end after one of them failed.
+    """
+
+    def __init__(
+        self,
+        workers: int = 1,
+        *,
+        timeout: float = 60.0,
+        environment: Mapping[str, str] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.workers = workers
+        self.timeout = timeout
+        self._environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
+        self._patience = patience
+
+    def run(self, script: str | Path, *arguments: str) -> JobResult:
+        """Runs a Python file in every worker.
+
+        Raises:
+            DeadlineExceeded: the job took longer than ``timeout``; names the ranks still running, with their logs.
+            ValueError: there is no such file, or ``workers`` is below 1.
+        """
+        with tempfile.TemporaryDirectory(prefix="anabranch-job-") as directory:
+            outcome = launch(
+                Path(script),
+                arguments,
+                workers=self.workers,
+                log_dir=Path(directory),
+                environment={**os.environ, **self._environment},
+                patience=self._patience,
+                seconds=self.timeout,
+            )
+            return _result(outcome)
+
+    def run_source(self, source: str, *arguments: str) -> JobResult:
+        """Runs Python source text in every worker; common indentation is removed first. Else like ``run``."""
+        with tempfile.TemporaryDirectory(prefix="anabranch-source-") as directory:
+            script = Path(directory, "script.py")
+            script.write_text(textwrap.dedent(source))
+            return self.run(script, *arguments)
+
+
+def _result(outcome: Outcome) -> JobResult:
+    logs = tuple(exit_.log.read_text(errors="replace") for exit_ in outcome.exits)
+    if outcome.timed_out:
+        late = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
+        error = DeadlineExceeded(
+            "the job's time is over",
+            peer=", ".join(f"rank {rank}" for rank in late),
+            operation="run",
+            elapsed=outcome.seconds,
+        )
+        for rank in late:
+            error.add_note(f"the log of rank {rank}:\n{logs[rank]}")
+        raise error
+    if outcome.interrupted is not None:
+        raise KeyboardInterrupt
+    first = outcome.first_failure
+    return JobResult(
+        exit_codes=tuple(exit_.code for exit_ in outcome.exits),
+        logs=logs,
+        results=tuple(_last_json_object(log) for log in logs),
+        first_failure=None if first is None else first.rank,
+        seconds=outcome.seconds,
+    )
+
+
+def _last_json_object(log: str) -> dict[str, object] | None:
+    for line in reversed(log.splitlines()):
+        if line.startswith("{"):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                return value
+    return None
