@@ -12,8 +12,8 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
-from anabranch.autodiff import GradManager
 from anabranch import testing
+from anabranch.autodiff import GradManager
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -31,6 +31,7 @@ from anabranch.errors import (
     SkipError,
     Unauthorized,
 )
+from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
 from anabranch.tensors import TensorSpec
 
@@ -40,6 +41,8 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "EvalStep",
+    "Executor",
     "GradManager",
     "Job",
     "NonFinite",
@@ -52,6 +55,7 @@ __all__ = [
     "SchemaError",
     "SkipError",
     "TensorSpec",
+    "TrainStep",
     "Unauthorized",
     "job",
     "testing",

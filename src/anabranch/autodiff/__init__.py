@@ -5,5 +5,6 @@ hook that the package sets on tensors is in ``hooks.py``, which sessions see one
 """
 
 from anabranch.autodiff.grad_manager import GradManager, GradManagerGroup
+from anabranch.autodiff.hooks import record_outputs
 
-__all__ = ["GradManager", "GradManagerGroup"]
+__all__ = ["GradManager", "GradManagerGroup", "record_outputs"]

@@ -95,7 +95,7 @@ class Workers:
             backend = "gloo" if self.on_host else "nccl"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         self._group = dist.group.WORLD if group is None else group
-        self._device = torch.device("cpu") if device is None else device
+        self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
         self._global_ranks = dist.get_process_group_ranks(self._group)
@@ -111,7 +111,7 @@ class Workers:
         text = Identity.of_this_process().encode().encode()
         mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = self.all_gather(mine.to(self._device), operation="meet")
+        everyone = self.all_gather(mine.to(self.device), operation="meet")
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
         return {rank: Identity.decode(text) for rank, text in zip(self._global_ranks, texts, strict=True)}
 
@@ -150,12 +150,10 @@ class Workers:
 
     def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
         """Every worker's ``data``, in rank order; lengths may differ."""
-        lengths = (
-            self.all_gather(torch.tensor([len(data)], device=self._device), operation=operation).flatten().tolist()
-        )
+        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
         mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        everyone = self.all_gather(mine.to(self._device), operation=operation).cpu().numpy()
+        everyone = self.all_gather(mine.to(self.device), operation=operation).cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
@@ -165,7 +163,7 @@ class Workers:
 
     def barrier(self, *, operation: str = "barrier") -> None:
         """Returns when every worker has called it."""
-        self.all_reduce(torch.zeros(1, device=self._device), operation=operation)
+        self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
 
     # Waits, and what they end with.
 

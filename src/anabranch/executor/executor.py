@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anabranch.collectives import Workers
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.loading import BoundLoader
+from anabranch.executor.loading import ENDED, BoundLoader
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, named_steps
@@ -106,6 +106,9 @@ class Executor:
         except BaseException:
             self.close()
             raise
+        self._empty_epochs = 0
+        self._eval_runs: dict[str, int] = {}
+        self._patterns: dict[str, Structure] = {}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows = 0.0
         self._run_seconds = 0.0
@@ -229,6 +232,206 @@ class Executor:
     def _loader(self, name: str) -> BoundLoader:
         if name not in self._loaders:
             raise ValueError(
-                f"run({name!r}) was given no batch and the step has no loader; pass one, or dataloaders={{{name!r}: ...}}"
+                f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
+                f"dataloaders={{{name!r}: ...}}"
             )
         return self._loaders[name]
+
+    def _next_batch(self, name: str) -> Structure | None:
+        """The next batch of a training step's loader; ``None`` while it has ended and another worker's has not."""
+        loader = self._loader(name)
+        batch = self._take(loader)
+        if batch is ENDED and (self._workers is None or self._workers.size == 1):
+            loader.start_epoch()
+            batch = self._take(loader)
+            if batch is ENDED:
+                raise ValueError(f"the loader of {name!r} yields no batches")
+        if batch is ENDED:
+            return None
+        self._empty_epochs = 0
+        return batch
+
+    def _start_epoch(self, name: str) -> None:
+        """Every worker's loader has ended."""
+        self._empty_epochs += 1
+        if self._empty_epochs > 1:
+            raise ValueError(f"the loaders of {name!r} yield no batches on any worker")
+        self._loaders[name].start_epoch()
+
+    def _next_eval_batch(self, name: str) -> Structure:
+        """The next batch; a worker whose loader ended before the longest one's gets batches without rows till then."""
+        loader = self._loader(name)
+        batch = self._take(loader)
+        if batch is not ENDED:
+            self._patterns[name] = map_structure(_without_rows, batch)
+            self._eval_runs[name] = self._eval_runs.get(name, 0) + 1
+            return batch
+        if self._eval_runs.get(name, 0) < (self._lengths[name] or 0) and name in self._patterns:
+            self._eval_runs[name] += 1
+            return self._patterns[name]
+        self._eval_runs[name] = 0
+        loader.start_epoch()
+        batch = self._take(loader)
+        if batch is ENDED:
+            raise ValueError(f"the loader of {name!r} yields no batches")
+        self._eval_runs[name] = 1
+        return batch
+
+    def _take(self, loader: BoundLoader) -> Structure:
+        began = time.monotonic()
+        batch = loader.next_batch()
+        self._load_seconds += time.monotonic() - began
+        return batch
+
+    def batch_num(self, name: str = "default") -> int:
+        """How many batches an epoch of the step's loader has: the longest's over all workers.
+
+        Raises:
+            ValueError: the step has no loader, or it has no length.
+        """
+        self._step(name)
+        self._loader(name)
+        length = self._lengths[name]
+        if length is None:
+            raise ValueError(f"the loader of {name!r} has no length on every worker; give it __len__, or count runs")
+        return length
+
+    # What there is.
+
+    def _step(self, name: str) -> Step:
+        if name not in self._steps:
+            raise ValueError(f"no step is called {name!r}; the steps are {sorted(self._steps)}")
+        return self._steps[name]
+
+    def engine(self, name: str = "default") -> str:
+        """The engine that runs the step: ``"tape"``."""
+        self._step(name)
+        return TapeEngine.name
+
+    def statistics(self) -> Statistics:
+        """What was done since this executor was made."""
+        workers = self._workers
+        return Statistics(
+            steps=sum(engine.steps for engine in self._engines.values()),
+            runs=dict(self._runs),
+            rows=self._rows,
+            bytes=0 if workers is None else workers.bytes_sent,
+            run_seconds=self._run_seconds,
+            wait_seconds=0.0 if workers is None else workers.wait_seconds,
+            load_seconds=self._load_seconds,
+        )
+
+    def record_loads(self) -> Statistics:
+        """What was done since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
+        now = self.statistics()
+        difference = now.since(self._reported)
+        self._reported = now
+        line = json.dumps({"seconds": time.monotonic() - self._started, **difference.as_dict()})
+        print(line)
+        if self._log_path is not None:
+            with self._log_path.open("a") as file:
+                file.write(line + "\n")
+        return difference
+
+    # Checkpoints.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Saves everything that training goes on from, whole or not at all; every worker calls it.
+
+        Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
+        number generators, and the positions of the bound loaders, batches fetched ahead not counted. The previous
+        checkpoint in ``path`` is kept.
+
+        Raises:
+            CheckpointError: it could not be written; raised on every worker.
+        """
+        self._check_open()
+        self._saver.save(Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continues from the newest whole checkpoint in ``path``; any number of workers may. Every worker calls it.
+
+        Random number generators are restored if the number of workers is the one that saved.
+
+        Raises:
+            CheckpointError: there is none, none is whole, or it does not fit: names every tensor that is missing,
+                unexpected, or of another shape or dtype. Nothing has been changed then.
+        """
+        self._check_open()
+        self._saver.load(Path(path))
+
+    def resume(self, path: str | os.PathLike[str]) -> bool:
+        """Loads the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
+
+        Raises:
+            CheckpointError: there are some and none is whole, or the newest does not fit.
+        """
+        self._check_open()
+        return self._saver.resume(Path(path))
+
+    # The end.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this executor is closed")
+
+    def close(self) -> None:
+        """Ends what was started here: loaders' threads, watching the other workers, the process group if made here."""
+        if self._closed:
+            return
+        self._closed = True
+        for loader in getattr(self, "_loaders", {}).values():
+            loader.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _comm_mode(given: str | None) -> CommMode | None:
+    if given is None:
+        return None
+    mode = _COMM_MODES.get(given.lower()) if isinstance(given, str) else None
+    if mode is None:
+        raise ValueError(f"comm_mode is None or one of {sorted(_COMM_MODES.values())}, got {given!r}")
+    return mode
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the block; afterwards every submodule has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _without_rows(leaf: object) -> object:
+    return leaf.new_empty((0, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+
+def _as_numpy(value: object) -> object:
+    def convert(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach().cpu()
+        if leaf.layout is not torch.strided:
+            leaf = leaf.to_dense()
+        return leaf.float().numpy() if leaf.dtype is torch.bfloat16 else leaf.numpy()
+
+    return map_structure(convert, value)

@@ -120,7 +120,7 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     if not optimizers:
         raise ValueError("optimizer is an empty list; give at least one")
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[Tensor, int] = {}
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
@@ -134,7 +134,9 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
                     f"{tuple(parameter.shape)} that is not the model's; make it a parameter of {type(model).__name__}"
                 )
             if parameter in owner:
-                raise ValueError(f"optimizers {owner[parameter]} and {index} both hold {names[parameter]!r}; split them")
+                raise ValueError(
+                    f"optimizers {owner[parameter]} and {index} both hold {names[parameter]!r}; split them"
+                )
             owner[parameter] = index
     return optimizers
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff import GradManager
+from anabranch.autodiff.grad_manager import Callback
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError
 from anabranch.executor.clipping import clip_gradients
@@ -54,9 +56,9 @@ class TapeEngine:
         self.steps = 0
         self._in_window = 0
         self._window_rows = 0.0
-        self._loss_dtype = torch.get_default_dtype()
         self._broken = False
         self._parameters = list(step.model.parameters())
+        self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
         self._header: Header | None = None
@@ -73,7 +75,7 @@ class TapeEngine:
         named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
         self._buckets = GradientBuckets(named, self._workers, sparse=_sparse_tables(self.step.model))
         self._manager = GradManager(timeout=self._workers.timeout if self._workers is not None else 1800.0)
-        self._manager.attach(named.values(), callbacks=self._buckets.ready)
+        self._manager.attach(named.values(), callbacks=cast(Callback, self._buckets.ready))
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
@@ -119,7 +121,7 @@ class TapeEngine:
 
     @contextmanager
     def _window_kept_whole(self) -> Iterator[None]:
-        """What fails halfway leaves no half sums behind: the window is dropped, and with other workers, the job ends."""
+        """What fails halfway leaves no half sums behind: the window is dropped."""
         try:
             yield
         except BaseException as error:
@@ -149,9 +151,10 @@ class TapeEngine:
         if self._in_window == 0:
             self._lay_out()
             assert self._buckets is not None
-            self._clear_gradients()
             self._buckets.start_window()
             self._window_rows = 0.0
+        # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
+        self._clear_gradients()
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

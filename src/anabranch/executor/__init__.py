@@ -1,0 +1,12 @@
+"""Runs programs of training and evaluation steps. Open ``executor.py`` first.
+
+``steps.py`` describes what is run, ``tape.py`` runs a training step eagerly, ``window.py`` holds what one optimizer
+step sums up, ``loading.py`` takes batches from loaders, ``saving.py`` says what a checkpoint holds. Not a trainer:
+loops, epochs and logging are the user's.
+"""
+
+from anabranch.executor.executor import Executor
+from anabranch.executor.statistics import Statistics
+from anabranch.executor.steps import EvalStep, TrainStep
+
+__all__ = ["EvalStep", "Executor", "Statistics", "TrainStep"]

@@ -1,0 +1,374 @@
+"""What an executor saves, and how it comes back: on another number of workers too.
+
+::
+
+    group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
+    group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
+    group "window"        sums of an accumulation window that is open, over all workers
+    group "rank<r>"       tensors of one worker: random number generators, loader positions
+    state                 everything that is no tensor
+
+Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch import checkpoint
+from anabranch.checkpoint import Checkpoint
+from anabranch.checkpoint.state import decode, encode
+from anabranch.collectives import Workers
+from anabranch.errors import CheckpointError
+from anabranch.executor.loading import BoundLoader
+from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.tape import TapeEngine
+
+__all__ = ["Saver"]
+
+_FORMAT = 1
+
+
+class Saver:
+    """Saves and loads the state of one executor."""
+
+    def __init__(
+        self,
+        steps: Mapping[str, Step],
+        engines: Mapping[str, TapeEngine],
+        loaders: Mapping[str, BoundLoader],
+        workers: Workers | None,
+    ) -> None:
+        self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
+        self._engines = engines
+        self._loaders = loaders
+        self._workers = workers
+        self._models = _distinct_models(steps)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._workers is None else self._workers.rank
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._workers is None else self._workers.size
+
+    # Saving.
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint; on every worker, or raised on every worker."""
+        ranks = self._gather(_pack({"random": _random_state(), "loaders": self._positions()}))
+        windows, sums = self._windows()
+        failure = ""
+        if self._rank == 0:
+            try:
+                self._write(path, ranks, windows, sums)
+            except (CheckpointError, OSError, ValueError) as error:
+                if self._size == 1:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        failure = self._gather(failure.encode())[0].decode()
+        if failure:
+            raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
+
+    def _write(self, path: Path, ranks: list[bytes], windows: object, sums: dict[str, Tensor]) -> None:
+        optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states())
+        groups: dict[str, Mapping[str, Tensor]] = {"model": self._model_tensors(), "optimizer": optimizer_tensors}
+        if sums:
+            groups["window"] = sums
+        rank_states = []
+        for rank, packed in enumerate(ranks):
+            state, tensors = checkpoint.split(_unpack(packed))
+            rank_states.append(state)
+            if tensors:
+                groups[f"rank{rank}"] = tensors
+        state = {
+            "format": _FORMAT,
+            "workers": self._size,
+            "optimizers": optimizers,
+            "schedulers": {
+                name: [scheduler.state_dict() for scheduler in step.schedulers] for name, step in self._steps.items()
+            },
+            "windows": windows,
+            "ranks": rank_states,
+        }
+        checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._engines.values()))
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for prefix, model in self._models.items():
+            for name, value in model.state_dict().items():
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(f"{prefix}{name} is a {type(value).__name__}; only tensors can be saved")
+                found[prefix + name] = value
+        return found
+
+    def _optimizer_states(self) -> dict[str, list[object]]:
+        return {
+            name: [_by_parameter_name(optimizer, step.model) for optimizer in step.optimizers]
+            for name, step in self._steps.items()
+        }
+
+    def _windows(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """Every step's open window; its sums added up over the workers, so that any number can go on with them."""
+        states: dict[str, object] = {}
+        sums: dict[str, Tensor] = {}
+        for name, engine in self._engines.items():
+            in_window, rows, mine = engine.window()
+            states[name] = {"runs": engine.runs, "steps": engine.steps, "in_window": in_window, "rows": rows}
+            if not in_window:
+                continue
+            for parameter_name, parameter in self._steps[name].model.named_parameters():
+                if not parameter.requires_grad:
+                    continue
+                total = self._sum(mine.get(parameter_name), parameter)
+                if total is not None:
+                    sums[f"{name}.{parameter_name}"] = total
+        return states, sums
+
+    def _sum(self, mine: Tensor | None, parameter: Tensor) -> Tensor | None:
+        dense = None if mine is None else mine.to_dense()
+        if self._workers is None or self._size == 1:
+            return dense
+        present = torch.tensor([float(dense is not None)], device=parameter.device)
+        if not self._workers.all_reduce(present, operation="save").item():
+            return None
+        return self._workers.all_reduce(
+            torch.zeros_like(parameter) if dense is None else dense, operation="save"
+        ).detach()
+
+    def _positions(self) -> dict[str, object]:
+        return {name: loader.state() for name, loader in self._loaders.items()}
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        if self._workers is None or self._size == 1:
+            return [data]
+        return self._workers.all_gather_bytes(data, operation="save")
+
+    # Loading.
+
+    def resume(self, path: Path) -> bool:
+        """Loads the newest whole checkpoint under ``path``; ``False`` if there is none."""
+        return self._load_chosen(path, search=True)
+
+    def load(self, path: Path) -> None:
+        """Loads the newest whole checkpoint in ``path``."""
+        self._load_chosen(path, search=False)
+
+    def _load_chosen(self, path: Path, *, search: bool) -> bool:
+        """Rank 0 chooses, so that all load the same generation even if another is being saved."""
+        chosen: Checkpoint | None = None
+        answer: dict[str, object] = {}
+        if self._rank == 0:
+            try:
+                chosen = checkpoint.read_newest(path) if search else checkpoint.read(path)
+            except CheckpointError as error:
+                if self._size == 1:
+                    raise
+                answer = {"failure": str(error)}
+            if chosen is not None:
+                answer = {"path": str(chosen.path), "generation": chosen.generation}
+        answer = msgspec.json.decode(self._gather(msgspec.json.encode(answer))[0], type=dict[str, object])
+        if "failure" in answer:
+            raise CheckpointError(cast(str, answer["failure"]))
+        if not answer:
+            return False
+        if chosen is None:
+            chosen = checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
+        self._restore(chosen)
+        return True
+
+    def _restore(self, found: Checkpoint) -> None:
+        state = _checked_state(found)
+        tensors = found.tensors("model")
+        checkpoint.fit(self._model_tensors(), tensors)
+        optimizer_tensors = found.tensors("optimizer")
+        saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
+        plans = self._plan_optimizers(saved)
+        schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
+        self._check_schedulers(schedulers)
+        loaders = self._positions_of(found, state)
+        # Everything fits: from here on things change.
+        for prefix, model in self._models.items():
+            names = model.state_dict().keys()
+            model.load_state_dict({name: tensors[prefix + name] for name in names})
+        for optimizer, plan in plans:
+            optimizer.load_state_dict(plan)
+        for name, step in self._steps.items():
+            for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
+                scheduler.load_state_dict(saved_scheduler)
+        self._restore_windows(found, state)
+        for name, loader in self._loaders.items():
+            if name in loaders[0]:
+                loader.restore([positions[name] for positions in loaders])
+        if state["workers"] == self._size:
+            mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
+            _restore_random_state(cast("dict[str, object]", mine["random"]))
+
+    def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
+        plans = []
+        if saved.keys() != self._steps.keys():
+            raise CheckpointError(f"the checkpoint is of the steps {sorted(saved)}, these are {sorted(self._steps)}")
+        for name, step in self._steps.items():
+            if len(saved[name]) != len(step.optimizers):
+                raise CheckpointError(
+                    f"the checkpoint has {len(saved[name])} optimizers for step {name!r}, this has "
+                    f"{len(step.optimizers)}"
+                )
+            for index, optimizer in enumerate(step.optimizers):
+                entry = cast("dict[str, object]", saved[name][index])
+                plans.append((optimizer, _by_position(entry, optimizer, step.model, f"optimizer {index} of {name!r}")))
+        return plans
+
+    def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
+        for name, step in self._steps.items():
+            if len(saved[name]) != len(step.schedulers):
+                raise CheckpointError(
+                    f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, this has "
+                    f"{len(step.schedulers)}"
+                )
+
+    def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> object:
+        group = f"rank{rank}"
+        tensors = found.tensors(group) if group in found.groups else {}
+        return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)
+
+    def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> list[dict[str, object]]:
+        if not self._loaders:
+            return [{}]
+        ranks = [self._rank_state(found, state, rank) for rank in range(cast(int, state["workers"]))]
+        return [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
+
+    def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        windows = cast("dict[str, dict[str, int]]", state["windows"])
+        sums = found.tensors("window") if "window" in found.groups else {}
+        for name, engine in self._engines.items():
+            window = windows[name]
+            prefix = f"{name}."
+            device = next(self._steps[name].model.parameters()).device
+            mine = {
+                key.removeprefix(prefix): value.to(device)
+                for key, value in sums.items()
+                if key.startswith(prefix) and self._rank == 0
+            }
+            engine.restore(window["runs"], window["steps"], window["in_window"], window["rows"], mine)
+
+
+def _distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
+    """Every model once, by the prefix of its tensors' names: none when there is only one model."""
+    models: dict[str, nn.Module] = {}
+    for name, step in steps.items():
+        if not any(step.model is model for model in models.values()):
+            models[f"{name}."] = step.model
+    return {"": next(iter(models.values()))} if len(models) == 1 else models
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of each group's parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, object]:
+    """The optimizer's state with names in place of torch's running numbers."""
+    state = optimizer.state_dict()
+    names = _names(optimizer, model)
+    name_of = {
+        number: name
+        for group, group_names in zip(state["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    return {
+        "state": {name_of[number]: dict(values) for number, values in state["state"].items()},
+        "groups": [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Module, what: str) -> dict[str, object]:
+    """The inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
+    groups = cast("list[dict[str, object]]", saved["groups"])
+    names = _names(optimizer, model)
+    if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
+        raise CheckpointError(
+            f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"
+        )
+    position = {name: index for index, name in enumerate(name for group in names for name in group)}
+    state = cast("dict[str, dict[str, object]]", saved["state"])
+    parameters = dict(model.named_parameters())
+    for name, values in state.items():
+        for key, value in values.items():
+            shape = parameters[name].shape
+            if isinstance(value, Tensor) and value.ndim == len(shape) and value.ndim and value.shape != shape:
+                raise CheckpointError(
+                    f"{what}: {key} of {name!r} has shape {tuple(value.shape)} in the checkpoint, the parameter "
+                    f"{tuple(shape)}"
+                )
+    return {
+        "state": {position[name]: values for name, values in state.items()},
+        "param_groups": [
+            {**group, "params": [position[name] for name in group_names]}
+            for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _checked_state(found: Checkpoint) -> dict[str, object]:
+    state = found.state
+    if not isinstance(state, dict) or state.get("format") != _FORMAT or not {"model", "optimizer"} <= set(found.groups):
+        raise CheckpointError(f"the checkpoint in {found.path} was not saved by an Executor of this version")
+    return state
+
+
+# Random number generators.
+
+
+def _random_state() -> dict[str, object]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, object] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def _restore_random_state(state: dict[str, object]) -> None:
+    torch.set_rng_state(cast(Tensor, state["torch"]))
+    random.setstate(cast("tuple[object, ...]", state["python"]))
+    kind, keys, position, has_gauss, gauss = cast("list[object]", state["numpy"])
+    np.random.set_state((kind, cast(Tensor, keys).numpy().astype(np.uint32), position, has_gauss, gauss))  # type: ignore[arg-type]
+    cuda = cast("list[Tensor]", state.get("cuda", []))
+    if cuda and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cuda)
+
+
+# A worker's own state on its way to rank 0.
+
+
+def _pack(structure: object) -> bytes:
+    state, tensors = checkpoint.split(structure)
+    text = msgspec.json.encode(encode(state)).decode()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(tensors, metadata={"state": text})
+
+
+def _unpack(data: bytes) -> object:
+    tensors = safetensors.torch.load(data)
+    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, object])
+    text = cast("dict[str, str]", header["__metadata__"])["state"]
+    return checkpoint.join(decode(msgspec.json.decode(text)), tensors)

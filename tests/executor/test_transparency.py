@@ -1,0 +1,58 @@
+"""T1: W workers on shards of a batch end where one plain PyTorch loop on the whole batch ends."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from anabranch.testing import LocalJob
+
+SCRIPT = Path(__file__).with_name("transparency_job.py")
+OPTIMIZERS = (
+    "sgd",
+    "sgd_decay",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "adam",
+    "adam_decay",
+    "adamw",
+    "adamw_fused",
+)
+
+
+def case(optimizer: str, **changes: object) -> dict[str, object]:
+    return {
+        "optimizer": optimizer,
+        "sparse": False,
+        "unequal": True,
+        "reduction": "mean",
+        "clip": None,
+        "accumulate": 1,
+        **changes,
+    }
+
+
+CASES = [
+    *(case(optimizer) for optimizer in OPTIMIZERS),
+    *(case(optimizer, unequal=False) for optimizer in ("sgd", "adam")),
+    *(
+        case("adamw", sparse=True, **dict(zip(("reduction", "clip", "accumulate"), chosen, strict=True)))
+        for chosen in product(("mean", "sum"), (None, 0.5), (1, 3))
+    ),
+    *(case("momentum", clip=0.5, accumulate=accumulate) for accumulate in (1, 2)),
+    case("sgd", reduction="sum"),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_on_shards_equal_one_loop_on_the_whole_batch(workers: int) -> None:
+    result = LocalJob(workers, timeout=110).run(SCRIPT, json.dumps(CASES)).check()
+    for rank in range(workers):
+        for tried, (parameters, loss, unused_is_none) in zip(CASES, result.results[rank]["found"], strict=True):
+            assert parameters <= 1e-12, (rank, tried)
+            assert loss <= 1e-12, (rank, tried)
+            assert unused_is_none, (rank, tried)

@@ -1,0 +1,164 @@
+"""Run by every worker of a job: W workers on unequal shards against one plain loop on the whole batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+
+STEPS = 5
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd_decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam_decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+}
+
+
+class Model(nn.Module):
+    """An embedding (sparse or not), a layer used twice, a branch used on some rows only, a parameter never used."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, sparse=sparse)
+        self.shared = nn.Linear(6, 6)
+        self.rare = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.never = nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        hidden = self.shared(torch.tanh(self.shared(self.table(ids).mean(1) + x)))
+        rare = ids[:, 0] < 5
+        if rare.any():  # on some steps and some workers only
+            hidden = hidden.index_add(0, rare.nonzero()[:, 0], self.rare(hidden[rare]))
+        return self.head(hidden)
+
+
+def batch_of(step: int, rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return {
+        "ids": torch.randint(0, 50, (rows, 3), generator=generator),
+        "x": torch.randn(rows, 6, generator=generator, dtype=torch.float64),
+        "y": torch.randint(0, 3, (rows,), generator=generator),
+    }
+
+
+def loss_of(reduction: str):
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["ids"], batch["x"]), batch["y"], reduction=reduction)
+
+    return loss
+
+
+def shard(batch: dict[str, Tensor], sizes: list[int], rank: int) -> dict[str, Tensor]:
+    start = sum(sizes[:rank])
+    return {key: value[start : start + sizes[rank]] for key, value in batch.items()}
+
+
+def optimizers_of(name: str, model: Model, sparse: bool) -> list[torch.optim.Optimizer]:
+    rest = [parameter for key, parameter in model.named_parameters() if key != "table.weight"]
+    make = OPTIMIZERS[name]
+    if not sparse:
+        return [make([model.table.weight, *rest])]
+    return [torch.optim.Adagrad([model.table.weight], lr=0.1), make(rest)]
+
+
+def schedulers_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    return [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
+
+
+def new_model(sparse: bool, seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model(sparse).double()
+
+
+def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
+    sparse, accumulate = case["sparse"], case["accumulate"]
+    model = new_model(sparse, seed=0)
+    optimizers = optimizers_of(case["optimizer"], model, sparse)
+    schedulers = schedulers_of(optimizers)
+    losses = []
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        parts = [batch_of(step * accumulate + part, rows + part) for part in range(accumulate)]
+        total = sum(len(part["y"]) for part in parts) if case["reduction"] == "mean" else 1
+        for part in parts:
+            loss = loss_of(case["reduction"])(model, part)
+            weight = len(part["y"]) / total if case["reduction"] == "mean" else 1.0
+            (loss * weight).backward()
+            losses.append(loss.item())
+        if case["clip"]:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+            factor = min(1.0, case["clip"] / (norm.item() + 1e-6))
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad.coalesce() * factor if p.grad.is_sparse else p.grad * factor
+        for optimizer in optimizers:
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    return model, losses
+
+
+def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[Model, list[float], ab.Executor]:
+    sparse, accumulate = case["sparse"], case["accumulate"]
+    model = new_model(sparse, seed=rank)  # rank 0's is everyone's
+    optimizers = optimizers_of(case["optimizer"], model, sparse)
+    step = ab.TrainStep(
+        model,
+        loss_of(case["reduction"]),
+        optimizers,
+        reduction=case["reduction"],
+        scheduler=schedulers_of(optimizers),
+        clip_grad_norm=case["clip"],
+        accumulate=accumulate,
+    )
+    losses = []
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        for run in range(STEPS * accumulate):
+            whole = batch_of(run, rows + run % accumulate)
+            count = len(whole["y"])
+            sizes = [count // world] * world
+            sizes[run % world] += count - sum(sizes)
+            if case["unequal"]:  # one worker has most rows, one has none at all
+                sizes = [0] * world
+                sizes[run % world] = count - 2
+                sizes[(run + 1) % world] += 2
+            losses.append(executor.run(batch=shard(whole, sizes, rank))["loss"].item())
+        assert executor.statistics().steps == STEPS
+    return model, losses
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item()
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    cases = json.loads(sys.argv[1])
+    found = []
+    for case in cases:
+        expected, expected_losses = plain_loop(case, rows=11)
+        model, losses = with_workers(case, 11, rank, world)
+        worst = max(distance(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        worst_loss = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
+        found.append([worst, worst_loss, model.never.grad is None])
+    torch.distributed.destroy_process_group()
+    print(json.dumps({"found": found}))
+
+
+if __name__ == "__main__":
+    main()
