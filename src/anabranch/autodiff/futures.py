@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
 
-__all__ = ["GradientFuture", "is_future", "result_of"]
+__all__ = ["GradientFuture", "abandon", "is_future", "result_of"]
 
 GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch.futures.Future[Tensor]"
 """A gradient on its way: of ``concurrent.futures`` or of torch."""
 
 
-def is_future(value: object) -> bool:
+def is_future(value: object) -> TypeGuard[GradientFuture]:
     """Whether ``value`` is a future of either kind."""
     return isinstance(value, concurrent.futures.Future | torch.futures.Future)
 
@@ -39,3 +40,27 @@ def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operatio
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     return future.value()
+
+
+_GRACE = 1.0
+"""Seconds that a failed sweep waits for work its callbacks have begun: the far side may be waiting for us too."""
+
+
+def abandon(values: Iterable[object], error: BaseException) -> None:
+    """Cancels the futures among ``values``, gives those that run a moment to end, and notes on ``error`` which did not.
+
+    Their results are not looked at: ``error`` came first.
+    """
+    futures = [value for value in values if is_future(value)]
+    deadline = Deadline.after(_GRACE)
+    running = 0
+    for future in futures:
+        if isinstance(future, concurrent.futures.Future):
+            if not future.cancel():
+                concurrent.futures.wait([future], timeout=deadline.remaining())
+        else:
+            while not future.done() and not deadline.expired():
+                time.sleep(1e-3)
+        running += not future.done()
+    if running:
+        error.add_note(f"{running} future(s) that callbacks returned are still running")

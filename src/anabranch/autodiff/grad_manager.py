@@ -5,7 +5,7 @@
     attach ──> record ──> forward ──> backward ┌ sweep: grad final ─> callback ─> callback ─┐ ──> .grad
                                                └ ............ grad final ─> callback ─> ... ┘ afterwards
 
-During the sweep nothing is written to ``.grad``: a callback may return a future (an all-reduce under way), so what a
+During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce under way), so what a
 parameter gets is known only afterwards. The engine itself is torch's, unchanged: with no callback attached
 ``backward`` is ``torch.autograd.backward``.
 """
@@ -15,15 +15,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import sessions
-from anabranch.autodiff.futures import GradientFuture, is_future, result_of
-from anabranch.autodiff.hooks import watch_leaf, watch_result
-from anabranch.autodiff.roots import check_differentiable, roots_on_tape, sweep
+from anabranch.autodiff.futures import GradientFuture, abandon, is_future, result_of
+from anabranch.autodiff.hooks import Sweep, set_grad_aside, watch_leaf, watch_result
+from anabranch.autodiff.roots import check_differentiable, roots_on_tape, run_sweep
 from anabranch.deadline import Deadline
 
 __all__ = ["Callback", "GradManager", "GradManagerGroup"]
@@ -36,15 +37,15 @@ Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
 class _Slot:
     """One attached tensor: its callbacks and, during a sweep, what they made of its gradient."""
 
-    __slots__ = ("__weakref__", "callbacks", "handle", "reached", "set_aside", "sweeping", "tensor", "value")
+    __slots__ = ("callbacks", "handles", "key", "reached", "set_aside", "tensor", "value")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
+    def __init__(self, tensor: Tensor, reached: list[_Slot], forget: Callable[[weakref.ref[Tensor]], None]) -> None:
+        self.key = id(tensor)
+        self.tensor = weakref.ref(tensor, forget)
         self.callbacks: list[Callback] = []
-        self.handle: torch.utils.hooks.RemovableHandle | None = None
+        self.handles: list[RemovableHandle] = []
+        self.reached = reached  # the manager's: all slots that the running sweep has reached, in order
         self.set_aside: Tensor | None = None
-        self.sweeping = False
-        self.reached: list[tuple[Tensor, _Slot]] = []  # of the running sweep: all its slots, in the order of arrival
         self.value: Gradient | None = None
 
     def take(self, tensor: Tensor | None, grad: Tensor) -> None:
@@ -56,13 +57,15 @@ class _Slot:
                 f"the gradient of a tensor of shape {tuple(tensor.shape)} arrived twice in one sweep, as it does when "
                 "torch.utils.checkpoint runs with use_reentrant=True; pass use_reentrant=False"
             )
+        self.reached.append(self)
         value: Gradient = grad
-        self.value = grad
-        self.reached.append((tensor, self))
-        for callback in self.callbacks:
-            answer = callback(tensor, value)
-            if answer is not None:
-                value = self.value = answer
+        try:
+            for callback in self.callbacks:
+                answer = callback(tensor, value)
+                if answer is not None:
+                    value = answer
+        finally:
+            self.value = value
 
 
 class GradManager:
@@ -81,6 +84,9 @@ class GradManager:
     Args:
         timeout: seconds that ``backward`` waits, after its sweep, for all the futures that callbacks returned.
 
+    Raises:
+        ValueError: ``timeout`` is not a finite number above 0.
+
     Source: the GradManager of MegEngine.
     """
 
@@ -88,18 +94,27 @@ class GradManager:
         Deadline.after(timeout)
         self._timeout = timeout
         self._slots: dict[int, _Slot] = {}
-        self._watched: list[_Slot] = []
+        self._watched: dict[int, _Slot] = {}  # those of them that have callbacks
+        self._unprepared: list[_Slot] = []  # those that have no hooks yet
+        self._borrowed: list[weakref.ref[Tensor]] = []  # plain tensors that require a gradient while recording
+        self._reached: list[_Slot] = []
+        self._sweep = Sweep()
         self._recording = False
-        self._lent: list[weakref.ref[Tensor]] = []
         self.siblings: object | None = None
+        # Hooks outlive the manager otherwise: they belong to the tensors.
+        weakref.finalize(self, _unhook, self._slots)
 
     def attach(
         self, tensors: Tensor | Iterable[Tensor], callbacks: Callback | Iterable[Callback] | None = ()
     ) -> GradManager:
         """Watches ``tensors``, weakly; attaching one again adds to its callbacks.
 
+        >>> bias = torch.zeros(3)
+        >>> GradManager().attach(bias).attached_tensors()[0] is bias
+        True
+
         A plain tensor that does not require a gradient is made to between ``record`` and ``release``; a frozen
-        ``nn.Parameter`` stays frozen.
+        ``nn.Parameter`` stays frozen. The result of an operation is attached while recording, before it is used.
 
         Args:
             tensors: a tensor or an iterable of them, of a floating or complex dtype.
@@ -118,22 +133,31 @@ class GradManager:
             check_differentiable(tensor)
         for tensor in wanted:
             slot = self._slot_of(tensor)
-            if chain and not slot.callbacks:
-                self._watched.append(slot)
             slot.callbacks.extend(chain)
-            if self._recording:
-                self._prepare(slot)
+            if slot.callbacks:
+                self._watched[slot.key] = slot
+            if not slot.handles and slot not in self._unprepared:
+                self._unprepared.append(slot)
+        if self._recording:
+            self._prepare()
         return self
 
     def _slot_of(self, tensor: Tensor) -> _Slot:
         slot = self._slots.get(id(tensor))
-        if slot is None or slot.tensor() is not tensor:  # an id is used again once its tensor is dropped
-            slot = self._slots[id(tensor)] = _Slot(tensor)
+        if slot is None:
+            slot = _Slot(tensor, self._reached, _forgetter(weakref.ref(self), id(tensor)))
+            self._slots[slot.key] = slot
         return slot
+
+    def _forget(self, key: int) -> None:
+        slot = self._slots.pop(key)
+        self._watched.pop(key, None)
+        if slot in self._unprepared:
+            self._unprepared.remove(slot)
 
     def attached_tensors(self) -> list[Tensor]:
         """The attached tensors that are still alive, in the order in which they were first attached."""
-        return [tensor for slot in self._slots.values() if (tensor := slot.tensor()) is not None]
+        return [tensor for slot in list(self._slots.values()) if (tensor := slot.tensor()) is not None]
 
     def record(self) -> None:
         """Begins a session; ``backward`` or ``release`` ends it.
@@ -145,25 +169,28 @@ class GradManager:
             raise RuntimeError("this GradManager is recording already; call backward() or release() first")
         self._recording = True
         sessions.begin(self)
-        for slot in self._slots.values():
-            self._prepare(slot)
+        if self._unprepared:
+            self._prepare()
 
-    def _prepare(self, slot: _Slot) -> None:
-        """Makes sure that the gradient will come by; what stays set from step to step is found set."""
-        if slot.handle is not None:
-            return
-        tensor = slot.tensor()
-        if tensor is None:
-            return
-        if not tensor.requires_grad:
-            if isinstance(tensor, torch.nn.Parameter):
-                return
-            tensor.requires_grad_()
-            self._lent.append(weakref.ref(tensor))
-        if not tensor.is_leaf:
-            tensor.retain_grad()
-        if slot.callbacks:
-            slot.handle = watch_leaf(tensor, slot) if tensor.is_leaf else watch_result(tensor, slot)
+    def _prepare(self) -> None:
+        """Hooks the tensors that have no hooks yet; plain ones are made to require a gradient, and stay on the list."""
+        waiting: list[_Slot] = []
+        for slot in self._unprepared:
+            tensor = slot.tensor()
+            if tensor is None:
+                continue
+            if not tensor.requires_grad:
+                waiting.append(slot)
+                if isinstance(tensor, torch.nn.Parameter):
+                    continue
+                tensor.requires_grad_()
+                self._borrowed.append(weakref.ref(tensor))
+            if slot.callbacks and not slot.handles:
+                watch = watch_leaf if tensor.is_leaf else watch_result
+                slot.handles.append(watch(tensor, slot, self._sweep))
+            if not tensor.is_leaf:
+                tensor.retain_grad()
+        self._unprepared = waiting
 
     def release(self) -> None:
         """Ends the session without a backward; nothing happens if there is none."""
@@ -171,16 +198,19 @@ class GradManager:
             return
         self._recording = False
         sessions.end(self)
-        for reference in self._lent:
+        for reference in self._borrowed:
             tensor = reference()
             if tensor is not None and tensor.is_leaf:
                 tensor.requires_grad_(False)
-        self._lent.clear()
+        self._borrowed.clear()
 
     def backward(
         self, y: Tensor | Sequence[Tensor] | None = None, dy: Tensor | Sequence[Tensor | None] | None = None
     ) -> None:
         """Sweeps back from ``y``, runs the callbacks, then accumulates into ``.grad``, and ends the session.
+
+        When a callback raises, the sweep ends there, no ``.grad`` is changed, futures returned so far are cancelled or
+        waited for briefly, and the exception goes on to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.
@@ -189,59 +219,53 @@ class GradManager:
         Raises:
             RuntimeError: it is not recording, or the session has been used.
             ValueError: ``dy`` without ``y``, or of another length or shape.
+            TypeError: a callback returned neither a tensor nor a future nor ``None``.
             DeadlineExceeded: a callback's future had no result within ``timeout`` seconds.
         """
         if not self._recording:
             raise RuntimeError("this GradManager is not recording: its session was never begun, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
-            retain, create = sessions.sweep_flags(self)
-            if self._watched:
-                self._sweep_watched(roots, gradients, retain, create)
-            elif roots:
-                sweep(roots, gradients, retain, create)
+            if roots:
+                retain, create = sessions.sweep_flags(self)
+                if self._watched:
+                    self._run_watched(roots, gradients, retain, create)
+                else:
+                    run_sweep(roots, gradients, retain, create)
         finally:
             self.release()
 
-    def _sweep_watched(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
-        reached: list[tuple[Tensor, _Slot]] = []
-        kept: list[tuple[Tensor, _Slot]] = []
-        for slot in self._watched:
+    def _run_watched(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
+        for slot in list(self._watched.values()):
             tensor = slot.tensor()
-            slot.sweeping = True
-            slot.reached = reached
-            if tensor is not None and (grad := tensor.grad) is not None:
-                slot.set_aside = grad
-                tensor.grad = None
-                kept.append((tensor, slot))
+            if tensor is not None and tensor.grad is not None and len(slot.handles) == 1 and tensor.is_leaf:
+                slot.handles.append(set_grad_aside(tensor, slot, self._sweep))
+        self._sweep.running = True
         try:
-            if roots:
-                sweep(roots, gradients, retain, create)
-            self._accumulate(reached, create)
+            run_sweep(roots, gradients, retain, create)
+            self._sweep.running = False
+            self._resolve()
+            for slot in self._reached:
+                _accumulate(slot, create)
+        except BaseException as error:
+            abandon([slot.value for slot in self._reached], error)
+            raise
         finally:
-            for tensor, slot in kept:
-                if tensor.grad is None:
-                    tensor.grad = slot.set_aside
-                slot.set_aside = None
-            for slot in self._watched:
-                slot.sweeping = False
-                slot.reached = []
-                slot.value = None
+            self._sweep.running = False
+            for slot in self._reached:
+                slot.value = slot.set_aside = None
+            self._reached.clear()
 
-    def _accumulate(self, reached: list[tuple[Tensor, _Slot]], create: bool) -> None:
-        deadline: Deadline | None = None
-        for tensor, slot in reached:
-            value = slot.value
-            slot.value = None
-            if not isinstance(value, Tensor):
-                if not is_future(value):
-                    raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-                deadline = deadline or Deadline.after(self._timeout)
-                value = result_of(
-                    cast(GradientFuture, value), deadline, peer="a callback's future", operation="GradManager.backward"
-                )
-            before = slot.set_aside
-            tensor.grad = value if before is None else _sum(before, value, create)
+    def _resolve(self) -> None:
+        """Waits for every future, before anything is written."""
+        pending = [slot for slot in self._reached if not isinstance(slot.value, Tensor)]
+        if not pending:
+            return
+        deadline = Deadline.after(self._timeout)
+        for slot in pending:
+            if not is_future(slot.value):
+                raise TypeError(f"a callback returns a tensor, a future or None, got {slot.value!r}")
+            slot.value = result_of(slot.value, deadline, peer="a callback's future", operation="GradManager.backward")
 
     def __enter__(self) -> Self:
         self.record()
@@ -260,7 +284,17 @@ class GradManager:
 
 
 class GradManagerGroup:
-    """Managers that record together and not one another; made by ``a | b``."""
+    """Managers that record together and not one another; made by ``a | b``.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> a, b = GradManager().attach(x), GradManager().attach(x)
+    >>> with a | b:
+    ...     y = (x * x).sum()
+    ...     a.backward(y)
+    ...     b.backward(y)
+    >>> x.grad
+    tensor([4., 4.])
+    """
 
     def __init__(self, members: Iterable[GradManager]) -> None:
         self._members = list(dict.fromkeys(members))
@@ -278,27 +312,49 @@ class GradManagerGroup:
         try:
             for member in self._members:
                 member.record()
-                member.siblings = self
                 begun.append(member)
+                member.siblings = self
         except BaseException:
-            self._release(begun)
+            _release(begun)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._release(self._members)
-
-    def _release(self, members: Sequence[GradManager]) -> None:
-        for member in reversed(members):
-            member.siblings = None
-            member.release()
+        _release(self._members)
 
 
-def _sum(before: Tensor, value: Tensor, create: bool) -> Tensor:
-    """As torch accumulates: in place unless the sum itself is differentiated or a sparse side forbids it."""
-    if create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
-        return value + before
-    with torch.no_grad():
-        return before.add_(value)
+def _release(members: Sequence[GradManager]) -> None:
+    for member in reversed(members):
+        member.siblings = None
+        member.release()
+
+
+def _accumulate(slot: _Slot, create: bool) -> None:
+    tensor, value, before = slot.tensor(), slot.value, slot.set_aside
+    if tensor is None:
+        return
+    assert isinstance(value, Tensor)
+    if before is None:
+        tensor.grad = value
+    elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
+        tensor.grad = value + before
+    else:
+        with torch.no_grad():
+            before.add_(value)
+
+
+def _forgetter(manager: weakref.ref[GradManager], key: int) -> Callable[[weakref.ref[Tensor]], None]:
+    def forget(_: weakref.ref[Tensor]) -> None:
+        alive = manager()
+        if alive is not None:
+            alive._forget(key)
+
+    return forget
+
+
+def _unhook(slots: dict[int, _Slot]) -> None:
+    for slot in slots.values():
+        for handle in slot.handles:
+            handle.remove()

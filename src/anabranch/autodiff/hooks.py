@@ -1,15 +1,16 @@
 """Every hook that the package sets on a user's tensors or modules; no other file registers one.
 
-A gradient can be taken at two places::
+A leaf's gradient passes three places::
 
-    ... ──> grad_fn ──(1)──> AccumulateGrad ──(2)──> .grad
-                  a tensor hook             a post-accumulate hook
+    ... ──> (1) ──> AccumulateGrad ──> .grad ──> (3)
+                          (2)
 
-(1) sees the engine's own buffer, which two tensors may share; (2) sees it after torch has stolen or, where it is
-shared, copied it, with the layout of the parameter, and can take it out of ``.grad`` again without another copy. So
-leaves are watched at (2), with ``.grad`` set aside for the sweep, and results of operations at (1).
+At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
+copies one that is shared or laid out unlike the leaf. So ``watch_leaf`` takes it at (3), out of ``.grad``, at no cost
+beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be set
+aside at (1), or (2) would add to it. Results of operations have (1) alone.
 
-Hooks are set once and stay; each asks whether a sweep of its own is running. They hold what they call weakly.
+Hooks are set once and stay from step to step; outside a sweep of their own they do nothing.
 """
 
 from __future__ import annotations
@@ -22,51 +23,63 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradientSink", "record_outputs", "watch_leaf", "watch_result"]
+__all__ = ["GradientSink", "Sweep", "record_outputs", "set_grad_aside", "watch_leaf", "watch_result"]
+
+
+class Sweep:
+    """Whether a session's own sweep is running; one object, shared by all of the session's hooks."""
+
+    __slots__ = ("running",)
+
+    def __init__(self) -> None:
+        self.running = False
 
 
 class GradientSink(Protocol):
     """Who takes a final gradient."""
 
+    set_aside: Tensor | None
+    """What the leaf's ``.grad`` held when its gradient arrived."""
+
     def take(self, tensor: Tensor | None, grad: Tensor) -> None:
         """Called once in a sweep, with the tensor (``None`` if it has been dropped) and its final gradient."""
 
-    @property
-    def sweeping(self) -> bool:
-        """Whether a sweep of this sink's own is running."""
 
-    @property
-    def set_aside(self) -> Tensor | None:
-        """What the leaf's ``.grad`` was before the sweep."""
-
-
-def watch_leaf(tensor: Tensor, sink: GradientSink) -> RemovableHandle:
-    """Gives ``sink`` the leaf's gradient once it is final, and leaves ``.grad`` as it was."""
-    reference = weakref.ref(sink)
+def watch_leaf(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
+    """Gives ``sink`` the leaf's final gradient at (3), and leaves ``.grad`` as it was."""
 
     def take(leaf: Tensor) -> None:
-        target = reference()
-        if target is None or not target.sweeping:
-            return
-        grad = leaf.grad
-        leaf.grad = target.set_aside
-        if grad is not None:
-            target.take(leaf, grad)
+        if sweep.running:
+            grad = leaf.grad
+            leaf.grad = sink.set_aside
+            if grad is not None:
+                sink.take(leaf, grad)
 
     handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     return handle
 
 
-def watch_result(tensor: Tensor, sink: GradientSink) -> RemovableHandle:
-    """Gives ``sink`` the final gradient of a tensor that an operation made."""
-    reference = weakref.ref(sink)
+def set_grad_aside(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
+    """Keeps what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
+    watched = weakref.ref(tensor)
+
+    def put(grad: Tensor | None) -> None:
+        if grad is not None and sweep.running and (leaf := watched()) is not None:
+            sink.set_aside = leaf.grad
+            leaf.grad = None
+
+    handle: RemovableHandle = tensor.register_hook(put)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def watch_result(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
+    """Gives ``sink`` the final gradient of a tensor that an operation made, at (1)."""
     watched = weakref.ref(tensor)
 
     def take(grad: Tensor | None) -> None:
-        target = reference()
         # The engine calls with None for a result of which only a sibling (another chunk) was used.
-        if grad is not None and target is not None and target.sweeping:
-            target.take(watched(), grad)
+        if grad is not None and sweep.running:
+            sink.take(watched(), grad)
 
     handle: RemovableHandle = tensor.register_hook(take)  # type: ignore[no-untyped-call]
     return handle

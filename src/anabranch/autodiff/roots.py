@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["check_differentiable", "roots_on_tape", "sweep"]
+__all__ = ["check_differentiable", "roots_on_tape", "run_sweep"]
 
 
 def check_differentiable(tensor: object) -> None:
@@ -58,7 +58,7 @@ def roots_on_tape(
     return roots, gradients
 
 
-def sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
+def run_sweep(roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
     """``torch.autograd.backward``, recorded itself where an outer session watches."""
     if not create:
         torch.autograd.backward(roots, gradients, retain_graph=retain)
