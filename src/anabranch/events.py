@@ -1,8 +1,8 @@
 """What boundaries report, and where tests make them fail.
 
-Boundaries sit low in the package and must not know who watches them, so they ``report`` named events to this sink and
-whoever cares (a progress bar, a trace, a metric, a test's order log) ``subscribe``s. With nobody subscribed a report is
-one truth test.
+Boundaries sit low in the package and must not know who watches them, so they ``report`` named events to this sink,
+which calls whoever cares to ``subscribe``: a progress bar, a trace, a metric, a test's order log. With nobody
+subscribed a report is one truth test.
 
 A ``fault_point`` is a named place where a crash would be interesting: between two writes of a checkpoint, before an
 acknowledgement leaves. It does nothing until ``on_fault_point`` installs a handler, as ``anabranch.testing`` does.

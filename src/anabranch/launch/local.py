@@ -71,7 +71,13 @@ def launch(
         logs = [log_dir / f"worker-{rank}.log" for rank in range(workers)]
         screen = stack.enter_context(Screen(logs[0])) if live else None
         running: list[Worker] = []
-        supervisor = Supervisor(running, signals, screen=screen, patience=patience, seconds=seconds, tell=tell)
+
+        def say(line: str) -> None:
+            if screen:
+                screen.finish_line()
+            tell(line)
+
+        supervisor = Supervisor(running, signals, screen=screen, patience=patience, seconds=seconds, tell=say)
         stack.callback(supervisor.kill)
         for rank, log in enumerate(logs):
             env = worker_environment(

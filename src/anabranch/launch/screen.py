@@ -25,6 +25,7 @@ __all__ = ["Screen"]
 _CHUNK = 1 << 16
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and one that was killed does not show it again
 
 
 class Screen:
@@ -52,6 +53,7 @@ class Screen:
         for source in self._targets:
             os.set_blocking(source, False)
         self._log = log.open("ab", buffering=0)
+        self._mid_line = False
         self.fit()
 
     @property
@@ -84,7 +86,14 @@ class Screen:
         target = self._targets[source]
         if target >= 0 and not _write(target, data):
             self._targets[source] = -1  # nobody reads our output any more (`| head`): the log goes on
+        self._mid_line = not data.endswith(b"\n")
         return True
+
+    def finish_line(self) -> None:
+        """Goes to a new line if the worker left one unfinished, a progress bar say."""
+        if self._mid_line:
+            _write(2, b"\n")
+        self._mid_line = False
 
     def drain(self) -> None:
         """Copies all that was written until now."""
@@ -101,6 +110,9 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.finish_line()
+        if self._terminal:
+            _write(1, _SHOW_CURSOR)
         for source in self.sources:
             os.close(source)
         self._log.close()

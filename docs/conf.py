@@ -1,0 +1,68 @@
+"""How Sphinx builds these pages: Markdown by MyST, the reference from the docstrings."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import anabranch
+
+project = "Anabranch"
+author = "the Anabranch authors"
+copyright = author
+version = release = installed_version("anabranch")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = "Anabranch"
+
+# One page a package, so that a new package is in the reference without anybody listing it.
+REFERENCE = Path(__file__).parent / "reference"
+PAGE = """# {name}
+
+```{{eval-rst}}
+.. automodule:: anabranch.{name}
+   :members:
+   :imported-members:
+   :show-inheritance:
+```
+"""
+
+
+def write_reference(app: Sphinx) -> None:
+    """Writes the pages of the reference, leaving those that are as they should be."""
+    REFERENCE.mkdir(exist_ok=True)
+    names = [module.name for module in pkgutil.iter_modules(anabranch.__path__) if not module.name.startswith("_")]
+    pages = {f"{name}.md": PAGE.format(name=name) for name in names if public_names(name)}
+    for stale in set(path.name for path in REFERENCE.glob("*.md")) - set(pages):
+        (REFERENCE / stale).unlink()
+    for name, text in pages.items():
+        path = REFERENCE / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def public_names(package: str) -> list[str]:
+    """What the package exports."""
+    names: list[str] = importlib.import_module(f"anabranch.{package}").__all__
+    return names
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_reference)

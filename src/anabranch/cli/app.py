@@ -1,0 +1,41 @@
+"""The commands of ``anabranch``, gathered."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.run import run
+
+__all__ = ["main"]
+
+_app = typer.Typer(
+    name="anabranch",
+    help="Trains one PyTorch model across devices, processes, parameter servers and unreliable remote experts.",
+    invoke_without_command=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# What follows SCRIPT belongs to the script, whatever it looks like.
+_app.command(context_settings={"allow_interspersed_args": False})(run)
+
+
+@_app.callback()
+def _options(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"anabranch {version('anabranch')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` names, and exits with its code."""
+    _app(prog_name="anabranch")

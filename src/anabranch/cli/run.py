@@ -1,0 +1,80 @@
+"""``anabranch run``: a script as the workers of one job on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.launch import Outcome, launch
+
+__all__ = ["run"]
+
+
+def run(
+    script: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT", help="The Python file that every worker runs.", exists=True, show_default=False
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            help="Keep each worker's output here, as worker-RANK.log. Without it logs are kept only after a failure.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run SCRIPT in N processes that form one torch.distributed job.
+
+    The workers find the same environment as under torchrun. Rank 0 is live on the screen. When a worker fails, its
+    rank and traceback are shown and the others stopped; Ctrl-C stops all. No process is left behind.
+
+    Exit code: 0 if every worker succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
+    """
+    directory = _log_directory(log_dir)
+    outcome: Outcome | None = None
+    try:
+        outcome = launch(script, arguments or [], workers=workers, log_dir=directory, live=True, tell=_tell)
+        _show_failure(outcome)
+    finally:
+        failed = outcome is not None and outcome.first_failure is not None
+        if log_dir is None and not failed:
+            shutil.rmtree(directory, ignore_errors=True)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _log_directory(wanted: Path | None) -> Path:
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"cannot make the directory {wanted}: {error.strerror}", param_hint="--log-dir"
+        ) from error
+    return wanted
+
+
+def _show_failure(outcome: Outcome) -> None:
+    failure = outcome.first_failure
+    if failure is None:
+        return
+    _tell(f"{failure.describe()}; it failed first. The end of its output:")
+    typer.echo("\n" + failure.last_words() + "\n", err=True)
+    _tell(f"{failure.describe()}; its log: {failure.log}")
+
+
+def _tell(line: str) -> None:
+    typer.echo(f"anabranch: {line}", err=True)

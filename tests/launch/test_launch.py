@@ -1,0 +1,277 @@
+"""launch(): how a job ends, who failed first, and that nothing outlives it, whatever the workers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_marks import marked_processes
+
+from anabranch.launch import Patience, launch
+
+Script = Callable[[str], Path]
+HURRIED = Patience(failure=0.3, stop=0.3)
+
+# Starts a child in the worker's group and one in a session of its own, as daemons are.
+GRANDCHILDREN = """
+import subprocess
+subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+
+
+def test_every_worker_has_its_log_arguments_and_rank(script: Script, tmp_path: Path) -> None:
+    path = script("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    outcome = launch(path, ["--workers", "7", "--", "a b"], workers=2, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    assert outcome.first_failure is None
+    for rank in range(2):
+        assert (tmp_path / f"worker-{rank}.log").read_text() == f"{rank} 2 ['--workers', '7', '--', 'a b']\n"
+
+
+def test_grandchildren_end_with_the_job(script: Script, tmp_path: Path, mark: str) -> None:
+    assert launch(script(GRANDCHILDREN), workers=2, log_dir=tmp_path).exit_code == 0
+    assert marked_processes(mark) == []
+
+
+def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, tmp_path: Path) -> None:
+    told: list[str] = []
+    path = script(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("first")
+        time.sleep(600)
+        """
+    )
+    outcome = launch(path, workers=3, log_dir=tmp_path, patience=HURRIED, tell=told.append)
+    assert outcome.exit_code == 1
+    assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGTERM, 1, -signal.SIGTERM]
+    assert outcome.first_failure is outcome.exits[1]
+    assert outcome.exits[1].last_words().splitlines()[-1] == "RuntimeError: first"
+    assert outcome.exits[1].describe().startswith("rank 1 ")
+    assert told == ["rank 1 failed; stopping the 2 other workers"]
+
+
+def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit(3)
+        time.sleep(0.2)
+        sys.exit("rank 1 is gone")
+        """
+    )
+    outcome = launch(path, workers=2, log_dir=tmp_path, patience=Patience(failure=30.0))
+    assert [(exit_.code, exit_.stopped) for exit_ in outcome.exits] == [(1, False), (3, False)]
+    assert outcome.first_failure is outcome.exits[1]
+    assert outcome.exits[0].last_words() == "rank 1 is gone"
+
+
+def test_who_raised_first_counts_not_who_ended_first(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import atexit, os, pathlib, sys, time
+        raised = pathlib.Path(sys.argv[1])
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 0.5)     # tears down slowly
+            atexit.register(raised.touch)
+            raise RuntimeError("the cause")
+        while not raised.exists():
+            time.sleep(0.01)
+        raise RuntimeError("the consequence")
+        """
+    )
+    outcome = launch(path, [str(tmp_path / "raised")], workers=2, log_dir=tmp_path)
+    assert outcome.exits[0].ended_at < outcome.exits[1].ended_at
+    assert outcome.first_failure is outcome.exits[1]
+
+
+def test_a_killed_worker_ends_the_job_naming_rank_and_signal(script: Script, tmp_path: Path) -> None:
+    path = script(
+        GRANDCHILDREN
+        + """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+    )
+    outcome = launch(path, workers=2, log_dir=tmp_path, patience=HURRIED)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is outcome.exits[1]
+    assert "rank 1" in outcome.exits[1].describe()
+    assert "SIGKILL" in outcome.exits[1].describe()
+
+
+def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(600)
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600)
+        while "ready" not in open(sys.argv[1]).read():
+            time.sleep(0.01)
+        sys.exit(1)
+        """
+    )
+    started = time.monotonic()
+    outcome = launch(path, [str(tmp_path / "worker-0.log")], workers=3, log_dir=tmp_path, patience=HURRIED)
+    assert time.monotonic() - started < 10
+    assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGKILL, -signal.SIGKILL, 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda n: str(n)
+)
+def test_a_signal_to_the_launcher_stops_all_also_a_frozen_one(
+    script: Script, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    # Rank 1 freezes itself and is woken to meet the signal; rank 0 sends it to the launcher, its parent.
+    path = script(
+        GRANDCHILDREN
+        + """
+import os, pathlib, signal, sys, time
+if os.environ["RANK"] == "1":
+    print("ready", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while "ready" not in pathlib.Path(sys.argv[1]).read_text():
+    time.sleep(0.01)
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), int(sys.argv[2]))
+time.sleep(600)
+"""
+    )
+    before = signal.getsignal(number)
+    patience = Patience(stop=60.0)
+    outcome = launch(
+        path, [str(tmp_path / "worker-1.log"), str(int(number))], workers=2, log_dir=tmp_path, patience=patience
+    )
+    assert outcome.interrupted == number
+    assert outcome.exit_code == code
+    assert all(exit_.stopped for exit_ in outcome.exits)
+    assert outcome.first_failure is None
+    assert outcome.seconds < 30
+    assert signal.getsignal(number) is before
+
+
+def test_workers_that_drain_on_sigterm_have_succeeded(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+        """
+    )
+    outcome = launch(path, log_dir=tmp_path)
+    assert outcome.interrupted == signal.SIGTERM
+    assert outcome.exit_code == 0
+
+
+def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, time
+        try:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("saved")
+        """
+    )
+    outcome = launch(path, log_dir=tmp_path)
+    assert outcome.exit_code == 130
+    assert outcome.exits[0].code == 0
+    assert (tmp_path / "worker-0.log").read_text() == "saved\n"
+
+
+def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, time
+        def again(*_):
+            os.kill(os.getppid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, again)
+        again()
+        while True:
+            time.sleep(1)
+        """
+    )
+    outcome = launch(path, log_dir=tmp_path, patience=Patience(stop=60.0))
+    assert outcome.exit_code == 130
+    assert outcome.exits[0].code == -signal.SIGKILL
+    assert outcome.seconds < 30
+
+
+def test_last_words_begin_at_the_exception_that_led_to_the_last(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        print("noise")
+        try:
+            {}["absent"]
+        except KeyError as error:
+            raise RuntimeError("no such key") from error
+        """
+    )
+    words = launch(path, log_dir=tmp_path).exits[0].last_words().splitlines()
+    assert words[0] == "Traceback (most recent call last):"
+    assert words.count(words[0]) == 2
+    assert words[-1] == "RuntimeError: no such key"
+
+
+def test_a_worker_that_dies_at_import_is_shown(script: Script, tmp_path: Path) -> None:
+    outcome = launch(script("import no_such_module"), log_dir=tmp_path)
+    assert outcome.exits[0].last_words().endswith("ModuleNotFoundError: No module named 'no_such_module'")
+
+
+def test_workers_share_the_cores_unless_the_user_says_otherwise(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script("import os; print(os.environ.get('OMP_NUM_THREADS'))")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    log = tmp_path / "worker-0.log"
+    launch(path, workers=2, log_dir=tmp_path)
+    assert log.read_text() == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
+    launch(path, workers=1, log_dir=tmp_path)
+    assert log.read_text() == "None\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch(path, workers=2, log_dir=tmp_path)
+    assert log.read_text() == "3\n"
+
+
+def test_ranks_meet_in_a_process_group(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        ranks = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(ranks)
+        print(ranks.item())
+        dist.destroy_process_group()
+        """
+    )
+    assert launch(path, workers=2, log_dir=tmp_path).exit_code == 0
+    assert [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)] == ["3\n", "3\n"]
+
+
+def test_launching_leaves_no_descriptor_open(script: Script, tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    path = script("")
+    launch(path, workers=2, log_dir=tmp_path)
+    before = descriptors()
+    launch(path, workers=2, log_dir=tmp_path)
+    assert descriptors() == before

@@ -1,0 +1,194 @@
+"""``anabranch run`` as a user meets it: exit codes, messages, the screen, and Ctrl-C from outside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from process_marks import marked_processes, wait_until
+
+from anabranch.cli import main
+
+Script = Callable[[str], Path]
+RUN = [sys.executable, "-m", "anabranch.cli", "run"]
+LIMIT = 60.0
+
+# Says when it is ready, with descendants in its group and out of it.
+READY = """
+import pathlib, subprocess, sys, time
+subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the launcher makes its temporary files, to see what it leaves."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["anabranch", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["run"], "SCRIPT"),
+        (["run", "absent.py"], "absent.py"),
+        (["run", "--workers", "0", __file__], "1"),
+        (["run", "--workers", "two", __file__], "--workers"),
+        (["run", "--log-dir", __file__, __file__], "--log-dir"),
+        (["run", "--log-dir", __file__ + "/x", __file__], "--log-dir"),
+        (["run", "--no-such-option", __file__], "--no-such-option"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_wrong_arguments_are_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert run_main(monkeypatch, *arguments) == 2
+    output = capsys.readouterr()
+    assert word in output.err
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [([], "run"), (["--help"], "run"), (["run", "--help"], "--workers"), (["--version"], "anabranch ")],
+)
+def test_help_and_version_go_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert run_main(monkeypatch, *arguments) == 0
+    assert word in capsys.readouterr().out
+
+
+def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: Path, temporary: Path) -> None:
+    path = script(
+        """
+        import os, sys
+        print("out of", os.environ["RANK"], sys.argv[1:])
+        print("error of", os.environ["RANK"], file=sys.stderr)
+        """
+    )
+    command = [
+        *RUN,
+        "--workers",
+        "2",
+        "--log-dir",
+        str(tmp_path / "deep" / "logs"),
+        str(path),
+        "--workers",
+        "--help",
+        "--",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0
+    assert done.stdout == "out of 0 ['--workers', '--help', '--']\n"
+    assert done.stderr == "error of 0\n"
+    logs = sorted((tmp_path / "deep" / "logs").iterdir())
+    assert [log.name for log in logs] == ["worker-0.log", "worker-1.log"]
+    assert sorted(logs[0].read_text().splitlines()) == ["error of 0", "out of 0 ['--workers', '--help', '--']"]
+    assert logs[1].read_text() == "out of 1 ['--workers', '--help', '--']\nerror of 1\n"
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_failure_is_shown_with_rank_and_traceback_and_its_log_is_kept(script: Script, temporary: Path) -> None:
+    path = script(
+        """
+        import os
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no more milk")
+        """
+    )
+    done = subprocess.run(
+        [*RUN, "--workers", "2", str(path)], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "Traceback (most recent call last):" in done.stderr
+    assert "RuntimeError: no more milk" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    (logs,) = temporary.iterdir()
+    assert str(logs / "worker-1.log") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+    ids=["ctrl-c", "SIGINT to the launcher alone", "SIGTERM"],
+)
+def test_a_signal_ends_the_job_and_leaves_nothing(
+    script: Script, tmp_path: Path, temporary: Path, mark: str, number: signal.Signals, to_group: bool, code: int
+) -> None:
+    command = [*RUN, "--workers", "2", "--log-dir", str(tmp_path / "logs"), str(script(READY))]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
+        for rank in range(2):
+            log = tmp_path / "logs" / f"worker-{rank}.log"
+            wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
+        assert len(marked_processes(mark)) == 7  # the launcher, two workers, four sleepers
+        os.killpg(launcher.pid, number) if to_group else os.kill(launcher.pid, number)
+        assert launcher.wait(timeout=LIMIT) == code
+    assert marked_processes(mark) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_workers_die_with_a_launcher_that_is_killed(script: Script, tmp_path: Path, mark: str) -> None:
+    command = [
+        *RUN,
+        "--workers",
+        "2",
+        "--log-dir",
+        str(tmp_path),
+        str(script("import time; print('ready'); time.sleep(600)")),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
+        for rank in range(2):
+            log = tmp_path / f"worker-{rank}.log"
+            wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
+        launcher.kill()
+    wait_until(lambda: marked_processes(mark) == [])
+
+
+def test_rank_0_has_a_terminal_where_the_launcher_has_one(script: Script, tmp_path: Path) -> None:
+    path = script(
+        r"""
+        import os, sys
+        print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size())
+        sys.stdout.write("10 %\r20 %")
+        """
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
+    command = [*RUN, "--log-dir", str(tmp_path), str(path)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as launcher:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # EIO: the last holder of the terminal is gone
+            while data := os.read(ours, 4096):
+                shown += data
+        assert launcher.wait(timeout=LIMIT) == 0
+    os.close(ours)
+    expected = "True True os.terminal_size(columns=77, lines=33)"
+    assert shown.decode().startswith(f"{expected}\r\n10 %\r20 %")
+    assert (tmp_path / "worker-0.log").read_bytes() == f"{expected}\n10 %\r20 %".encode()
