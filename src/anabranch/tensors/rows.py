@@ -54,7 +54,7 @@ def _from_scipy(matrix: _SparseMatrix) -> Tensor:
     starts, columns, values = (
         torch.from_numpy(np.ascontiguousarray(getattr(csr, name))) for name in ("indptr", "indices", "data")
     )
-    return torch.sparse_csr_tensor(starts, columns, values, size=matrix.shape)
+    return torch.sparse_csr_tensor(starts, columns, values, size=matrix.shape, check_invariants=True)
 
 
 def count_rows(batch: Structure) -> int:

@@ -1,0 +1,306 @@
+"""What ``run`` takes and gives back, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.body(x)))
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    prediction = model(batch["x"])
+    return F.mse_loss(prediction, batch["y"]), {"prediction": prediction.detach()}
+
+
+def batch_of(rows: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {"x": torch.randn(rows, 3, generator=generator), "y": torch.randn(rows, 1, generator=generator)}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_step(model: nn.Module | None = None, **options: Any) -> ab.TrainStep:
+    model = Net() if model is None else model
+    return ab.TrainStep(model, squared, sgd(model), **options)
+
+
+# What comes back.
+
+
+def test_a_lone_step_is_called_default() -> None:
+    with ab.Executor(train_step()) as executor:
+        assert set(executor.run(batch=batch_of())) == {"loss", "prediction"}
+
+
+def test_fetch_finds_losses_keys_outputs_of_submodules_and_gradients() -> None:
+    model = Net()
+    names = ["prediction", "body", "body.0", "head.weight.grad"]
+    with ab.Executor(train_step(model)) as executor:
+        found = executor.run(batch=batch_of(), fetch=names)
+    assert set(found) == {"loss", *names}
+    assert found["body"].shape == (4, 4)
+    assert torch.equal(found["body"], F.relu(found["body.0"]))
+    assert torch.equal(found["head.weight.grad"], model.head.weight.grad)
+    assert not model.head._forward_hooks
+
+
+def test_a_fetched_gradient_stays_what_it_was_after_the_next_step() -> None:
+    with ab.Executor(train_step(accumulate=2)) as executor:
+        executor.run(batch=batch_of())
+        first = executor.run(batch=batch_of(), fetch=["head.weight.grad"])["head.weight.grad"]
+        kept = first.clone()
+        for _ in range(2):
+            executor.run(batch=batch_of(8))
+        assert torch.equal(first, kept)
+
+
+def test_values_come_as_numpy_if_asked() -> None:
+    with ab.Executor(train_step()) as executor:
+        found = executor.run(batch=batch_of(), fetch=["loss", "head", "head.bias.grad"], as_numpy=True)
+    assert all(isinstance(value, np.ndarray | np.generic) for value in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_numpy_arrays_and_scipy_matrices_are_taken_as_batches() -> None:
+    model = nn.Linear(3, 1)
+    matrix = scipy.sparse.random(4, 3, density=0.5, format="coo", dtype=np.float32, random_state=0)
+
+    def loss(model: nn.Linear, batch: dict[str, Tensor]) -> Tensor:
+        assert batch["features"].layout is torch.sparse_csr
+        return F.mse_loss(batch["features"] @ model.weight.t() + model.bias, batch["y"])
+
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model))) as executor:
+        found = executor.run(batch={"features": matrix, "y": np.ones((4, 1), dtype=np.float32)})
+    expected = F.mse_loss(torch.from_numpy(matrix.toarray()) @ model.weight.new_zeros(3, 1), torch.ones(4, 1))
+    assert found["loss"].shape == expected.shape
+
+
+def test_train_steps_train_and_eval_steps_leave_modes_and_gradients_as_they_were() -> None:
+    model = Net().eval()
+    seen: dict[str, Any] = {}
+
+    def outputs(model: Net, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen["training"] = [module.training for module in model.modules()]
+        seen["grad_mode"] = torch.is_grad_enabled()
+        return {"prediction": model(batch["x"])}
+
+    steps = {"train": train_step(model), "validate": ab.EvalStep(model, outputs)}
+    with ab.Executor(steps) as executor:
+        assert model.training
+        model.drop.eval()
+        executor.run("train", batch_of())
+        first = executor.run("validate", batch_of())["prediction"]
+        assert seen == {"training": [False] * len(list(model.modules())), "grad_mode": False}
+        assert model.training
+        assert not model.drop.training
+        executor.run("train", batch_of())
+        assert not torch.equal(executor.run("validate", batch_of())["prediction"], first)  # current parameters
+
+
+def test_accumulated_batches_weigh_by_their_rows() -> None:
+    torch.manual_seed(0)
+    model, whole = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    whole.load_state_dict(model.state_dict())
+    big, small = ({k: v.double() for k, v in batch_of(rows).items()} for rows in (6, 2))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model), accumulate=2)) as executor:
+        executor.run(batch=big)
+        assert executor.statistics().steps == 0
+        executor.run(batch=small)
+        assert executor.statistics().steps == 1
+    with ab.Executor(ab.TrainStep(whole, loss, sgd(whole))) as executor:
+        executor.run(batch={key: torch.cat([big[key], small[key]]) for key in big})
+    assert torch.allclose(model.weight, whole.weight, rtol=1e-14, atol=0)
+
+
+def test_rows_gives_the_weight_of_a_batch_without_rows() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss(model: nn.Module, graph: dict[str, Tensor]) -> Tensor:
+        return model(graph["features"]).square().mean()
+
+    graph = {"features": torch.ones(5, 3), "edges": torch.zeros(2, 9, dtype=torch.int64)}
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model), rows=lambda graph: len(graph["features"]))) as executor:
+        executor.run(batch=graph)
+        assert executor.statistics().rows == 5
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    torch.manual_seed(123)
+    with ab.Executor(train_step(), seed=0):
+        drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_record_loads_prints_and_logs_what_was_done_since_its_last_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ab.Executor(train_step(), log_path=tmp_path / "loads.jsonl") as executor:
+        for runs in (3, 2):
+            for _ in range(runs):
+                executor.run(batch=batch_of())
+            assert executor.record_loads().steps == runs
+        assert executor.statistics().steps == 5
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    logged = [json.loads(line) for line in (tmp_path / "loads.jsonl").read_text().splitlines()]
+    assert printed == logged
+    assert [line["runs"]["default"] for line in logged] == [3, 2]
+    assert [line["rows"] for line in logged] == [12, 8]
+
+
+def test_several_optimizers_and_schedulers_share_a_step() -> None:
+    model = Net()
+    first = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    second = torch.optim.Adam(model.head.parameters(), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (first, second)]
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with ab.Executor(ab.TrainStep(model, squared, [first, second], scheduler=schedulers)) as executor:
+        executor.run(batch=batch_of())
+    assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert first.param_groups[0]["lr"] == second.param_groups[0]["lr"] == 0.05
+
+
+def test_a_run_that_fails_changes_nothing_and_the_next_one_works() -> None:
+    model = Net()
+    with ab.Executor(train_step(model)) as executor:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match="fetch names 'nothing'"):
+            executor.run(batch=batch_of(), fetch=["nothing"])
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        executor.run(batch=batch_of())
+        assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_a_backward_that_fails_drops_the_open_window_and_says_so() -> None:
+    model = nn.Linear(3, 1)
+    explode = False
+
+    class Fragile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if explode:
+                raise ArithmeticError("no gradient today")
+            return grad
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return Fragile.apply(model(batch["x"])).square().mean()
+
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model), accumulate=2)) as executor:
+        executor.run(batch=batch_of())
+        explode = True
+        with pytest.raises(ArithmeticError, match="no gradient today") as caught:
+            executor.run(batch=batch_of())
+        assert "1 runs accumulated" in caught.value.__notes__[0]
+        explode = False
+        executor.run(batch=batch_of())
+        assert executor.statistics().steps == 0
+        executor.run(batch=batch_of())
+        assert executor.statistics().steps == 1
+
+
+# What is refused.
+
+
+def test_what_is_no_mode_engine_or_step_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="comm_mode.*'AllGather'"):
+        ab.Executor(train_step(), comm_mode="AllGather")
+    with pytest.raises(ValueError, match="engine.*'turbo'"):
+        ab.Executor(train_step(), engine="turbo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'test'; the steps are \['train'\]"):
+        ab.Executor({"train": train_step()}, dataloaders={"test": []})
+    with ab.Executor({"train": train_step()}) as executor:
+        for method in (executor.run, executor.batch_num, executor.engine):
+            with pytest.raises(ValueError, match="'tain'"):
+                method("tain")
+        with pytest.raises(ValueError, match="no loader"):
+            executor.run("train")
+        with pytest.raises(TypeError, match="a list of names"):
+            executor.run("train", batch_of(), fetch="loss")
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "ALLREDUCE", "AllReduce"])
+def test_modes_are_taken_in_any_case(mode: str) -> None:
+    with ab.Executor(train_step(), comm_mode=mode) as executor:
+        assert executor.comm_mode == "AllReduce"
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda model, batch: model(batch["x"]), ValueError, r"shape \(4, 1\)"),
+        (lambda model, batch: 3.0, TypeError, "float"),
+        (lambda model, batch: (model(batch["x"]).mean(), 5), TypeError, "int"),
+        (lambda model, batch: torch.zeros(()), ValueError, "does not depend"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_of_the_parameters_is_refused(loss: Any, error: Any, message: str) -> None:
+    model = Net()
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model))) as executor, pytest.raises(error, match=message):
+        executor.run(batch=batch_of())
+
+
+def test_tensors_that_disagree_in_rows_are_named() -> None:
+    with ab.Executor(train_step()) as executor:
+        with pytest.raises(ValueError, match=r"x \(4, 3\), y \(5, 1\)"):
+            executor.run(batch={"x": torch.zeros(4, 3), "y": torch.zeros(5, 1)})
+        with pytest.raises(ValueError, match="no tensor with rows"):
+            executor.run(batch={"x": 5})
+
+
+def test_steps_are_checked_when_they_are_made() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="Identity has no parameters"):
+        ab.TrainStep(nn.Identity(), squared, sgd(model))
+    with pytest.raises(ValueError, match="not the model's"):
+        ab.TrainStep(model, squared, sgd(Net()))
+    with pytest.raises(ValueError, match="both hold 'body.0.weight'"):
+        ab.TrainStep(model, squared, [sgd(model), sgd(model)])
+    with pytest.raises(ValueError, match="none of this step's optimizers"):
+        ab.TrainStep(model, squared, sgd(model), scheduler=torch.optim.lr_scheduler.ConstantLR(sgd(model)))
+    with pytest.raises(ValueError, match="LBFGS"):
+        ab.TrainStep(model, squared, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="optimizer 0"):
+        ab.TrainStep(model, squared, [model])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="nn.Module"):
+        ab.EvalStep(squared, squared)  # type: ignore[arg-type]
+    for wrong in ({"accumulate": 0}, {"clip_grad_norm": 0.0}, {"reduction": "max"}, {"accumulate": True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            train_step(**wrong)
+
+
+def test_a_closed_executor_says_so() -> None:
+    executor = ab.Executor(train_step())
+    executor.close()
+    executor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.run(batch=batch_of())

@@ -1,0 +1,127 @@
+"""T2, the tape's half: one worker's executor is the plain PyTorch loop, bit for bit, random numbers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+
+
+class WideAndDeep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.EmbeddingBag(100, 1, mode="sum")
+        self.deep = nn.Embedding(100, 8)
+        self.mlp = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.wide(ids) + self.mlp(self.deep(ids).flatten(1)))[:, 0]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch_norm_and_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+def transformer() -> nn.Module:
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), block, nn.Flatten(), nn.Linear(24, 3))
+
+
+def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def click(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch["ids"]), batch["click"])
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(10, 6, generator=generator),
+        "y": torch.randint(0, 3, (10,), generator=generator),
+        "ids": torch.randint(0, 100, (10, 3), generator=generator),
+        "click": torch.randint(0, 2, (10,), generator=generator).float(),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "mlp": (mlp, classify),
+    "batch_norm_and_dropout": (batch_norm_and_dropout, classify),
+    "transformer": (transformer, classify),
+    "wide_and_deep": (WideAndDeep, click),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def train_plainly(name: str, make: Callable[..., Any], clip: float | None) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    build, loss_function = MODELS[name]
+    model = build()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_function(model, batch_of(step))
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+    return model, losses
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tape_engine_is_the_plain_loop_bit_for_bit(name: str, optimizer: str, clip: float | None) -> None:
+    expected, expected_losses = train_plainly(name, OPTIMIZERS[optimizer], clip)
+    torch.manual_seed(0)
+    build, loss_function = MODELS[name]
+    model = build()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(chosen, 0.5)
+    step = ab.TrainStep(model, loss_function, chosen, scheduler=scheduler, clip_grad_norm=clip)
+    with ab.Executor({"train": step}, engine="tape") as executor:
+        losses = [executor.run("train", batch_of(index))["loss"] for index in range(3)]
+        assert executor.engine("train") == "tape"
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True))
+    for (key, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
+def test_gradients_of_sparse_tables_are_clipped_with_the_rest() -> None:
+    torch.manual_seed(0)
+    table, dense = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4)
+    dense.load_state_dict(table.state_dict())
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) * 100).square().mean()
+
+    ids = torch.tensor([1, 1, 2, 9])
+    for model in (table, dense):
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=1.0)
+        with ab.Executor(step) as executor:
+            executor.run(batch=ids)
+    assert torch.allclose(table.weight, dense.weight, rtol=0, atol=1e-7)
+    assert table.weight.grad.is_sparse
+    norm = torch.linalg.vector_norm(table.weight.grad.coalesce().values())
+    assert norm <= 1.0 + 1e-5
+    assert norm > 0.99
