@@ -1,0 +1,251 @@
+"""Buckets launch in one order, while backward runs, and leave what the plain loop would have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.autodiff import GradManager
+from anabranch.collectives import GradientBuckets
+
+
+class Done:
+    """A collective that happens when it is waited for."""
+
+    def __init__(self, happen: Any) -> None:
+        self._happen = happen
+
+    def wait(self) -> None:
+        self._happen()
+
+
+class Twins:
+    """Two workers that hold the same gradients: a sum is twice this one's, and a gather has it twice."""
+
+    size = 2
+    rank = 0
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def start_all_reduce(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Done:
+        self.log.append(f"all_reduce {tensor.numel()}")
+        return Done(lambda: tensor.mul_(2))
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor, *, operation: str, step: int | None = None) -> Done:
+        self.log.append("all_gather")
+        return Done(lambda: into.copy_(tensor.expand_as(into)))
+
+    def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
+        self.log.append("all_gather rows")
+        return torch.stack([tensor, tensor])
+
+
+class Alone(Twins):
+    """One worker of two; the other has no gradients."""
+
+    def start_all_reduce(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Done:
+        return Done(lambda: None)
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor, *, operation: str, step: int | None = None) -> Done:
+        def happen() -> None:
+            into[0] = tensor
+            into[1] = -1
+
+        return Done(happen)
+
+    def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
+        return torch.stack([tensor, torch.zeros_like(tensor)])
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(count)))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def one_run(buckets: GradientBuckets, model: nn.Module, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
+    manager = GradManager().attach(list(model.parameters()), buckets.ready)
+    manager.record()
+    buckets.start_run(weight, last=last)
+    manager.backward(loss)
+    buckets.launch_rest()
+
+
+def in_order(model: nn.Module, order: Sequence[str], buckets: GradientBuckets) -> None:
+    """Hands the buckets gradients of ones in the given order."""
+    parameters = parameters_of(model)
+    buckets.start_window()
+    buckets.start_run(1.0, last=True)
+    for name in order:
+        buckets.ready(parameters[name], torch.ones_like(parameters[name]))
+
+
+def test_a_bucket_is_launched_as_soon_as_it_and_its_predecessors_are_complete() -> None:
+    model, workers = layers(3), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers, bucket_bytes=1)  # a bucket each, from the last layer on
+    in_order(model, ["2.weight"], buckets)
+    assert len(workers.log) == 1
+    in_order(model, ["0.weight"], buckets)
+    assert len(workers.log) == 1  # out of turn: it waits for its predecessors
+    in_order(model, ["0.weight", "2.weight"], buckets)
+    assert len(workers.log) == 2
+    buckets.ready(model[1].weight, torch.ones(4, 4))
+    assert len(workers.log) == 4
+
+
+def test_launches_overlap_the_rest_of_backward() -> None:
+    model, workers = layers(3), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers, bucket_bytes=1)
+    buckets.start_window()
+    x = torch.ones(2, 4)
+    for layer in model:
+        x = layer(x)
+        # Backward passes here after the layer's own gradient is on its way, or before: the log tells.
+        x.register_hook(lambda grad: workers.log.append("backward") or grad)
+    one_run(buckets, model, x.sum())
+    assert workers.log == ["backward", "all_reduce 18"] * 3
+
+
+@pytest.mark.parametrize("order", [["0.weight", "1.weight", "2.weight"], ["2.weight", "0.weight", "1.weight"]])
+def test_the_order_of_launches_does_not_depend_on_the_order_of_gradients(order: list[str]) -> None:
+    model, workers = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in (1, 2, 3))), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers, bucket_bytes=1)
+    in_order(model, order, buckets)
+    assert workers.log == ["all_reduce 14", "all_reduce 10", "all_reduce 6"]
+
+
+def test_gradients_are_weighted_summed_and_divided() -> None:
+    model, workers = layers(2), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers)
+    buckets.start_window()
+    x = torch.randn(3, 4)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    one_run(buckets, model, model(x).square().mean(), weight=3.0)
+    buckets.finish(6.0)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-6)
+
+
+def test_a_parameter_without_a_gradient_on_any_worker_keeps_none_and_one_that_another_has_gets_it() -> None:
+    model = layers(2)
+    for workers, present in ((Twins(), True), (Alone(), True)):
+        buckets = GradientBuckets(parameters_of(model), workers)
+        buckets.start_window()
+        model.zero_grad()
+        one_run(buckets, model, model[0](torch.ones(1, 4)).sum())
+        buckets.finish(1.0)
+        assert (model[0].weight.grad is not None) is present
+        assert model[1].weight.grad is None
+
+
+def test_what_a_window_left_behind_does_not_leak_into_the_next() -> None:
+    model, workers = layers(2), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers)
+    for used in (model, model[0]):  # the second window does not use the last layer
+        model.zero_grad()
+        buckets.start_window()
+        one_run(buckets, model, used(torch.ones(1, 4)).sum())
+        buckets.finish(2.0)
+    assert model[1].weight.grad is None
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+
+
+def test_runs_accumulate_and_only_the_last_communicates() -> None:
+    model, workers = layers(1), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers)
+    buckets.start_window()
+    for run in range(3):
+        model.zero_grad()
+        one_run(buckets, model, model(torch.ones(1, 4)).sum(), weight=2.0, last=run == 2)
+        assert len(workers.log) == (1 if run == 2 else 0)
+    buckets.finish(12.0)
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sparse_gradients_travel_as_rows_with_duplicates_merged_and_stay_sparse(known: bool) -> None:
+    model, workers = nn.Embedding(1000, 4, sparse=True), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers, sparse=["weight"] if known else [])
+    for window in range(2):
+        buckets.start_window()
+        model.zero_grad()
+        one_run(buckets, model, model(torch.tensor([5, 5, 999])).sum())
+        buckets.finish(2.0)
+        gradient = model.weight.grad
+        assert gradient.is_sparse
+        assert gradient.is_coalesced()
+        assert gradient.indices().tolist() == [[5, 999]]
+        assert gradient.values().tolist() == [[2.0] * 4, [1.0] * 4]
+        if known or window:  # found out once, remembered on every rank
+            assert "all_reduce 4002" not in workers.log
+        workers.log.clear()
+
+
+def test_a_sparse_gradient_that_only_another_worker_has_arrives() -> None:
+    class OnlyTheOther(Twins):
+        """This worker has nothing; the other has two rows."""
+
+        def start_all_gather(self, tensor: Tensor, into: Tensor, *, operation: str, step: int | None = None) -> Done:
+            def happen() -> None:
+                into[0] = tensor
+                into[1] = 2
+
+            return Done(happen)
+
+        def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
+            theirs = torch.cat([torch.tensor([3, 7]).view(torch.uint8), torch.ones(2, 4).view(torch.uint8).flatten()])
+            return torch.stack([tensor, theirs])
+
+    model = nn.Embedding(10, 4, sparse=True)
+    buckets = GradientBuckets(parameters_of(model), OnlyTheOther(), sparse=["weight"])
+    buckets.start_window()
+    buckets.start_run(0.0, last=True)
+    buckets.launch_rest()
+    buckets.finish(1.0)
+    assert model.weight.grad.indices().tolist() == [[3, 7]]
+
+
+def test_a_table_read_both_ways_has_one_dense_gradient() -> None:
+    model, workers = nn.Embedding(6, 4, sparse=True), Twins()
+    buckets = GradientBuckets(parameters_of(model), workers)
+    buckets.start_window()
+    ids = torch.tensor([1, 1, 5])
+    one_run(buckets, model, (F.linear(model(ids), model.weight)).sum())
+    buckets.finish(2.0)
+    dense = nn.Embedding(6, 4)
+    dense.load_state_dict(model.state_dict())
+    F.linear(dense(ids), dense.weight).sum().backward()
+    assert torch.allclose(model.weight.grad.to_dense(), dense.weight.grad)
+
+
+def test_the_sums_of_an_open_window_can_be_taken_out_and_put_back() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(10, 4, sparse=True), "layer": nn.Linear(4, 4)})
+
+    def run(buckets: GradientBuckets) -> None:
+        model.zero_grad()
+        one_run(buckets, model, model["layer"](model["table"](torch.tensor([1, 2]))).square().sum(), last=False)
+
+    whole = GradientBuckets(parameters_of(model), None)
+    whole.start_window()
+    run(whole)
+    sums = whole.sums()
+    assert sums["table.weight"].is_sparse
+    run(whole)
+    whole.finish(1.0)
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    resumed = GradientBuckets(parameters_of(model), None)
+    resumed.start_window()
+    resumed.restore_sums(sums)
+    run(resumed)
+    resumed.finish(1.0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.to_dense(), expected[name].to_dense()), name

@@ -1,0 +1,141 @@
+"""F1 and F11: a rank that dies or freezes is named on all others, soon, and they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PEER = """
+import json, os, signal, sys, time
+import torch, torch.nn.functional as F
+from torch import nn
+import anabranch as ab
+
+mode, rank = sys.argv[1], int(os.environ["RANK"])
+model = nn.Linear(4, 1)
+step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+timeout = 3.0 if mode == "slow" else 60.0
+with ab.Executor(step, comm_mode="AllReduce", timeout=timeout, heartbeat=0.5) as executor:
+    executor.run(batch=torch.ones(2, 4))
+    if rank == 1:
+        print("ready", flush=True)
+        if mode == "raise":
+            raise ArithmeticError("a mistake of rank 1")
+        sys.stdin.readline()  # until the test has done its worst, or rank 0 has given up
+    try:
+        began = time.monotonic()
+        executor.run(batch=torch.ones(2, 4))
+    except ab.BoundaryError as error:
+        facts = {"type": type(error).__name__, "peer": error.peer, "operation": error.operation, "step": error.step,
+                 "elapsed": error.elapsed, "seconds": time.monotonic() - began, "ended": time.time(),
+                 "text": str(error)}
+        print(json.dumps(facts), flush=True)
+        raise
+"""
+
+
+class Ranks:
+    """The ranks of a job without a launcher: nobody but themselves watches over them."""
+
+    def __init__(self, directory: Path, mode: str, world: int) -> None:
+        script = directory / "peer.py"
+        script.write_text(PEER)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), mode],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+
+    def wait_until_ready(self) -> None:
+        stdout = self.processes[1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+
+    def facts(self, rank: int, timeout: float) -> tuple[dict[str, object], str]:
+        out, err = self.processes[rank].communicate(timeout=timeout)
+        return json.loads(out.splitlines()[-1]), err
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    job = Ranks(tmp_path, *request.param)
+    yield job
+    job.close()
+
+
+@pytest.mark.parametrize("ranks", [("stop", 3)], indirect=True)
+def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_others_end(ranks: Ranks) -> None:
+    ranks.wait_until_ready()
+    # Rank 0 and 2 wait in the collective by now or soon; they count from their own start.
+    ranks.processes[1].send_signal(signal.SIGSTOP)
+    stopped = time.time()
+    for rank in (0, 2):
+        facts, stderr = ranks.facts(rank, timeout=30)
+        assert facts["type"] == "PeerLost"
+        assert facts["peer"] == "rank 1"
+        assert facts["step"] == 1
+        assert "its process is stopped" in facts["text"]
+        assert facts["ended"] - stopped < 2 * 0.5 + 0.5  # two heartbeats, and the time to notice
+        assert "PeerLost" in stderr
+        assert ranks.processes[rank].returncode == 1
+
+
+@pytest.mark.parametrize("ranks", [("kill", 3)], indirect=True)
+def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
+    ranks.wait_until_ready()
+    ranks.processes[1].kill()
+    ranks.processes[1].wait(5)
+    for rank in (0, 2):
+        facts, _ = ranks.facts(rank, timeout=30)
+        assert facts["type"] == "PeerLost"
+        assert facts["peer"] == "rank 1"
+        assert facts["seconds"] < 2.0
+
+
+@pytest.mark.parametrize("ranks", [("raise", 2)], indirect=True)
+def test_a_rank_that_raises_ends_the_others(ranks: Ranks) -> None:
+    facts, _ = ranks.facts(0, timeout=30)
+    assert facts["type"] == "PeerLost"
+    assert facts["peer"] == "rank 1"
+    _, stderr = ranks.processes[1].communicate(timeout=30)
+    assert "a mistake of rank 1" in stderr
+
+
+@pytest.mark.parametrize("ranks", [("slow", 2)], indirect=True)
+def test_a_slow_rank_is_waited_for_until_the_deadline_and_no_longer(ranks: Ranks) -> None:
+    ranks.wait_until_ready()
+    facts, _ = ranks.facts(0, timeout=30)
+    assert facts["type"] == "DeadlineExceeded"
+    assert facts["peer"] == "rank 1"
+    assert 3.0 <= facts["elapsed"] < 4.0
+    assert "rank 1" in facts["text"]

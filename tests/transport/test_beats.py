@@ -1,0 +1,137 @@
+"""Who is still there: peers on this host by /proc, peers elsewhere by their beats."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from anabranch.transport.beats import Beats, Identity, _process_status
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class MemoryStore:
+    """A store whose peers beat when told to; says when this side has beaten."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.beaten = threading.Semaphore(0)
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [self.values[key].encode() for key in keys]
+        self.beaten.release()
+        return values
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def identity_of(pid: int) -> Identity:
+    return Identity(Identity.of_this_process().host, pid, _process_status(pid)[1])
+
+
+def wait_for_state(pid: int, letters: str) -> None:
+    deadline = time.monotonic() + 5
+    while _process_status(pid)[0] not in letters:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_an_identity_survives_its_text() -> None:
+    here = Identity.of_this_process()
+    assert Identity.decode(here.encode()) == here
+    assert here.pid == os.getpid()
+
+
+def test_a_running_peer_is_never_lost(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, clock=clock) as beats:
+        for clock.now in (0.0, 10.0, 1000.0):
+            assert beats.lost() == {}
+
+
+def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock) as beats:
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "Tt")
+        assert beats.lost() == {}
+        clock.now = 0.9
+        assert beats.lost() == {}
+        clock.now = 1.0
+        assert beats.lost() == {1: "its process is stopped"}
+
+
+def test_a_peer_that_goes_on_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
+    clock = Clock()
+    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0, heartbeat=1.0, clock=clock) as beats:
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "Tt")
+        assert beats.lost() == {}
+        child.send_signal(signal.SIGCONT)
+        wait_for_state(child.pid, "RS")
+        clock.now = 0.9
+        assert beats.lost() == {}
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "Tt")
+        clock.now = 1.1
+        assert beats.lost() == {}  # stopped anew, for no time at all yet
+
+
+def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.Popen[bytes]) -> None:
+    with Beats({0: Identity.of_this_process(), 1: identity_of(child.pid)}, 0) as beats:
+        child.kill()
+        wait_for_state(child.pid, "ZX")
+        assert beats.lost() == {1: "its process has ended"}
+        assert beats.gone() == {1: "its process has ended"}
+
+
+def test_another_process_under_the_number_of_a_dead_peer_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
+    earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
+    with Beats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
+        assert beats.gone() == {1: "its process has ended"}
+
+
+def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
+    clock, store = Clock(), MemoryStore()
+    store.values["anabranch/beat/1"] = "0"
+    elsewhere = Identity("another host", 1, "1")
+    beats = Beats({0: Identity.of_this_process(), 1: elsewhere}, 0, store=store, heartbeat=0.01, clock=clock)
+    with beats:
+        assert store.beaten.acquire(timeout=5)
+        clock.now = 0.02
+        assert beats.lost() == {}
+        store.values["anabranch/beat/1"] = "1"
+        for _ in range(3):  # this side beats on, and hears of it
+            assert store.beaten.acquire(timeout=5)
+        clock.now = 0.04
+        assert beats.lost() == {}
+        clock.now = 0.041
+        assert list(beats.lost()) == [1]
+    assert int(store.values["anabranch/beat/0"]) >= 2
+
+
+def test_peers_elsewhere_need_a_store() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[1\] run on other hosts"):
+        Beats({0: Identity.of_this_process(), 1: Identity("another host", 1, "1")}, 0)
