@@ -49,7 +49,7 @@ def write_reference(app: Sphinx) -> None:
     REFERENCE.mkdir(exist_ok=True)
     names = [module.name for module in pkgutil.iter_modules(anabranch.__path__) if not module.name.startswith("_")]
     pages = {f"{name}.md": PAGE.format(name=name) for name in names if public_names(name)}
-    for stale in set(path.name for path in REFERENCE.glob("*.md")) - set(pages):
+    for stale in {path.name for path in REFERENCE.glob("*.md")} - set(pages):
         (REFERENCE / stale).unlink()
     for name, text in pages.items():
         path = REFERENCE / name

@@ -41,7 +41,7 @@ class Worker:
         self.ended_at = 0.0
         self.stopped = False
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-        with log.open("wb") as file:
+        with log.open("ab" if screen else "wb") as file:
             self._process = subprocess.Popen(
                 leashed,
                 env=dict(environment),
@@ -59,13 +59,17 @@ class Worker:
         return self.exit_code is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends ``number`` to the worker and all of its group; a frozen one is woken to see it."""
+        """Sends ``number``; a frozen worker is woken to see it.
+
+        SIGKILL goes to all of the worker's group, anything else to the worker alone: one that finishes its step before
+        it ends still needs its DataLoader's processes.
+        """
         if not self.running:
             return
         self.stopped = True
-        # The group cannot be another's: until reap() the leader, running or zombie, keeps its number taken.
+        # Neither number can be another's by now: until reap() the worker, running or zombie, keeps it taken.
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
             os.killpg(self.pid, signal.SIGCONT)
 
     def reap(self) -> None:
@@ -74,4 +78,10 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self._process.wait(timeout=_REAP_SECONDS)
+        os.close(self.pidfd)
+
+    def abandon(self) -> None:
+        """Counts a worker that cannot be killed as killed."""
+        self.ended_at = time.time()
+        self.exit_code = -signal.SIGKILL
         os.close(self.pidfd)
