@@ -1,10 +1,10 @@
-"""Processes that workers started and left behind, found and killed even when they moved to a session of their own.
+"""Processes that workers started and left behind, found and killed wherever they moved to.
 
 While a job runs the launcher is a *subreaper*: a process whose parent dies becomes the launcher's child instead of
 init's. Once all workers have ended, what is left of the job are therefore direct children of the launcher::
 
-    launcher ── worker 0 ── DataLoader worker            in worker 0's group: killed with the group
-             └─ worker 1 ── sh ── daemon (own session)   worker 1 ends ─> child of the launcher: killed here
+    launcher ── worker 0 ── DataLoader worker            worker 0 ends ─> child of the launcher: killed here
+             └─ worker 1 ── sh ── daemon (own session)   worker 1 ends, sh ends ─> child of the launcher: killed here
 
 A child is the job's if its environment names the job, so that a launcher inside a larger program (a test run, say)
 leaves that program's other children alone.

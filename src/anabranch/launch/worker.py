@@ -1,4 +1,4 @@
-"""One worker process: how it is started, signalled, and reaped together with everything in its group."""
+"""One worker process: how it is started, signalled and reaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from anabranch.launch import leash
@@ -61,22 +60,18 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         """Sends ``number``; a frozen worker is woken to see it.
 
-        SIGKILL goes to all of the worker's group, anything else to the worker alone: one that finishes its step before
-        it ends still needs its DataLoader's processes.
+        To the worker alone, not to what it started: one that finishes its step first still needs its DataLoader.
         """
         if not self.running:
             return
         self.stopped = True
-        # Neither number can be another's by now: until reap() the worker, running or zombie, keeps it taken.
-        with suppress(ProcessLookupError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
-            os.killpg(self.pid, signal.SIGCONT)
+        # The number cannot be another's by now: until reap() the worker, running or zombie, keeps it taken.
+        os.kill(self.pid, number)
+        os.kill(self.pid, signal.SIGCONT)
 
     def reap(self) -> None:
-        """Kills what is left of the group of a worker that has ended, and takes its exit code."""
+        """Takes the exit code of a worker that has ended."""
         self.ended_at = time.time()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self._process.wait(timeout=_REAP_SECONDS)
         os.close(self.pidfd)
 
