@@ -33,9 +33,14 @@ def test_every_worker_has_its_log_arguments_and_rank(script: Script, tmp_path: P
         assert (tmp_path / f"worker-{rank}.log").read_text() == f"{rank} 2 ['--workers', '7', '--', 'a b']\n"
 
 
-def test_grandchildren_end_with_the_job(script: Script, tmp_path: Path, mark: str) -> None:
+def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
+    def children() -> set[str]:
+        return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+    before = children()
     assert launch(script(GRANDCHILDREN), workers=2, log_dir=tmp_path).exit_code == 0
     assert marked_processes(mark) == []
+    assert children() == before
 
 
 def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from anabranch.launch.environment import worker_environment
 
 Script = Callable[[str], Path]
@@ -26,6 +28,7 @@ def test_plain_python_is_a_job_of_one_worker(script: Script) -> None:
     assert done.stdout.startswith("Job(rank=0, world_size=1, local_rank=0, role='worker'")
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_the_same_script_and_sets_the_variables_that_our_launcher_sets(
     script: Script, tmp_path: Path
 ) -> None:

@@ -65,12 +65,12 @@ def launch(
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch())
         store = host_store()
-        signals = stack.enter_context(collect_signals())
-        stack.enter_context(adopt_orphans())
-        stack.callback(kill_orphans, f"TORCHELASTIC_RUN_ID={run_id}")
         logs = [log_dir / f"worker-{rank}.log" for rank in range(workers)]
         screen = stack.enter_context(Screen(logs[0])) if live else None
+        signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
+        stack.enter_context(adopt_orphans())
+        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", {worker.pid for worker in running}))
 
         def say(line: str) -> None:
             if screen:
@@ -92,8 +92,6 @@ def launch(
         if screen:
             screen.started()
         supervisor.run()
-        if screen:
-            screen.drain()
     return Outcome(
         exits=tuple(Exit(w.rank, w.pid, w.exit_code or 0, w.ended_at, w.stopped, w.log) for w in running),
         interrupted=supervisor.interrupted,

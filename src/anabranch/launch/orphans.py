@@ -1,20 +1,21 @@
-"""Processes that workers started and left behind, found and killed even when they moved to a session of their own.
+"""Processes that workers started and left behind, found and killed wherever they moved to.
 
 While a job runs the launcher is a *subreaper*: a process whose parent dies becomes the launcher's child instead of
 init's. Once all workers have ended, what is left of the job are therefore direct children of the launcher::
 
-    launcher ── worker 0 ── DataLoader worker            in worker 0's group: killed with the group
-             └─ worker 1 ── sh ── daemon (own session)   worker 1 ends ─> child of the launcher: killed here
+    launcher ── worker 0 ── DataLoader worker            worker 0 ends ─> child of the launcher: killed here
+             └─ worker 1 ── sh ── daemon (own session)   worker 1 ends, sh ends ─> child of the launcher: killed here
 
-A child is the job's if its environment names the job, so a launcher inside a larger program (a test run, say) leaves
-that program's other children alone.
+A child is the job's if its environment names the job, so that a launcher inside a larger program (a test run, say)
+leaves that program's other children alone.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ __all__ = ["adopt_orphans", "kill_orphans"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GENERATIONS = 64
+_KILL_SECONDS = 1.0
 
 
 @contextmanager
@@ -36,17 +38,28 @@ def adopt_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def kill_orphans(mark: str) -> None:
-    """Kills and reaps every child whose environment holds ``mark`` (``NAME=value``), and what that orphans in turn."""
+def kill_orphans(mark: str, sessions: Container[int]) -> None:
+    """Kills and reaps every child whose environment holds ``mark`` (``NAME=value``), and what that orphans in turn.
+
+    A child that is dead already has no environment any more; it is known by the worker whose session it was in.
+    """
     for _ in range(_GENERATIONS):
-        orphans = [pid for pid in _children() if _has_mark(pid, mark)]
+        orphans = [pid for pid in _children() if _has_mark(pid, mark) or _session(pid) in sessions]
         if not orphans:
             return
         for pid in orphans:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, ChildProcessError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            select.select([descriptor], [], [], _KILL_SECONDS)
+            os.waitpid(pid, os.WNOHANG)
+        finally:
+            os.close(descriptor)
 
 
 def _children() -> list[int]:
@@ -62,3 +75,10 @@ def _has_mark(pid: int, mark: str) -> bool:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None

@@ -10,6 +10,7 @@ __all__ = ["Exit", "Outcome"]
 
 _TAIL_LINES = 20
 _MOST_LINES = 200
+_TAIL_BYTES = 1 << 20
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -45,7 +46,7 @@ class Exit:
             name = signal.Signals(-self.code).name
         except ValueError:
             name = f"signal {-self.code}"
-        hint = "; nobody here sent it: the kernel does when memory runs out" if name == "SIGKILL" else ""
+        hint = " (the kernel sends it when memory runs out)" if name == "SIGKILL" and not self.stopped else ""
         return f"rank {self.rank} (pid {self.pid}) was killed by {name}{hint}"
 
     def last_words(self) -> str:
@@ -65,7 +66,9 @@ class Exit:
         return self.ended_at
 
     def _lines(self) -> list[str]:
-        return self.log.read_bytes().decode(errors="replace").rstrip().splitlines()
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").rstrip().splitlines()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@
 Where the launcher writes to a terminal the worker gets a terminal too (a pty of the same size, passing bytes through
 unchanged), so that progress bars draw as they would without a launcher. Elsewhere it gets pipes, one for each stream,
 so that ``anabranch run ... > file`` keeps stdout and stderr apart.
+
+A reader that does not keep up (``| less``) holds rank 0 back, as it would without a launcher, and never the launcher,
+which has failures and signals to see to.
 """
 
 from __future__ import annotations
@@ -15,94 +18,92 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import termios
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 __all__ = ["Screen"]
 
-_CHUNK = 1 << 16
+_CHUNK = select.PIPE_BUF  # what a pipe that is ready takes without blocking
+_ROOM_SECONDS = 1.0
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and one that was killed does not show it again
 
 
 class Screen:
-    """Copies what one worker writes to this process's stdout and stderr, and to a log.
+    """Copies what one worker writes to this process's stdout and stderr, and to a log; a context manager.
+
+    Leaving it copies what has come until then.
 
     Attributes:
         stdout: what the worker gets as its stdout.
         stderr: what the worker gets as its stderr.
-        sources: descriptors to ``copy`` from whenever they are readable.
+        targets: descriptors to ``copy`` from, each with the descriptor of ours it is shown on.
     """
 
     def __init__(self, log: Path) -> None:
         self._terminal = os.isatty(1) and os.isatty(2)
-        self._targets: dict[int, int] = {}
+        self.targets: dict[int, int] = {}
         if self._terminal:
             source, self.stdout = pty.openpty()
             self.stderr = self.stdout
             _pass_through(self.stdout)
-            self._targets[source] = 1
+            self.targets[source] = 1
         else:
             source, self.stdout = os.pipe()
-            self._targets[source] = 1
+            self.targets[source] = 1
             source, self.stderr = os.pipe()
-            self._targets[source] = 2
-        for source in self._targets:
+            self.targets[source] = 2
+        for source in self.targets:
             os.set_blocking(source, False)
-        self._log = log.open("ab", buffering=0)
+        self._given = {self.stdout, self.stderr}
+        self._log = log.open("wb", buffering=0)
+        self._unread: set[int] = set()  # targets whose reader is gone (`| head`): the log goes on
         self._mid_line = False
         self.fit()
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Descriptors to watch."""
-        return tuple(self._targets)
 
     def fit(self) -> None:
         """Gives the worker's terminal the size of ours."""
         if self._terminal:
             size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
-            fcntl.ioctl(self.sources[0], termios.TIOCSWINSZ, size)
+            for source in self.targets:
+                fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def started(self) -> None:
         """Closes the worker's ends here: from now on their last holder's death is the end of the stream."""
-        for descriptor in {self.stdout, self.stderr}:
+        for descriptor in self._given:
             os.close(descriptor)
+        self._given = set()
+
+    def blocked(self, source: int) -> bool:
+        """Whether what comes from ``source`` could not be shown now without waiting for our reader."""
+        return not select.select([], [self.targets[source]], [], 0)[1]
 
     def copy(self, source: int) -> bool:
-        """Copies what has come from ``source``; False once nothing more can come."""
+        """Copies some of what has come from ``source``; False if there was nothing."""
         try:
             data = os.read(source, _CHUNK)
-        except BlockingIOError:
-            return True
-        except OSError:  # a terminal without a holder answers EIO
+        except OSError:  # nothing yet, or EIO: a terminal that nobody holds any more
             return False
-        if not data:
-            return False
-        self._log.write(data)
-        target = self._targets[source]
-        if target >= 0 and not _write(target, data):
-            self._targets[source] = -1  # nobody reads our output any more (`| head`): the log goes on
-        self._mid_line = not data.endswith(b"\n")
-        return True
+        _write(self._log.fileno(), data)
+        self._show(self.targets[source], data)
+        self._mid_line = bool(data) and not data.endswith(b"\n")
+        return bool(data)
 
     def finish_line(self) -> None:
-        """Goes to a new line if the worker left one unfinished, a progress bar say."""
-        if self._mid_line:
-            _write(2, b"\n")
+        """Goes to a new line if the worker left one unfinished on the terminal, a progress bar say."""
+        if self._mid_line and self._terminal:
+            self._show(2, b"\n")
         self._mid_line = False
 
-    def drain(self) -> None:
-        """Copies all that was written until now."""
-        for source in self.sources:
-            position = -1
-            while position != self._log.tell():
-                position = self._log.tell()
-                if not self.copy(source):
-                    break
+    def _show(self, target: int, data: bytes) -> None:
+        if target not in self._unread:
+            try:
+                _write(target, data)
+            except BrokenPipeError:
+                self._unread.add(target)
 
     def __enter__(self) -> Screen:
         return self
@@ -110,12 +111,18 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish_line()
-        if self._terminal:
-            _write(1, _SHOW_CURSOR)
-        for source in self.sources:
-            os.close(source)
-        self._log.close()
+        try:
+            self.started()
+            for source in self.targets:
+                while self.copy(source):
+                    pass
+            self.finish_line()
+            if self._terminal:
+                self._show(1, _SHOW_CURSOR)
+        finally:
+            for source in self.targets:
+                os.close(source)
+            self._log.close()
 
 
 def _pass_through(terminal: int) -> None:
@@ -126,10 +133,10 @@ def _pass_through(terminal: int) -> None:
     termios.tcsetattr(terminal, termios.TCSANOW, modes)
 
 
-def _write(target: int, data: bytes) -> bool:
+def _write(target: int, data: bytes) -> None:
     view = memoryview(data)
-    with suppress(BrokenPipeError):
-        while view:
+    while view:
+        try:
             view = view[os.write(target, view) :]
-        return True
-    return False
+        except BlockingIOError:  # somebody we share it with has made it non-blocking
+            select.select([], [target], [], _ROOM_SECONDS)

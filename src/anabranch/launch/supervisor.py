@@ -23,14 +23,17 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import SignalBox
 from anabranch.launch.worker import Worker
 
 __all__ = ["Patience", "Supervisor"]
+
+# How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
+_KERNEL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Patience:
 
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
-        stop: for those asked to stop, before they are killed.
+        stop: for those asked to stop, before they and all they have started are killed.
     """
 
     failure: float = 3.0
@@ -81,6 +84,7 @@ class Supervisor:
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
         self._failed = False
+        self._given_up_at: float | None = None
         # What is still to be sent to the workers that run on, each with its moment; the last is always SIGKILL.
         self._plan: deque[tuple[float, signal.Signals]] = deque()
 
@@ -88,13 +92,13 @@ class Supervisor:
         """Returns when every worker has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
+            for source in self._screen.targets if self._screen else ():
+                selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
             for worker in self._workers:
-                selector.register(worker.pidfd, selectors.EVENT_READ, worker)
-            for source in self._screen.sources if self._screen else ():
-                selector.register(source, selectors.EVENT_READ, source)
+                selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, worker))
             while self._running():
                 for key, _ in selector.select(self._next_moment()):
-                    self._handle(selector, key)
+                    key.data()
                 self._act()
 
     def kill(self) -> None:
@@ -105,17 +109,22 @@ class Supervisor:
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.running]
 
-    def _handle(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        if isinstance(key.data, Worker):
-            selector.unregister(key.fileobj)
-            self._on_end(key.data)
-        elif isinstance(key.data, int):
-            if self._screen and not self._screen.copy(key.data):
-                selector.unregister(key.fileobj)
-        else:
-            key.data()
+    def _on_output(self, selector: selectors.BaseSelector, source: int) -> None:
+        assert self._screen
+        if self._screen.blocked(source):
+            resume = partial(self._on_room, selector, source)
+            selector.unregister(source)
+            selector.register(self._screen.targets[source], selectors.EVENT_WRITE, resume)
+        elif not self._screen.copy(source):
+            selector.unregister(source)
 
-    def _on_end(self, worker: Worker) -> None:
+    def _on_room(self, selector: selectors.BaseSelector, source: int) -> None:
+        assert self._screen
+        selector.unregister(self._screen.targets[source])
+        selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
+
+    def _on_end(self, selector: selectors.BaseSelector, worker: Worker) -> None:
+        selector.unregister(worker.pidfd)
         worker.reap()
         if worker.exit_code == 0 or worker.stopped or self._failed:
             return
@@ -125,7 +134,7 @@ class Supervisor:
             self._tell(f"rank {worker.rank} failed; stopping the {others} other worker{'s' * (others > 1)}")
             now = time.monotonic()
             self._plan.append((now + self._patience.failure, signal.SIGTERM))
-            self._plan.append((now + self._patience.failure + self._patience.stop, signal.SIGKILL))
+            self._end_by(now + self._patience.failure + self._patience.stop)
 
     def _on_signal(self) -> None:
         for number in self._signals.take():
@@ -134,15 +143,19 @@ class Supervisor:
                     self._screen.fit()
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
-                self.kill()
+                self._plan.clear()
+                self._end_by(time.monotonic())
             else:
                 self.interrupted = number
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
                 self._send(number)
-                self._plan = deque([(time.monotonic() + self._patience.stop, signal.SIGKILL)])
+                self._plan.clear()
+                self._end_by(time.monotonic() + self._patience.stop)
 
     def _next_moment(self) -> float | None:
         moments = [moment for moment, _ in self._plan]
+        if self._given_up_at is not None:
+            moments.append(self._given_up_at)
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
@@ -152,11 +165,19 @@ class Supervisor:
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
             self._send(signal.SIGABRT)
-            self._plan = deque([(now + self._patience.stop, signal.SIGKILL)])
+            self._plan.clear()
+            self._end_by(now + self._patience.stop)
         while self._plan and now >= self._plan[0][0]:
             self._send(self._plan.popleft()[1])
+        if self._given_up_at is not None and now >= self._given_up_at:
+            for worker in self._running():
+                self._tell(f"rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL: it hangs in the kernel")
+                worker.abandon()
+
+    def _end_by(self, moment: float) -> None:
+        self._plan.append((moment, signal.SIGKILL))
+        self._given_up_at = moment + _KERNEL_SECONDS
 
     def _send(self, number: signal.Signals) -> None:
         for worker in self._running():
-            with suppress(ProcessLookupError):
-                worker.signal(number)
+            worker.signal(number)

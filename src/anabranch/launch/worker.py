@@ -1,4 +1,4 @@
-"""One worker process: how it is started, signalled, and reaped together with everything in its group."""
+"""One worker process: how it is started, signalled and reaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from anabranch.launch import leash
@@ -41,7 +40,7 @@ class Worker:
         self.ended_at = 0.0
         self.stopped = False
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-        with log.open("wb") as file:
+        with log.open("ab" if screen else "wb") as file:
             self._process = subprocess.Popen(
                 leashed,
                 env=dict(environment),
@@ -59,19 +58,25 @@ class Worker:
         return self.exit_code is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends ``number`` to the worker and all of its group; a frozen one is woken to see it."""
+        """Sends ``number``; a frozen worker is woken to see it.
+
+        To the worker alone, not to what it started: one that finishes its step first still needs its DataLoader.
+        """
         if not self.running:
             return
         self.stopped = True
-        # The group cannot be another's: until reap() the leader, running or zombie, keeps its number taken.
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-            os.killpg(self.pid, signal.SIGCONT)
+        # The number cannot be another's by now: until reap() the worker, running or zombie, keeps it taken.
+        os.kill(self.pid, number)
+        os.kill(self.pid, signal.SIGCONT)
 
     def reap(self) -> None:
-        """Kills what is left of the group of a worker that has ended, and takes its exit code."""
+        """Takes the exit code of a worker that has ended."""
         self.ended_at = time.time()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
         self.exit_code = self._process.wait(timeout=_REAP_SECONDS)
+        os.close(self.pidfd)
+
+    def abandon(self) -> None:
+        """Counts a worker that cannot be killed as killed."""
+        self.ended_at = time.time()
+        self.exit_code = -signal.SIGKILL
         os.close(self.pidfd)
