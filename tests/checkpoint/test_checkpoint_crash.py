@@ -107,6 +107,8 @@ def test_a_save_killed_at_any_point_leaves_the_new_or_the_previous_checkpoint_wh
             assert_whole(found, before - 1)
         else:
             assert found is None
+        for generation in generations.complete_generations(directory):
+            checkpoint.read(directory, generation=generation)  # one that is being removed is never half there
         # The next save is as if nothing had happened, and leaves no trace of the one that was killed.
         save(directory, 100)
         assert_whole(checkpoint.read(directory), 100)

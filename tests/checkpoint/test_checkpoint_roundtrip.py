@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import struct
+import subprocess
 import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -368,6 +370,29 @@ def test_a_second_writer_is_told_that_the_directory_is_claimed(tmp_path: Path) -
     assert outcome
     assert checkpoint.read(tmp_path).step == 1
     save(tmp_path, 3)
+
+
+def test_a_process_forked_during_a_save_does_not_keep_the_claim(tmp_path: Path) -> None:
+    children = []
+
+    def fork(name: str) -> None:
+        if name == "checkpoint.claimed":
+            children.append(subprocess.Popen(["sleep", "60"], pass_fds=lock_descriptors(tmp_path)))
+
+    try:
+        with on_fault_point(fork):
+            save(tmp_path, 1)
+        save(tmp_path, 2)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait(10)
+    assert len(children) == 1
+
+
+def lock_descriptors(directory: Path) -> list[int]:
+    found = [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
+    return [int(number) for number in found if os.readlink(f"/proc/self/fd/{number}") == str(directory / ".lock")]
 
 
 def test_a_save_is_reported_with_its_size(tmp_path: Path) -> None:

@@ -118,7 +118,11 @@ def claim(directory: Path) -> Iterator[None]:
                 f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
                 "from one process of a job"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            # Closing alone would leave it claimed by a DataLoader worker that was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 
