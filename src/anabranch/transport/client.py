@@ -29,7 +29,7 @@ from torch import Tensor
 
 from anabranch.errors import BoundaryError, PeerLost, ProtocolError
 from anabranch.events import report
-from anabranch.transport.deadline import Deadline
+from anabranch.deadline import Deadline
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
     Beat,
@@ -356,6 +356,7 @@ class _Exchange:
     progress: float = 0.0
     fresh: bool = False
     heard: bool = False
+    answered: bool = False
     last_error: Exception | None = field(default=None)
 
     @property
@@ -477,6 +478,7 @@ class _Exchange:
 
     def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
         self.heard = self.heard or not isinstance(header, Hello)
+        self.answered = isinstance(header, (ReplyHeader, Failure))
         if isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
         elif isinstance(header, ReplyHeader):
@@ -521,8 +523,8 @@ class _Exchange:
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
         channel = self.channel
-        answered = isinstance(outcome, Answer) or (isinstance(outcome, Exception) and self.heard)
-        self._let_go(reusable=answered and channel is not None and not channel.writer and channel.reader.idle())
+        # A connection whose question was not answered, or not sent to its end, is good for no other.
+        self._let_go(reusable=self.answered and channel is not None and not channel.writer and channel.reader.idle())
         self.phase = _Phase.DONE
         if self.sequence is not None:
             self.client._settle(self.sequence)

@@ -36,7 +36,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.events import fault_point, report
-from anabranch.transport.deadline import Deadline
+from anabranch.deadline import Deadline
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import (
     Beat,
