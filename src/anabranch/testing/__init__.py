@@ -1,8 +1,8 @@
 """What tests of distributed programs need: jobs on this machine that are bounded in time and leave nothing behind,
 networks that fail as they are told, a clock that stands still, faults at named places.
 
-Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs,
-``transports.py`` for networks, ``faults.py`` and ``clock.py`` for the rest.
+Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs
+and ``transports.py`` for networks, ``faults.py`` and ``clock.py`` for the rest.
 """
 
 from anabranch.testing import faults

@@ -137,7 +137,7 @@ class _LossyStream:
     def receive_into(self, buffer: memoryview) -> int:
         if time.monotonic() < self._ready_at:
             return 0
-        if self._twice and self._sending:
+        if self._twice and self._sending and self._whole():
             self._twice = False
             self._repeat()
         count = self._inner.receive_into(self._trim([buffer])[0])
@@ -160,6 +160,7 @@ class _LossyStream:
 
     def _begin(self) -> None:
         self._close_twins()
+        self._whole()
         self._sending = True
         self._sent.clear()
         fate, wait, self._twice = self._network._draw()
@@ -178,11 +179,15 @@ class _LossyStream:
         if self._network.bandwidth is not None and count:
             self._ready_at = max(time.monotonic(), self._ready_at) + count / self._network.bandwidth
 
-    def _repeat(self) -> None:
-        """Delivers the request once more, behind the greeting that opened this connection."""
-        if not self._greeting:
+    def _whole(self) -> bool:
+        """Whether the request has been sent to its end."""
+        if not self._greeting and len(self._sent) >= _PREAMBLE.size:
             self._greeting = bytes(self._sent[: _frame_size(self._sent)])
             del self._sent[: len(self._greeting)]
+        return len(self._sent) >= _PREAMBLE.size and len(self._sent) >= _frame_size(self._sent)
+
+    def _repeat(self) -> None:
+        """Delivers the request once more, behind the greeting that opened this connection."""
         twin = self._network._inner.connect(self._endpoint)
         self._twins.append(twin)
         rest = memoryview(self._greeting + bytes(self._sent))

@@ -27,9 +27,9 @@ from types import TracebackType
 
 from torch import Tensor
 
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost, ProtocolError
 from anabranch.events import report
-from anabranch.deadline import Deadline
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
     Beat,

@@ -26,6 +26,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from anabranch.deadline import Deadline
 from anabranch.errors import (
     BoundaryError,
     DeadlineExceeded,
@@ -36,7 +37,6 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.events import fault_point, report
-from anabranch.deadline import Deadline
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import (
     Beat,
