@@ -1,8 +1,13 @@
-"""What tests of distributed programs need: jobs on this machine that are bounded in time and leave nothing behind.
+"""What tests of distributed programs need: jobs on this machine that are bounded in time and leave nothing behind,
+networks that fail as they are told, a clock that stands still, faults at named places.
 
-Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` first.
+Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs
+and ``transports.py`` for networks, ``faults.py`` and ``clock.py`` for the rest.
 """
 
+from anabranch.testing import faults
+from anabranch.testing.clock import FakeClock
 from anabranch.testing.local_job import JobResult, LocalJob
+from anabranch.testing.transports import LossyTransport, MemoryTransport
 
-__all__ = ["JobResult", "LocalJob"]
+__all__ = ["FakeClock", "JobResult", "LocalJob", "LossyTransport", "MemoryTransport", "faults"]

@@ -1,9 +1,43 @@
-"""How bytes and waits cross a boundary. Not a message bus and no scheduler: nothing here knows experts or tables.
+"""How bytes and waits cross a boundary: framed tensors between processes, bounded in time and size.
 
-Open ``beats.py`` first: it tells a peer that is slow from one that is lost.
+Not a message bus and no scheduler: it knows neither experts nor tables, only verbs that a server is given handlers for.
+Open ``client.py`` and ``server.py`` first, they draw the life of a request; ``frame.py`` is what it looks like in
+bytes, ``streams.py`` the seam at which sockets are replaced, ``once.py`` why a retry does no harm, ``keys.py`` who may
+come in. ``beats.py`` is another matter: it tells whether the ranks of a ``torch.distributed`` job are still there.
 """
 
 from anabranch.deadline import Deadline
 from anabranch.transport.beats import Beats
+from anabranch.transport.client import Answer, Client, Outcome, Request
+from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
+from anabranch.transport.keys import make_keys
+from anabranch.transport.memory import MemoryTransport
+from anabranch.transport.server import Call, Server, ServerStatistics, Verb
+from anabranch.transport.sockets import SocketTransport
+from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
-__all__ = ["Beats", "Deadline"]
+__all__ = [
+    "Answer",
+    "Beats",
+    "Call",
+    "Client",
+    "Deadline",
+    "Limits",
+    "Listener",
+    "MemoryTransport",
+    "Outcome",
+    "Peer",
+    "Request",
+    "RequestHeader",
+    "Server",
+    "ServerStatistics",
+    "SocketTransport",
+    "Stream",
+    "TensorHeader",
+    "Transport",
+    "Verb",
+    "allocate",
+    "make_keys",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,555 @@
+"""A client: asks one server or many at once, on the calling thread, under one deadline.
+
+::
+
+    connect ──> greet ──> ask ──> wait ──────> answered         the connection returns to its pool
+       ^                   │       │ ^ beats
+       │                   v       v │
+       └──── backoff <── lost ────────        a connection lost is a request asked again, under the same identity,
+                                              until its retries or its deadline are used up
+
+A connection carries one request at a time and a pool keeps the idle ones, so cancelling a request is closing its
+connection. A server that waits or computes beats; one that has been silent for two beats is lost, and one that beats on
+meets the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import TracebackType
+
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, PeerLost, ProtocolError
+from anabranch.events import report
+from anabranch.transport.failures import error_of
+from anabranch.transport.frame import (
+    Beat,
+    Failure,
+    FrameReader,
+    FrameWriter,
+    Header,
+    Hello,
+    Limits,
+    ReplyHeader,
+    RequestHeader,
+    TensorHeader,
+    allocate,
+    encode,
+)
+from anabranch.transport.sockets import SocketTransport
+from anabranch.transport.streams import Stream, Transport
+
+__all__ = ["Answer", "Client", "Outcome", "Request"]
+
+_FIRST_BACKOFF = 0.01
+_LONGEST_BACKOFF = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What to ask, and whom.
+
+    Attributes:
+        endpoint: the server.
+        verb: what it is to do.
+        target: the name of what it is to do it to.
+        tensors: sent as they are; they must not change before the answer is there.
+        payload: further facts, packed with ``pack``.
+        schema: a hash of what the asker believes the target looks like; the verb's check may compare it.
+        once: numbered, so that the server does it exactly once however often it is retried.
+        step: the step of the program, for error messages.
+        allocate: sees what tensors the answer has, before memory is taken for them, and says where they go.
+    """
+
+    endpoint: str
+    verb: str
+    target: str = ""
+    tensors: Sequence[Tensor] = ()
+    payload: bytes = b""
+    schema: bytes = b""
+    once: bool = False
+    step: int | None = None
+    allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What the server answered."""
+
+    tensors: Sequence[Tensor]
+    payload: bytes = b""
+
+
+Outcome = Answer | Exception | None
+"""What became of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
+
+
+class Client:
+    """Asks servers; safe to share between threads, each of which sends and receives its own requests.
+
+    >>> import torch
+    >>> from anabranch.transport import Server, Verb
+    >>> double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
+    >>> with Server([double]) as server, Client() as client:
+    ...     client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(5.0)).tensors
+    [tensor([2., 2.])]
+
+    Args:
+        role: this process's role, which names its certificate.
+        keys: the directory of certificates; without it, the one that ``ANABRANCH_KEYS`` names.
+        insecure: allow TCP without certificates.
+        heartbeat: seconds between beats that are expected of a server that has not said its own.
+        transport: the network; sockets by default.
+        retries: how often a request is asked again after a connection was lost or refused, with pauses that double from
+            10 ms to 1 s. A connection that went stale in the pool is replaced without counting.
+        limits: what a server may send in one frame.
+        idle: connections kept to each peer while nobody uses them.
+
+    Raises:
+        ValueError: keys that are not there or damaged.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+        retries: int = 8,
+        limits: Limits | None = None,
+        idle: int = 16,
+    ) -> None:
+        self._transport = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
+        self._heartbeat = heartbeat
+        self._retries = retries
+        self._limits = limits or Limits()
+        self._most_idle = idle
+        self._lock = threading.Lock()
+        self._idle: defaultdict[str, list[_Channel]] = defaultdict(list)
+        self._busy: set[_Channel] = set()
+        self._closed = False
+        self._epoch = os.urandom(16)
+        self._next = 0
+        self._outstanding: set[int] = set()
+
+    @property
+    def epoch(self) -> bytes:
+        """The 16 bytes that name this client in the requests it numbers."""
+        return self._epoch
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections; requests in flight on other threads end with ``PeerLost``."""
+        with self._lock:
+            self._closed = True
+            idle = [channel for channels in self._idle.values() for channel in channels]
+            self._idle.clear()
+            for channel in self._busy:
+                channel.stream.abort()
+        for channel in idle:
+            channel.stream.close()
+
+    def call(self, request: Request, deadline: Deadline) -> Answer:
+        """Asks and waits for the answer.
+
+        Raises:
+            DeadlineExceeded: no answer in time; the server may still be at work.
+            PeerLost: nobody there, the connection lost more often than there are retries, or silent for two beats.
+            Overloaded: the server declined at once.
+            Unauthorized: the server knows us not, or our role may not ask this.
+            ProtocolError: what came back is no frame, or breaks a limit.
+            RemoteError: the verb's handler raised.
+            NotFound, SchemaError, NonFinite: the server found the request wrong.
+        """
+        outcome = self.gather([request], deadline)[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def gather(
+        self,
+        requests: Sequence[Request],
+        deadline: Deadline,
+        *,
+        enough: Callable[[Sequence[Outcome]], bool] | None = None,
+        grace: float = 0.0,
+    ) -> list[Outcome]:
+        """Asks all at once and returns what became of each, in their order; raises nothing that a server said.
+
+        Args:
+            requests: to any servers, several to one allowed.
+            deadline: for all of them together.
+            enough: called with the outcomes so far after each that arrives; once it says yes, the rest have ``grace``
+                seconds left and are then cancelled, which closes their connections.
+            grace: seconds.
+        """
+        exchanges = [_Exchange(self, request, deadline) for request in requests]
+        try:
+            self._drive(exchanges, deadline, enough, grace)
+        finally:
+            for exchange in exchanges:
+                exchange.cancel()
+        return [exchange.outcome for exchange in exchanges]
+
+    def _drive(
+        self,
+        exchanges: Sequence[_Exchange],
+        deadline: Deadline,
+        enough: Callable[[Sequence[Outcome]], bool] | None,
+        grace: float,
+    ) -> None:
+        for exchange in exchanges:
+            exchange.advance()
+        finished = 0
+        last_call: Deadline | None = None
+        while True:
+            waiting = [exchange for exchange in exchanges if not exchange.done]
+            if not waiting:
+                return
+            if deadline.expired():
+                for exchange in waiting:
+                    exchange.expire()
+                return
+            if enough is not None and last_call is None and len(exchanges) - len(waiting) > finished:
+                finished = len(exchanges) - len(waiting)
+                if enough([exchange.outcome for exchange in exchanges]):
+                    if grace <= 0:
+                        return
+                    last_call = deadline.sooner(grace)
+            if last_call is not None and last_call.expired():
+                return
+            _wait(waiting, (last_call or deadline).remaining())
+
+    # What exchanges ask of their client.
+
+    def _channel(self, endpoint: str, *, fresh: bool) -> _Channel:
+        with self._lock:
+            if self._closed:
+                raise PeerLost("this client is closed", peer=endpoint)
+            idle = self._idle[endpoint]
+            while idle:
+                channel = idle.pop()
+                if not fresh and not channel.stale():
+                    channel.used = True
+                    self._busy.add(channel)
+                    return channel
+                channel.stream.close()
+        stream = self._transport.connect(endpoint)
+        channel = _Channel(stream, self._limits, self._heartbeat)
+        with self._lock:
+            self._busy.add(channel)
+        return channel
+
+    def _release(self, endpoint: str, channel: _Channel, *, reusable: bool) -> None:
+        with self._lock:
+            self._busy.discard(channel)
+            idle = self._idle[endpoint]
+            if reusable and not self._closed and len(idle) < self._most_idle:
+                idle.append(channel)
+                return
+        channel.stream.close()
+
+    def _number(self) -> int:
+        with self._lock:
+            sequence = self._next
+            self._next += 1
+            self._outstanding.add(sequence)
+            return sequence
+
+    def _settled(self) -> int:
+        with self._lock:
+            return min(self._outstanding, default=self._next)
+
+    def _settle(self, sequence: int) -> None:
+        with self._lock:
+            self._outstanding.discard(sequence)
+
+
+def _wait(exchanges: Sequence[_Exchange], seconds: float) -> None:
+    """Waits until one of the exchanges can go on, at most so long, and lets all that can."""
+    poller = select.poll()
+    by_descriptor: dict[int, _Exchange] = {}
+    now = time.monotonic()
+    wake = now + seconds
+    for exchange in exchanges:
+        wake = min(wake, exchange.wake_at())
+        events = exchange.interest(now)
+        if events:
+            descriptor = exchange.fileno()
+            by_descriptor[descriptor] = exchange
+            poller.register(descriptor, events)
+    # Rounded up, or the last millisecond would be spent spinning.
+    ready = poller.poll(max(0, int((wake - now) * 1000) + 1))
+    for descriptor, _ in ready:
+        by_descriptor[descriptor].advance()
+    now = time.monotonic()
+    for exchange in exchanges:
+        if not exchange.done and exchange.wake_at() <= now:
+            exchange.wake(now)
+
+
+class _Channel:
+    """A connection, with what is on its way out and in; belongs to one exchange at a time, or to the pool."""
+
+    def __init__(self, stream: Stream, limits: Limits, heartbeat: float) -> None:
+        self.stream = stream
+        self.writer = FrameWriter()
+        self.reader = FrameReader(limits, self._accept)
+        self.heartbeat = heartbeat
+        self.connected = False
+        self.used = False
+        self.allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+
+    def stale(self) -> bool:
+        """Whether an idle connection has something to say, which can only be its end."""
+        poller = select.poll()
+        poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    def _accept(self, header: Header) -> Sequence[Tensor]:
+        if isinstance(header, ReplyHeader):
+            return self.allocate(header.tensors)
+        if isinstance(header, RequestHeader) or header.tensors:
+            raise ProtocolError(f"a server sends no {type(header).__name__} with {len(header.tensors)} tensors")
+        return ()
+
+
+class _Phase(Enum):
+    RESTING = auto()
+    CONNECTING = auto()
+    ASKING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One request, from the first attempt to its outcome."""
+
+    client: Client
+    request: Request
+    deadline: Deadline
+    outcome: Outcome = None
+    phase: _Phase = _Phase.RESTING
+    channel: _Channel | None = None
+    sequence: int | None = None
+    attempts: int = 0
+    retry_at: float = 0.0
+    progress: float = 0.0
+    fresh: bool = False
+    heard: bool = False
+    answered: bool = False
+    last_error: Exception | None = field(default=None)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an outcome, or will never be one."""
+        return self.phase is _Phase.DONE
+
+    def fileno(self) -> int:
+        """The descriptor to poll; only with an interest in it."""
+        assert self.channel is not None
+        return self.channel.stream.fileno()
+
+    def interest(self, now: float) -> int:
+        """The events to poll for, 0 if only time can help."""
+        if self.channel is None or self.channel.stream.ready_at() > now:
+            return 0
+        if self.phase is _Phase.CONNECTING:
+            return select.POLLOUT if self.channel.stream.wants_write() else select.POLLIN
+        return select.POLLIN | (select.POLLOUT if self.channel.writer else 0)
+
+    def wake_at(self) -> float:
+        """The moment at which something is to be done though no event came."""
+        if self.channel is None:
+            return self.retry_at
+        silent = self.progress + 2 * self.channel.heartbeat
+        ready = self.channel.stream.ready_at()
+        return min(silent, ready) if ready else silent
+
+    def wake(self, now: float) -> None:
+        """It is ``wake_at``: tries again, goes on, or gives a silent server up."""
+        if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
+            silence = now - self.progress
+            self._finish(
+                self._error(PeerLost, f"no beat for {silence:.2f} s: the server is frozen, or not one of ours")
+            )
+        else:
+            self.advance()
+
+    def advance(self) -> None:
+        """Goes on as far as the connection lets it."""
+        try:
+            if self.phase is _Phase.RESTING:
+                self._begin()
+            if self.phase is _Phase.CONNECTING:
+                self._connect()
+            if self.phase is _Phase.ASKING:
+                self._ask()
+        except OSError as error:
+            self._lose(error)
+        except BoundaryError as error:
+            self._finish(self._named(error))
+        except (ValueError, TypeError) as error:
+            self._finish(error)
+
+    def cancel(self) -> None:
+        """Closes the connection if the answer has not come."""
+        if not self.done:
+            self._finish(None)
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        error = self.deadline.error(peer=self.request.endpoint, operation=self.request.verb, step=self.request.step)
+        error.__cause__ = self.last_error
+        self._finish(error)
+
+    def _begin(self) -> None:
+        if self.request.once and self.sequence is None:
+            self.sequence = self.client._number()
+        self.progress = time.monotonic()
+        self.channel = self.client._channel(self.request.endpoint, fresh=self.fresh)
+        self.channel.allocate = self.request.allocate
+        self.heard = False
+        if self.channel.connected:
+            self._put_request(self.channel)
+        else:
+            self.phase = _Phase.CONNECTING
+
+    def _connect(self) -> None:
+        assert self.channel is not None
+        if self.channel.stream.handshake():
+            self.channel.connected = True
+            # The question follows the greeting at once: who is not welcome is told so all the same.
+            self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
+            self._put_request(self.channel)
+
+    def _put_request(self, channel: _Channel) -> None:
+        request = self.request
+        header = RequestHeader(
+            request.verb,
+            request.target,
+            epoch=b"" if self.sequence is None else self.client.epoch,
+            sequence=self.sequence or 0,
+            settled=0 if self.sequence is None else self.client._settled(),
+            seconds=self.deadline.remaining(),
+            schema=request.schema,
+            payload=request.payload,
+        )
+        channel.writer.put(encode(header, request.tensors))
+        self.phase = _Phase.ASKING
+
+    def _ask(self) -> None:
+        channel = self.channel
+        assert channel is not None
+        before = channel.reader.received
+        sent = 0
+        broken: OSError | None = None
+        try:
+            if channel.writer:
+                sent = channel.writer.flush(channel.stream)
+        except OSError as error:
+            # What the server said before it closed may still be read, and tells more.
+            broken = error
+        while not self.done and (frame := channel.reader.advance(channel.stream)) is not None:
+            self._hear(channel, frame.header, frame.tensors or ())
+        if sent or channel.reader.received != before:
+            self.progress = time.monotonic()
+        if broken is not None and not self.done:
+            raise broken
+
+    def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
+        self.heard = self.heard or not isinstance(header, Hello)
+        self.answered = isinstance(header, (ReplyHeader, Failure))
+        if isinstance(header, Hello):
+            channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
+        elif isinstance(header, ReplyHeader):
+            self._finish(Answer(tensors, header.payload))
+        elif isinstance(header, Failure):
+            self._fail(header)
+        elif not isinstance(header, Beat):
+            raise ProtocolError(f"a server sends no {type(header).__name__}")
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.code == "leaving":
+            self._lose(ConnectionAbortedError(failure.message))
+            return
+        error = error_of(
+            failure,
+            peer=self.request.endpoint,
+            operation=self._operation(),
+            step=self.request.step,
+            elapsed=self.deadline.elapsed(),
+        )
+        self._finish(error)
+
+    def _lose(self, error: OSError) -> None:
+        """The connection was lost or refused: tries again, or gives up."""
+        stale = self.channel is not None and self.channel.used and not self.heard
+        self.last_error = error
+        self._let_go(reusable=False)
+        self.fresh = True
+        if stale:
+            self.phase, self.retry_at = _Phase.RESTING, time.monotonic()
+            return
+        self.attempts += 1
+        if self.attempts > self.client._retries or self.client._closed:
+            lost = self._error(PeerLost, f"{error.strerror or error}, at attempt {self.attempts}")
+            lost.__cause__ = error
+            self._finish(lost)
+            return
+        pause = min(_FIRST_BACKOFF * 2 ** (self.attempts - 1), _LONGEST_BACKOFF)
+        self.phase, self.retry_at = _Phase.RESTING, time.monotonic() + pause
+        report("transport.retry", peer=self.request.endpoint, operation=self._operation(), error=str(error))
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        channel = self.channel
+        # A connection whose question was not answered, or not sent to its end, is good for no other.
+        self._let_go(reusable=self.answered and channel is not None and not channel.writer and channel.reader.idle())
+        self.phase = _Phase.DONE
+        if self.sequence is not None:
+            self.client._settle(self.sequence)
+
+    def _let_go(self, *, reusable: bool) -> None:
+        if self.channel is not None:
+            self.client._release(self.request.endpoint, self.channel, reusable=reusable)
+            self.channel = None
+
+    def _operation(self) -> str:
+        return f"{self.request.verb} {self.request.target}".rstrip()
+
+    def _error(self, kind: type[BoundaryError], message: str) -> BoundaryError:
+        return kind(
+            message,
+            peer=self.request.endpoint,
+            operation=self._operation(),
+            step=self.request.step,
+            elapsed=self.deadline.elapsed(),
+        )
+
+    def _named(self, error: BoundaryError) -> BoundaryError:
+        """The same error, naming whom and what it concerns where it did not yet."""
+        error.peer = self.request.endpoint
+        error.operation = error.operation or self._operation()
+        error.step = error.step if error.step is not None else self.request.step
+        error.elapsed = error.elapsed if error.elapsed is not None else self.deadline.elapsed()
+        return error

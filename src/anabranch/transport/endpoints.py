@@ -1,0 +1,122 @@
+"""Where a server is found: ``unix:PATH`` or ``tcp://HOST:PORT``, and how a path is claimed so that nobody steals it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint"]
+
+# What the kernel takes in sockaddr_un, less the closing zero.
+_LONGEST_PATH = 107
+
+
+@dataclass(frozen=True, slots=True)
+class UnixEndpoint:
+    """A socket in the file system of this host."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TcpEndpoint:
+    """A host and a port."""
+
+    host: str
+    port: int
+
+
+def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
+    """The endpoint that ``text`` names.
+
+    >>> parse_endpoint("tcp://127.0.0.1:7000")
+    TcpEndpoint(host='127.0.0.1', port=7000)
+    >>> parse_endpoint("unix:/run/job/experts").path.name
+    'experts'
+
+    Raises:
+        ValueError: it is neither; says what an endpoint looks like.
+    """
+    if text.startswith("unix:") and len(text) > len("unix:"):
+        path = Path(text.removeprefix("unix:")).absolute()
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            raise ValueError(f"{text}: the path is longer than the {_LONGEST_PATH} bytes of a Unix socket; shorten it")
+        return UnixEndpoint(path)
+    if text.startswith("tcp://"):
+        host, colon, port = text.removeprefix("tcp://").rpartition(":")
+        if colon and host and port.isascii() and port.isdecimal() and int(port) < 65536:
+            return TcpEndpoint(host.removeprefix("[").removesuffix("]"), int(port))
+    raise ValueError(f"{text!r} is no endpoint; write unix:PATH or tcp://HOST:PORT")
+
+
+class ClaimedPath:
+    """The right to serve a Unix socket's path, held by a lock that dies with the process.
+
+    A socket file survives its server's death, so its presence says nothing; the lock beside it does. Whoever holds the
+    lock may remove a dead server's socket, and a live one cannot be robbed.
+
+    Args:
+        path: where to serve, or ``None`` for a new directory of our own.
+
+    Raises:
+        ValueError: the directory is open to others or somebody else's, or a live server holds the path.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._made = None if path is not None else Path(tempfile.mkdtemp(prefix="anabranch-"))
+        self.path = path if path is not None else Path(self._made or "", "socket")
+        try:
+            self.owner = _check_directory(self.path.parent)
+            self._lock_path = self.path.with_name(self.path.name + ".lock")
+            self._lock = self._take_lock()
+            self.path.unlink(missing_ok=True)
+        except BaseException:
+            self._remove_directory()
+            raise
+
+    def _take_lock(self) -> int:
+        while True:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise ValueError(f"unix:{self.path} is served by a live process; choose another path") from None
+            # The last holder may have removed the file between our open and our lock: then we hold nothing.
+            try:
+                if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
+                    return lock
+            except FileNotFoundError:
+                pass
+            os.close(lock)
+
+    def release(self) -> None:
+        """Removes the socket, the lock, and the directory if it is ours."""
+        self.path.unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+
+
+def _check_directory(directory: Path) -> int:
+    try:
+        facts = directory.stat()
+    except FileNotFoundError:
+        raise ValueError(f"{directory} does not exist; make it with mode 0700") from None
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ValueError(f"{directory} is no directory")
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        mode = stat.S_IMODE(facts.st_mode)
+        raise ValueError(f"{directory} has mode {mode:04o}, open to other users; a socket's directory must be 0700")
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise ValueError(f"{directory} belongs to user {facts.st_uid}, not to this one ({os.geteuid()})")
+    return facts.st_uid

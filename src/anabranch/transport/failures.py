@@ -1,0 +1,83 @@
+"""Errors on the wire: which of a server's errors a client may see as what they were, and how the rest are told.
+
+A caller's mistake arrives as the ``ValueError`` it would have been in process; whatever else the far side raised is a
+``RemoteError`` that carries its type and traceback as text.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from anabranch.errors import (
+    BoundaryError,
+    DeadlineExceeded,
+    NonFinite,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    SchemaError,
+    Unauthorized,
+)
+from anabranch.transport.frame import Failure
+
+__all__ = ["error_of", "failure_of"]
+
+_MISTAKES: dict[str, type[ValueError]] = {"not_found": NotFound, "schema": SchemaError, "non_finite": NonFinite}
+_REFUSALS: dict[str, type[BoundaryError]] = {
+    "deadline": DeadlineExceeded,
+    "overloaded": Overloaded,
+    "unauthorized": Unauthorized,
+    "protocol": ProtocolError,
+    "leaving": PeerLost,
+}
+_LONGEST_TEXT = 6_000
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What to send for ``error``.
+
+    >>> failure_of(NotFound("no expert 'ffn.9'")).code
+    'not_found'
+    >>> failure_of(ZeroDivisionError("1/0")).remote_type
+    'ZeroDivisionError'
+    """
+    for code, mistake in _MISTAKES.items():
+        if isinstance(error, mistake):
+            return Failure(code, _shorten(str(error)))
+    for code, refusal in _REFUSALS.items():
+        if type(error) is refusal:
+            return Failure(code, _shorten(error.message))
+    if isinstance(error, RemoteError):
+        return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback))
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(error))
+    return Failure("remote", _shorten(f"{name}: {error}"), name, _shorten(text))
+
+
+def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
+    """The error to raise for ``failure``, naming whose it is; a mistake keeps its type and is noted with the peer."""
+    mistake = _MISTAKES.get(failure.code)
+    if mistake is not None:
+        error = mistake(failure.message)
+        error.add_note(f"refused by {peer}, operation {operation}")
+        return error
+    refusal = _REFUSALS.get(failure.code)
+    if refusal is not None:
+        return refusal(failure.message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+    return RemoteError(
+        failure.message,
+        remote_type=failure.remote_type,
+        remote_traceback=failure.remote_traceback,
+        peer=peer,
+        operation=operation,
+        step=step,
+        elapsed=elapsed,
+    )
+
+
+def _shorten(text: str) -> str:
+    # The end of a traceback is what names the error.
+    return text if len(text) <= _LONGEST_TEXT else f"...{text[-_LONGEST_TEXT:]}"

@@ -1,0 +1,225 @@
+"""Who may speak to whom over TCP: a private authority, a certificate for each role, and TLS 1.3 on both sides.
+
+Host names say nothing in a job whose machines come and go, so a certificate names a role instead (a URI such as
+``anabranch:experts``), and each side checks the other's. The authority's private key is needed again only to make more
+certificates; keep ``authority.key`` where no server runs.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+__all__ = ["KEYS_VARIABLE", "ROLES", "client_context", "make_keys", "resolve_keys", "role_of", "server_context"]
+
+ROLES = ("worker", "parameters", "experts", "directory")
+"""The roles a certificate may name."""
+
+KEYS_VARIABLE = "ANABRANCH_KEYS"
+"""The environment variable that names the directory of keys where none is given."""
+
+_URI = "anabranch:"
+
+
+def make_keys(
+    directory: str | os.PathLike[str], *, roles: Sequence[str] = ROLES, days: float = 365.0
+) -> dict[str, Path]:
+    """Makes a private authority and a certificate for each role.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     sorted(path.name for path in make_keys(directory).values())
+    ['authority.pem', 'directory.pem', 'experts.pem', 'parameters.pem', 'worker.pem']
+
+    ``authority.pem`` is the authority's certificate, which every process needs; ``<role>.pem`` holds a role's
+    certificate and private key, for the processes of that role alone. ``authority.key`` signs further certificates.
+    If the directory has an authority already, it signs the new certificates and stays as it is.
+
+    Args:
+        directory: where to write; made with mode 0700 if it is not there. Files have mode 0600.
+        roles: which certificates to make.
+        days: how long they are valid.
+
+    Returns:
+        The path of each role's file, and of ``"authority"``.
+
+    Raises:
+        ValueError: an unknown role, or a file that exists: nothing is overwritten.
+        ModuleNotFoundError: without the ``tls`` extra.
+    """
+    folder = Path(directory)
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown:
+        raise ValueError(f"unknown roles {unknown}; roles are {', '.join(ROLES)}")
+    existing = [f"{role}.pem" for role in roles if (folder / f"{role}.pem").exists()]
+    if existing:
+        raise ValueError(f"{folder} already holds {', '.join(existing)}; remove them first, or give a new directory")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    certificate, key = _authority(folder, days)
+    paths = {"authority": folder / "authority.pem"}
+    for role in roles:
+        paths[role] = folder / f"{role}.pem"
+        _write_private(paths[role], _issue(role, certificate, key, days))
+    return paths
+
+
+def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    certificate_path, key_path = folder / "authority.pem", folder / "authority.key"
+    if certificate_path.exists():
+        if not key_path.exists():
+            raise ValueError(f"{folder} has an authority but not its key; bring authority.key to sign with")
+        key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"{key_path} is no key that make_keys wrote")
+        return x509.load_pem_x509_certificate(certificate_path.read_bytes()), key
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"authority {os.urandom(4).hex()}")
+    certificate = (
+        _builder(days)
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write_private(key_path, _private_bytes(key))
+    _write_private(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+    return certificate, key
+
+
+def _issue(role: str, authority: x509.Certificate, authority_key: EllipticCurvePrivateKey, days: float) -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(days)
+        .subject_name(_name(role))
+        .issuer_name(authority.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_URI + role)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM) + _private_bytes(key)
+
+
+def _builder(days: float) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.now(UTC)
+    # Clocks of a cluster differ by minutes.
+    start = min(now - timedelta(hours=1), now + timedelta(days=days) - timedelta(hours=1))
+    return (
+        x509.CertificateBuilder()
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "anabranch"),
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+        ]
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _private_bytes(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write_private(path: Path, contents: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(contents)
+
+
+def resolve_keys(keys: str | os.PathLike[str] | None) -> Path | None:
+    """The directory of keys: the one given, or the one the environment names, or ``None``."""
+    chosen = keys if keys is not None else os.environ.get(KEYS_VARIABLE) or None
+    return None if chosen is None else Path(chosen)
+
+
+def server_context(keys: Path, role: str) -> ssl.SSLContext:
+    """The TLS side of a server of ``role``: no one in without a certificate of our authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    return _arm(context, keys, role)
+
+
+def client_context(keys: Path, role: str) -> ssl.SSLContext:
+    """The TLS side of a client of ``role``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    return _arm(context, keys, role)
+
+
+def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    for name in ("authority.pem", f"{role}.pem"):
+        if not (keys / name).is_file():
+            raise ValueError(f"{keys} holds no {name}; make it with: anabranch keys {keys}")
+    try:
+        context.load_verify_locations(keys / "authority.pem")
+        context.load_cert_chain(keys / f"{role}.pem")
+    except ssl.SSLError as error:
+        raise ValueError(f"{keys}: authority.pem or {role}.pem is damaged: {error.reason}") from None
+    return context
+
+
+def role_of(connection: ssl.SSLSocket) -> str | None:
+    """The role that the far side's certificate names, ``None`` if it names none."""
+    names = (connection.getpeercert() or {}).get("subjectAltName", ())
+    for name in names:
+        kind, value = str(name[0]), str(name[1])
+        if kind == "URI" and value.startswith(_URI) and value.removeprefix(_URI) in ROLES:
+            return value.removeprefix(_URI)
+    return None

@@ -1,0 +1,125 @@
+"""What has been done already, so that a request that comes again is not done again.
+
+A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and says with
+each one below which number it will never ask again. The table keeps what lies above: requests being served, to which a
+retry is joined, and answers given, which a retry gets again.
+
+Answers are kept within a budget of bytes; beyond it only the fact that the request was done stays, and the verb's own
+``again`` answers the retry.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from anabranch.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from anabranch.transport.server import Call
+
+__all__ = ["Identity", "OnceTable"]
+
+Identity = tuple[bytes, int]
+"""A request's name for ever: the epoch of its client, and its sequence."""
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One client: what it will never ask again lies below ``settled``."""
+
+    settled: int = 0
+    running: dict[int, Call] = field(default_factory=dict)
+    done: dict[int, Sequence[memoryview] | None] = field(default_factory=dict)
+
+
+class OnceTable:
+    """The requests of all clients that were done or are being done.
+
+    Args:
+        budget_bytes: bytes of answers kept for retries.
+        epochs: clients remembered; beyond it the one that has been silent longest is forgotten.
+    """
+
+    def __init__(self, budget_bytes: int = 64 << 20, epochs: int = 4096) -> None:
+        self.lock = threading.RLock()
+        self._budget = budget_bytes
+        self._most_epochs = epochs
+        self._epochs: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._kept: OrderedDict[Identity, int] = OrderedDict()
+        self._kept_bytes = 0
+
+    def begin(self, call: Call, settled: int) -> Call | Sequence[memoryview] | None:
+        """What to do with a request that came: the call itself if it is new, the call it joins, or its old answer.
+
+        ``None`` means that it was done and that its answer is not kept.
+
+        Raises:
+            ProtocolError: the client said that it would never ask this again.
+        """
+        identity, sequence = call.identity, call.identity[1]
+        with self.lock:
+            epoch = self._epoch(identity[0])
+            self._settle_below(identity[0], epoch, settled)
+            if sequence < epoch.settled:
+                raise ProtocolError(f"request {sequence} is settled: this client said it would not ask it again")
+            if sequence in epoch.done:
+                return epoch.done[sequence]
+            if sequence in epoch.running:
+                return epoch.running[sequence]
+            epoch.running[sequence] = call
+            return call
+
+    def finish(self, identity: Identity, answer: Sequence[memoryview]) -> None:
+        """The request was done and answered."""
+        key, sequence = identity
+        with self.lock:
+            epoch = self._epochs.get(key)
+            if epoch is None or epoch.running.pop(sequence, None) is None or sequence < epoch.settled:
+                return
+            epoch.done[sequence] = answer
+            nbytes = sum(len(buffer) for buffer in answer)
+            self._kept[identity] = nbytes
+            self._kept_bytes += nbytes
+            while self._kept_bytes > self._budget:
+                oldest, freed = self._kept.popitem(last=False)
+                self._kept_bytes -= freed
+                self._epochs[oldest[0]].done[oldest[1]] = None
+
+    def abandon(self, identity: Identity) -> None:
+        """The request was not done: a retry is to be done."""
+        with self.lock:
+            epoch = self._epochs.get(identity[0])
+            if epoch is not None:
+                epoch.running.pop(identity[1], None)
+
+    def restore(self, identities: Iterable[Identity]) -> None:
+        """These were done before this server started."""
+        with self.lock:
+            for key, sequence in identities:
+                self._epoch(key).done.setdefault(sequence, None)
+
+    def _epoch(self, key: bytes) -> _Epoch:
+        epoch = self._epochs.get(key)
+        if epoch is None:
+            epoch = self._epochs[key] = _Epoch()
+            self._forget_silent()
+        self._epochs.move_to_end(key)
+        return epoch
+
+    def _forget_silent(self) -> None:
+        surplus = len(self._epochs) - self._most_epochs
+        if surplus > 0:
+            for key in [key for key, epoch in self._epochs.items() if not epoch.running][:surplus]:
+                self._settle_below(key, self._epochs.pop(key), 1 << 63)
+
+    def _settle_below(self, key: bytes, epoch: _Epoch, settled: int) -> None:
+        if settled <= epoch.settled:
+            return
+        epoch.settled = settled
+        for sequence in [sequence for sequence in epoch.done if sequence < settled]:
+            del epoch.done[sequence]
+            self._kept_bytes -= self._kept.pop((key, sequence), 0)

@@ -1,0 +1,93 @@
+"""The one seam to the outside: what the client and the server need of a network, and nothing more.
+
+``SocketTransport`` is the real thing, ``MemoryTransport`` stays inside the process, and tests wrap either one to lose,
+delay and repeat what passes. A stream never blocks: it takes or gives what it can now and says so, because one thread
+serves many of them under one deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Listener", "Peer", "Stream", "Transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is on the far side, as the certificate or the kernel says.
+
+    Attributes:
+        name: for messages and counts.
+        role: the role in its certificate; ``None`` for the owner of a Unix socket's directory, who has every role.
+    """
+
+    name: str
+    role: str | None = None
+
+    def may(self, roles: frozenset[str] | None) -> bool:
+        """Whether the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        return roles is None or self.role is None or self.role in roles
+
+
+class Stream(Protocol):
+    """A connection that carries bytes in order, without ever blocking.
+
+    Lost and refused connections raise ``ConnectionError``, a refusal for want of rights ``Unauthorized``.
+    """
+
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+
+    def ready_at(self) -> float:
+        """The ``time.monotonic`` moment before which polling is of no use; 0.0 on a network that is not simulated."""
+
+    def handshake(self) -> bool:
+        """Goes on with connecting and recognising the peer; whether that is done."""
+
+    def wants_write(self) -> bool:
+        """Whether the handshake waits until the descriptor can be written to, rather than read."""
+
+    def peer(self) -> Peer:
+        """Who is on the far side; known after the handshake."""
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        """Takes bytes from the start of ``buffers`` and says how many; 0 if it would block."""
+
+    def receive_into(self, buffer: memoryview) -> int:
+        """Fills the start of ``buffer`` and says how far; 0 if it would block. The end is a ``ConnectionError``."""
+
+    def abort(self) -> None:
+        """Ends the connection from any thread: whoever polls it wakes and finds it lost."""
+
+    def close(self) -> None:
+        """Frees the descriptor; only for the thread that polls it."""
+
+    def linger(self, seconds: float) -> None:
+        """Ends our side and waits, at most so long, until the far side has read what was sent."""
+
+
+class Listener(Protocol):
+    """Where streams come in."""
+
+    endpoint: str
+
+    def fileno(self) -> int:
+        """The descriptor that turns readable when somebody connects."""
+
+    def accept(self) -> Stream | None:
+        """The next stream, not yet recognised, or ``None`` if nobody is there any more."""
+
+    def close(self) -> None:
+        """Stops listening and removes what listening left in the file system."""
+
+
+class Transport(Protocol):
+    """A network: who listens where, and how to get there."""
+
+    def listen(self, endpoint: str | None) -> Listener:
+        """Listens at ``endpoint``, or at a new one of its own choice."""
+
+    def connect(self, endpoint: str) -> Stream:
+        """Begins to connect to ``endpoint``; ``handshake`` completes it."""

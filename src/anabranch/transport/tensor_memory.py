@@ -1,0 +1,57 @@
+"""A tensor's own memory as bytes: what is sent is not copied first, and what arrives lands where it will stay.
+
+Dtypes cross the wire as small numbers from a fixed list, so that a peer can name nothing that is not on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "DTYPE_CODES", "bytes_of", "check_bools", "dense_on_cpu"]
+
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.bool,
+    2: torch.uint8,
+    3: torch.int8,
+    4: torch.int16,
+    5: torch.int32,
+    6: torch.int64,
+    7: torch.float16,
+    8: torch.bfloat16,
+    9: torch.float32,
+    10: torch.float64,
+    11: torch.complex64,
+    12: torch.complex128,
+}
+"""The dtypes that may cross, by their number on the wire. Numbers are never given to another dtype."""
+
+DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def dense_on_cpu(tensor: Tensor) -> Tensor:
+    """``tensor``, or where it is sparse, strided, conjugated or on a device, a plain copy of it in main memory.
+
+    Raises:
+        TypeError: its layout or dtype cannot cross.
+    """
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values apart")
+    if tensor.dtype not in DTYPE_CODES:
+        raise TypeError(f"{tensor.dtype} cannot cross a boundary; what can: {', '.join(map(str, DTYPE_CODES))}")
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    r"""The memory of a contiguous tensor on the CPU, writable, without a copy.
+
+    >>> memory = bytes_of(torch.tensor([1, 2], dtype=torch.int16))
+    >>> bytes(memory)
+    b'\x01\x00\x02\x00'
+    """
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_bools(tensor: Tensor) -> bool:
+    """Whether a bool tensor that came from outside holds only the bytes 0 and 1; others break torch's kernels."""
+    return tensor.numel() == 0 or bool(tensor.reshape(-1).view(torch.uint8).max() <= 1)

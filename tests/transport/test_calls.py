@@ -1,0 +1,375 @@
+"""Calls: answers reach their askers, one or many at once, and nothing is left when the block ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from anabranch.errors import (
+    DeadlineExceeded,
+    NotFound,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    SchemaError,
+)
+from anabranch.transport import (
+    Answer,
+    Call,
+    Client,
+    Deadline,
+    Limits,
+    MemoryTransport,
+    Outcome,
+    Request,
+    RequestHeader,
+    Server,
+    SocketTransport,
+    TensorHeader,
+    Transport,
+    Verb,
+    allocate,
+)
+
+
+def echo(call: Call) -> None:
+    call.reply(call.tensors, call.payload)
+
+
+ECHO = Verb("echo", echo)
+
+
+@pytest.fixture(params=["unix", "memory"])
+def network(request: pytest.FixtureRequest) -> Transport:
+    return SocketTransport() if request.param == "unix" else MemoryTransport()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    files = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= len(files)
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+def test_an_answer_comes_back_to_the_asker(network: Transport) -> None:
+    tensors = [torch.randn(3, 4), torch.arange(5), torch.zeros(0, 2), torch.tensor([True])]
+    with Server([ECHO], transport=network) as server, Client(transport=network) as client:
+        answer = client.call(Request(server.endpoint, "echo", tensors=tensors, payload=b"note"), soon())
+    assert answer.payload == b"note"
+    assert all(torch.equal(sent, came) for sent, came in zip(tensors, answer.tensors, strict=True))
+
+
+def test_megabytes_pass_in_both_directions(network: Transport) -> None:
+    tensor = torch.randn(3, 1 << 20)
+    with Server([ECHO], transport=network) as server, Client(transport=network) as client:
+        for _ in range(3):
+            answer = client.call(Request(server.endpoint, "echo", tensors=[tensor]), soon())
+            assert torch.equal(answer.tensors[0], tensor)
+
+
+def test_threads_that_share_a_client_get_their_own_answers(network: Transport) -> None:
+    wrong: list[object] = []
+
+    def ask(index: int) -> None:
+        for round_ in range(20):
+            value = torch.tensor([index, round_])
+            answer = client.call(Request(server.endpoint, "echo", tensors=[value]), soon())
+            if not torch.equal(answer.tensors[0], value):
+                wrong.append((index, round_))
+
+    with Server([ECHO], transport=network) as server, Client(transport=network) as client:
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert wrong == []
+
+
+def test_a_call_may_be_answered_from_another_thread_later() -> None:
+    waiting: list[Call] = []
+    arrived = threading.Event()
+
+    def keep(call: Call) -> None:
+        waiting.append(call)
+        arrived.set()
+
+    with Server([Verb("keep", keep)]) as server, Client() as client:
+        answers: list[Answer] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(client.call(Request(server.endpoint, "keep"), soon())), daemon=True
+        )
+        thread.start()
+        assert arrived.wait(timeout=10)
+        waiting[0].reply([torch.full((1 << 21,), 7.0)])
+        thread.join(timeout=10)
+        assert float(answers[0].tensors[0].sum()) == 7.0 * (1 << 21)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (SchemaError("args.0: expected 3"), SchemaError),
+        (NotFound("no table 'x'"), NotFound),
+        (Overloaded("the queue is full"), Overloaded),
+    ],
+)
+def test_an_error_of_the_handler_is_raised_as_what_it_was(error: Exception, expected: type[Exception]) -> None:
+    def refuse(call: Call) -> None:
+        raise error
+
+    with Server([Verb("refuse", refuse), ECHO]) as server, Client() as client:
+        with pytest.raises(expected, match=str(error)):
+            client.call(Request(server.endpoint, "refuse"), soon())
+        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+
+
+def test_any_other_error_arrives_with_its_type_and_traceback() -> None:
+    def divide(call: Call) -> None:
+        call.reply(payload=bytes([1 // len(call.payload)]))
+
+    with Server([Verb("divide", divide)]) as server, Client() as client, pytest.raises(RemoteError) as caught:
+        client.call(Request(server.endpoint, "divide", target="numbers", step=3), soon())
+    assert caught.value.remote_type == "ZeroDivisionError"
+    assert "1 // len(call.payload)" in caught.value.remote_traceback
+    assert caught.value.peer == server.endpoint
+    assert caught.value.operation == "divide numbers"
+    assert caught.value.step == 3
+    assert caught.value.elapsed is not None
+
+
+def test_an_unknown_verb_is_told_which_there_are() -> None:
+    with Server([ECHO]) as server, Client() as client, pytest.raises(NotFound, match="there are: echo"):
+        client.call(Request(server.endpoint, "pull"), soon())
+
+
+def test_a_request_is_checked_before_its_body_has_a_place() -> None:
+    made: list[int] = []
+
+    def check(header: RequestHeader) -> None:
+        if header.tensors[0].shape != (3,):
+            raise SchemaError(f"expected (3,), got {header.tensors[0].shape}")
+
+    def make(headers: Sequence[TensorHeader]) -> Sequence[torch.Tensor]:
+        made.append(len(headers))
+        return allocate(headers)
+
+    verb = Verb("checked", echo, check=check, allocate=make)
+    with Server([verb]) as server, Client() as client:
+        for size in (4, 5 << 20):
+            with pytest.raises(SchemaError, match="expected"):
+                client.call(Request(server.endpoint, "checked", tensors=[torch.zeros(size)]), soon())
+        assert made == []
+        client.call(Request(server.endpoint, "checked", tensors=[torch.zeros(3)]), soon())
+        assert made == [1]
+
+
+def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
+    def refuse(headers: Sequence[TensorHeader]) -> Sequence[torch.Tensor]:
+        raise SchemaError(f"did not expect {headers[0].shape}")
+
+    with Server([ECHO]) as server, Client() as client:
+        with pytest.raises(SchemaError, match="did not expect"):
+            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(9)], allocate=refuse), soon())
+        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+
+
+def test_a_body_over_the_limit_is_refused_and_the_server_goes_on() -> None:
+    with Server([ECHO], limits=Limits(body=1000)) as server, Client(retries=0) as client:
+        with pytest.raises(ProtocolError, match="over the limit of 1000"):
+            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon())
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(250)]), soon()).tensors
+
+
+class Gate:
+    """A verb whose calls wait until the test lets them through, without a thread waiting."""
+
+    def __init__(self, name: str = "gate") -> None:
+        self.calls: list[Call] = []
+        self._arrived = threading.Condition()
+        self.verb = Verb(name, self._keep)
+
+    def _keep(self, call: Call) -> None:
+        with self._arrived:
+            self.calls.append(call)
+            self._arrived.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.calls) >= count, timeout=10)
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_deadline_ends_a_wait_for_a_server_that_lives() -> None:
+    gate = Gate()
+    with Server([gate.verb], heartbeat=0.05, drain_seconds=0.01) as server, Client() as client:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.call(Request(server.endpoint, "gate", step=4), Deadline.after(0.4))
+        # Beats kept the client waiting through several silences of two heartbeats.
+        assert 0.4 <= time.monotonic() - start < 2.0
+    assert caught.value.peer == server.endpoint
+    assert caught.value.operation == "gate"
+    assert caught.value.step == 4
+
+
+def test_a_server_that_does_not_beat_is_lost_within_two_heartbeats() -> None:
+    gate = Gate()
+    healthy = True
+    with Server([gate.verb], heartbeat=0.1, healthy=lambda: healthy, drain_seconds=0.01) as server, Client() as client:
+        healthy = False
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="no beat"):
+            client.call(Request(server.endpoint, "gate"), soon())
+        assert time.monotonic() - start < 2.0
+
+
+def test_a_client_that_leaves_takes_its_waiting_call_with_it() -> None:
+    gate = Gate()
+    with Server([gate.verb], heartbeat=0.05) as server, Client() as client:
+        outcome = client.gather([Request(server.endpoint, "gate")], Deadline.after(0.2))[0]
+        assert isinstance(outcome, DeadlineExceeded)
+        until = time.monotonic() + 10
+        while not gate.calls[0].cancelled and time.monotonic() < until:
+            time.sleep(0.001)
+        assert gate.calls[0].cancelled
+        assert gate.calls[0].drop()
+        assert server.statistics().calls == 0
+
+
+def test_many_peers_are_asked_at_once_and_stragglers_cancelled() -> None:
+    gate = Gate()
+    with (
+        Server([ECHO]) as quick,
+        Server([gate.verb], heartbeat=0.1) as slow,
+        Client() as client,
+    ):
+        requests = [
+            Request(slow.endpoint, "gate"),
+            Request(quick.endpoint, "echo", payload=b"1"),
+            Request(quick.endpoint, "echo", payload=b"2"),
+        ]
+
+        def two(outcomes: Sequence[Outcome]) -> bool:
+            return sum(isinstance(outcome, Answer) for outcome in outcomes) >= 2
+
+        start = time.monotonic()
+        outcomes = client.gather(requests, soon(), enough=two, grace=0.2)
+        assert 0.2 <= time.monotonic() - start < 5.0
+        assert outcomes[0] is None
+        assert [outcome.payload for outcome in outcomes[1:] if isinstance(outcome, Answer)] == [b"1", b"2"]
+        gate.wait_for(1)
+        until = time.monotonic() + 10
+        while not gate.calls[0].cancelled and time.monotonic() < until:
+            time.sleep(0.001)
+        assert gate.calls[0].drop()
+
+
+def test_one_dead_peer_does_not_delay_the_answers_of_others() -> None:
+    with Server([ECHO]) as server, Client(retries=2) as client:
+        with Server([ECHO]) as gone:
+            endpoint = gone.endpoint
+        outcomes = client.gather([Request(endpoint, "echo"), Request(server.endpoint, "echo", payload=b"here")], soon())
+        assert isinstance(outcomes[0], PeerLost)
+        assert isinstance(outcomes[1], Answer)
+
+
+def test_a_client_outlives_its_servers_restart_without_being_told() -> None:
+    network = MemoryTransport()
+    with Client(transport=network) as client:
+        for _ in range(3):
+            with Server([ECHO], transport=network, listen="memory:here") as server:
+                for _ in range(2):
+                    assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+
+
+def test_above_the_cap_a_client_is_told_at_once() -> None:
+    gate = Gate()
+    with Server([gate.verb, ECHO], max_connections=2) as server, Client() as client:
+        threads = [in_thread(lambda: client.call(Request(server.endpoint, "gate"), soon())) for _ in range(2)]
+        gate.wait_for(2)
+        start = time.monotonic()
+        with pytest.raises(Overloaded, match="2 connections"):
+            client.call(Request(server.endpoint, "echo"), soon())
+        assert time.monotonic() - start < 1.0
+        for call in gate.calls:
+            call.reply()
+        for thread in threads:
+            thread.join(timeout=10)
+
+
+def test_bytes_in_flight_are_bounded_and_given_back() -> None:
+    gate = Gate()
+    with Server([gate.verb, ECHO], max_bytes_in_flight=5000) as server, Client() as client:
+        thread = in_thread(lambda: client.call(Request(server.endpoint, "gate", tensors=[torch.zeros(1000)]), soon()))
+        gate.wait_for(1)
+        for size in (500, 1 << 22):
+            with pytest.raises(Overloaded, match="4000 bytes"):
+                client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(size)]), soon())
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(100)]), soon()).tensors
+        gate.calls[0].reply()
+        thread.join(timeout=10)
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon()).tensors
+        assert server.statistics().bytes_in_flight == 0
+
+
+def test_a_draining_server_finishes_what_it_has_and_declines_the_rest() -> None:
+    gate = Gate()
+    with Server([gate.verb, ECHO]) as server, Client(retries=0) as client:
+        answers: list[Answer] = []
+        thread = in_thread(lambda: answers.append(client.call(Request(server.endpoint, "gate"), soon())))
+        gate.wait_for(1)
+        assert not server.drain(0.01)
+        with pytest.raises(PeerLost, match="leaving"):
+            client.call(Request(server.endpoint, "echo"), soon())
+        gate.calls[0].reply(payload=b"done")
+        assert server.drain(10.0)
+        thread.join(timeout=10)
+        assert answers[0].payload == b"done"
+
+
+def test_a_closed_client_ends_the_calls_of_other_threads() -> None:
+    gate = Gate()
+    with Server([gate.verb], drain_seconds=0.01) as server:
+        client = Client(retries=0)
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                client.call(Request(server.endpoint, "gate"), soon())
+            except PeerLost as error:
+                errors.append(error)
+
+        thread = in_thread(ask)
+        gate.wait_for(1)
+        client.close()
+        thread.join(timeout=10)
+        assert len(errors) == 1
+        with pytest.raises(PeerLost, match="closed"):
+            client.call(Request(server.endpoint, "gate"), soon())
+
+
+def test_mistakes_in_making_a_server_say_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="two verbs are called 'echo'"):
+        Server([ECHO, ECHO])
+    with pytest.raises(ValueError, match="no endpoint"):
+        Server([ECHO], listen="/tmp/path")
+    with pytest.raises(ValueError, match="heartbeat"):
+        Server([ECHO], heartbeat=0)

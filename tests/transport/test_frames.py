@@ -1,0 +1,296 @@
+"""Frames: what goes in comes out, versions stay readable, and no byte from outside is believed."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import tracemalloc
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anabranch.errors import ProtocolError
+from anabranch.transport.frame import (
+    Beat,
+    Failure,
+    Frame,
+    FrameReader,
+    Header,
+    Hello,
+    Limits,
+    ReplyHeader,
+    RequestHeader,
+    TensorHeader,
+    allocate,
+    encode,
+    pack,
+    unpack,
+)
+from anabranch.transport.tensor_memory import DTYPES
+
+
+class Bytes:
+    """A stream of bytes that are there already, handed out at most ``step`` at a time."""
+
+    def __init__(self, data: bytes, step: int = 1 << 30) -> None:
+        self._data = memoryview(data)
+        self._step = step
+
+    def receive_into(self, buffer: memoryview) -> int:
+        count = min(len(buffer), len(self._data), self._step)
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+
+def reader(limits: Limits | None = None) -> FrameReader:
+    def accept(header: Header) -> Sequence[Tensor]:
+        return allocate(header.tensors)
+
+    return FrameReader(limits or Limits(), accept)
+
+
+def read(data: bytes, *, step: int = 1 << 30, limits: Limits | None = None) -> Frame:
+    frames = reader(limits)
+    stream = Bytes(data, step)
+    frame = None
+    # Each pass takes at least a byte, so this ends.
+    while frame is None:
+        before = frames.received
+        frame = frames.advance(stream)  # type: ignore[arg-type]
+        if frame is None and frames.received == before:
+            raise EOFError("the frame is not complete")
+    return frame
+
+
+def join(buffers: Sequence[memoryview]) -> bytes:
+    return b"".join(bytes(buffer) for buffer in buffers)
+
+
+def signed(kind: int, header: bytes, body: bytes = b"", *, claimed: int | None = None, version: int = 1) -> bytes:
+    """A frame with a right checksum, whatever its header says."""
+    start = struct.pack("<4sBBHIQ", b"ANBR", version, kind, 0, len(header), len(body) if claimed is None else claimed)
+    return start + struct.pack("<I", zlib.crc32(header, zlib.crc32(start))) + header + body
+
+
+TENSORS = [
+    torch.tensor([[1.5, -2.0]]),
+    torch.tensor([1, -(2**62), 2**53 + 1]),
+    torch.tensor([True, False]),
+    torch.tensor([0.5, 3.0], dtype=torch.bfloat16),
+    torch.zeros(0, 7),
+    torch.tensor(3.25, dtype=torch.float64),
+    torch.tensor([1 + 2j], dtype=torch.complex64),
+]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 30])
+def test_tensors_of_every_kind_arrive_as_they_were(step: int) -> None:
+    frame = read(join(encode(ReplyHeader(b"note"), TENSORS)), step=step)
+    assert isinstance(frame.header, ReplyHeader)
+    assert frame.header.payload == b"note"
+    assert frame.tensors is not None
+    for sent, came in zip(TENSORS, frame.tensors, strict=True):
+        assert sent.dtype == came.dtype
+        assert sent.shape == came.shape
+        assert torch.equal(sent, came)
+
+
+@given(
+    code=st.sampled_from(sorted(DTYPES)),
+    shape=st.lists(st.integers(0, 4), max_size=8),
+    step=st.integers(1, 64),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_dtype_and_shape_survives_the_way(code: int, shape: list[int], step: int) -> None:
+    tensor = torch.zeros(shape, dtype=DTYPES[code])
+    if tensor.numel():
+        tensor.view(-1)[0] = 1
+    frame = read(join(encode(RequestHeader("verb"), [tensor])), step=step)
+    assert frame.tensors is not None
+    assert frame.tensors[0].dtype == tensor.dtype
+    assert frame.tensors[0].shape == tensor.shape
+    assert torch.equal(frame.tensors[0], tensor)
+
+
+def test_views_conjugates_and_tensors_with_a_graph_are_sent_as_their_values() -> None:
+    base = torch.arange(6.0, requires_grad=True).reshape(2, 3)
+    conjugate = torch.tensor([1 + 2j]).conj()
+    frame = read(join(encode(ReplyHeader(), [base.t(), base[:, 1:], conjugate])))
+    assert frame.tensors is not None
+    assert torch.equal(frame.tensors[0], base.detach().t())
+    assert torch.equal(frame.tensors[1], base.detach()[:, 1:])
+    assert torch.equal(frame.tensors[2], torch.tensor([1 - 2j]))
+
+
+def test_a_large_tensor_is_not_copied_on_its_way_out() -> None:
+    tensor = torch.zeros(4)
+    body = encode(ReplyHeader(), [tensor])[1]
+    tensor[0] = 1.0
+    assert bytes(body[:4]) == struct.pack("<f", 1.0)
+
+
+def test_frames_behind_one_another_are_read_one_by_one() -> None:
+    data = join(encode(Beat())) + join(encode(ReplyHeader(), [torch.ones(2)])) + join(encode(Failure("schema", "no")))
+    frames, stream = reader(), Bytes(data)
+    kinds = [type(frames.advance(stream).header) for _ in range(3)]  # type: ignore[arg-type, union-attr]
+    assert kinds == [Beat, ReplyHeader, Failure]
+    assert frames.idle()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "expected"),
+    [
+        (encode(Hello(1.0, 1024)), "414e4252010100000e0000000000000000000000d99c678393cb3ff0000000000000cd040090"),
+        (
+            encode(
+                RequestHeader("pull", "emb", b"0123456789abcdef", 7, 5, 0.5, b"s", b"p"),
+                [torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True])],
+            ),
+            (
+                "414e4252010200003a0000000900000000000000645ffbcc99a470756c6ca3656d62c410303132333435363738"
+                "396162636465660705cb3fe0000000000000c40173c40170929405910200089401910108010100000002000000"
+                "01"
+            ),
+        ),
+        (
+            encode(ReplyHeader(b"p"), [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)]),
+            "414e4252010300000b0000000400000000000000992830b292c4017091940891020004803f0040",
+        ),
+        (
+            encode(Failure("not_found", "no such uid")),
+            "414e4252010400001a000000000000000000000028bd568995a96e6f745f666f756e64ab6e6f207375636820756964a0a090",
+        ),
+        (encode(Beat()), "414e42520105000002000000000000000000000030066ee59190"),
+    ],
+    ids=["hello", "request", "reply", "failure", "beat"],
+)
+def test_the_bytes_of_version_1_never_change(buffers: list[memoryview], expected: str) -> None:
+    assert join(buffers).hex() == expected
+    assert join(encode(read(bytes.fromhex(expected)).header, read(bytes.fromhex(expected)).tensors or ())) == join(
+        buffers
+    )
+
+
+def test_a_header_that_claims_a_terabyte_costs_nothing() -> None:
+    tensor = TensorHeader(9, (1 << 38,), 0, 1 << 40)
+    header = msgspec.msgpack.encode(RequestHeader("verb", tensors=(tensor,)))
+    data = signed(2, header, claimed=1 << 40)
+    read(join(encode(Beat())))
+    tracemalloc.start()
+    start = time.perf_counter()
+    with pytest.raises(ProtocolError, match="over the limit"):
+        read(data)
+    elapsed = time.perf_counter() - start
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    # A millisecond, with room for a busy machine.
+    assert elapsed < 0.05
+
+
+def request_with(*tensors: TensorHeader) -> bytes:
+    return msgspec.msgpack.encode(RequestHeader("verb", tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"HTTP/1.1 200 OK\r\n" + bytes(20), "something else"),
+        (signed(5, b"\x91\x90", version=2), "version 2"),
+        (signed(9, b""), "kind 9"),
+        (signed(2, bytes((64 << 10) + 1)), "over the limit"),
+        (signed(2, b"\xc1"), "does not decode"),
+        (signed(2, b""), "does not decode"),
+        (signed(2, msgspec.msgpack.encode(["verb", 5])), "does not decode"),
+        (signed(2, request_with(TensorHeader(9, (2,), 0, 8)), bytes(7)), "the body 7"),
+        (signed(2, request_with(TensorHeader(9, (2,), 0, 4)), bytes(4)), "should be 8 bytes"),
+        (signed(2, request_with(TensorHeader(9, (2,), 4, 8)), bytes(12)), "should be 8 bytes at 0"),
+        (signed(2, request_with(TensorHeader(99, (2,), 0, 8)), bytes(8)), "no dtype"),
+        (signed(2, request_with(TensorHeader(9, (1,) * 9, 0, 4)), bytes(4)), "does not decode"),
+        (signed(2, request_with(*[TensorHeader(9, (0,), 0, 0)] * 65)), "does not decode"),
+        (signed(2, request_with(TensorHeader(9, (0, 1 << 40, 1 << 40), 0, 0))), "strides"),
+        (signed(2, request_with(TensorHeader(9, (1 << 33, 1 << 33), 0, 0))), "should be"),
+        (signed(2, request_with(TensorHeader(1, (1,), 0, 1)), b"\x02"), "bool"),
+    ],
+)
+def test_what_breaks_a_rule_is_a_protocol_error_that_says_which(data: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        read(data)
+
+
+def test_a_changed_bit_anywhere_before_the_body_is_noticed() -> None:
+    data = join(encode(RequestHeader("verb", "target"), [torch.ones(3)]))
+    for position in range(len(data) - 12):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            with pytest.raises((ProtocolError, EOFError)):
+                read(bytes(changed))
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_mutated_frames_give_only_protocol_errors_and_no_growth(count: int) -> None:
+    rng = random.Random(0)
+    header = msgspec.msgpack.encode(
+        RequestHeader("verb", "target", b"e" * 16, 3, 1, 0.5, b"", b"payload", (TensorHeader(9, (2, 3), 0, 24),))
+    )
+    limits = Limits(body=1 << 12)
+    outcomes = {"whole": 0, "refused": 0, "incomplete": 0}
+    peak = 0
+    for number in range(count):
+        changed = bytearray(header)
+        for _ in range(rng.randint(1, 4)):
+            kind = rng.random()
+            position = rng.randrange(len(changed))
+            if kind < 0.6:
+                changed[position] = rng.randrange(256)
+            elif kind < 0.8:
+                del changed[position]
+            else:
+                changed.insert(position, rng.randrange(256))
+        # The checksum is right, so that what lies behind it is what is tried.
+        data = bytearray(signed(2, bytes(changed), bytes(24)))
+        if rng.random() < 0.2:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if number == count // 10:
+            tracemalloc.start()
+        try:
+            read(bytes(data), limits=limits)
+            outcomes["whole"] += 1
+        except ProtocolError:
+            outcomes["refused"] += 1
+        except EOFError:
+            outcomes["incomplete"] += 1
+        if number == count // 10 + 500:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+    assert sum(outcomes.values()) == count
+    assert outcomes["refused"] > count // 4
+    assert peak < 1 << 20
+
+
+def test_what_no_frame_carries_is_refused_before_it_leaves() -> None:
+    with pytest.raises(ValueError, match="at most 64 tensors"):
+        encode(ReplyHeader(), [torch.zeros(1)] * 65)
+    with pytest.raises(ValueError, match="at most 8 dimensions"):
+        encode(ReplyHeader(), [torch.zeros([1] * 9)])
+    with pytest.raises(ValueError, match="over the 65536"):
+        encode(ReplyHeader(bytes(70_000)))
+    with pytest.raises(TypeError, match="strided"):
+        encode(ReplyHeader(), [torch.eye(2).to_sparse()])
+
+
+def test_a_payload_of_another_type_is_a_protocol_error() -> None:
+    assert unpack(pack([1, 2]), list[int]) == [1, 2]
+    with pytest.raises(ProtocolError, match="no list"):
+        unpack(pack(["one"]), list[int])
+    with pytest.raises(ProtocolError):
+        unpack(b"\xc1", list[int])

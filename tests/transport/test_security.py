@@ -1,0 +1,283 @@
+"""Who gets in: paths that are ours alone, certificates of our authority with the right role, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import PeerLost, ProtocolError, Unauthorized
+from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
+from anabranch.transport.frame import Hello, encode
+from anabranch.transport.streams import Peer
+
+
+def echo(call: Call) -> None:
+    call.reply(call.tensors, call.peer.name.encode())
+
+
+ECHO = Verb("echo", echo)
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def foreign_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    make_keys(folder)
+    return folder
+
+
+def test_tcp_without_certificates_is_refused_unless_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_KEYS", raising=False)
+    with pytest.raises(ValueError, match="insecure=True"):
+        Server([ECHO], listen="tcp://127.0.0.1:0")
+    with Client() as client, pytest.raises(ValueError, match="insecure=True"):
+        client.call(Request("tcp://127.0.0.1:1", "echo"), soon())
+    with (
+        Server([ECHO], listen="tcp://127.0.0.1:0", insecure=True) as server,
+        Client(insecure=True) as client,
+    ):
+        assert not server.endpoint.endswith(":0")
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
+
+
+@pytest.mark.parametrize("size", [1, 100_000, 3_000_000])
+def test_certified_peers_speak_over_tls(keys: Path, size: int) -> None:
+    tensor = torch.randn(size)
+    with (
+        Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
+        Client(keys=keys) as client,
+    ):
+        for _ in range(3):
+            answer = client.call(Request(server.endpoint, "echo", tensors=[tensor]), soon())
+            assert torch.equal(answer.tensors[0], tensor)
+        assert answer.payload.startswith(b"worker 127.0.0.1:")
+
+
+def test_the_environment_may_name_the_keys(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANABRANCH_KEYS", str(keys))
+    with Server([ECHO], listen="tcp://127.0.0.1:0") as server, Client() as client:
+        assert client.call(Request(server.endpoint, "echo"), soon()).payload.startswith(b"worker")
+
+
+def test_beats_pass_under_tls_while_a_call_waits(keys: Path) -> None:
+    calls: list[Call] = []
+    with (
+        Server(
+            [Verb("wait", calls.append)], listen="tcp://127.0.0.1:0", keys=keys, heartbeat=0.05, drain_seconds=0.01
+        ) as server,
+        Client(keys=keys) as client,
+    ):
+        outcome = client.gather([Request(server.endpoint, "wait")], Deadline.after(0.5))[0]
+        assert type(outcome).__name__ == "DeadlineExceeded"
+        calls[0].drop()
+
+
+def refused_in(client: Client, endpoint: str) -> float:
+    start = time.monotonic()
+    with pytest.raises(Unauthorized) as caught:
+        client.call(Request(endpoint, "echo"), soon())
+    assert caught.value.peer == endpoint
+    return time.monotonic() - start
+
+
+def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path, tmp_path: Path) -> None:
+    # Its own authority, so it refuses the server; with ours beside its certificate, the server refuses it.
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "authority.pem").write_bytes((keys / "authority.pem").read_bytes())
+    (mixed / "worker.pem").write_bytes((foreign_keys / "worker.pem").read_bytes())
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
+        for folder in (foreign_keys, mixed):
+            with Client(keys=folder) as client:
+                assert refused_in(client, server.endpoint) < 1.0
+        with Client(keys=keys) as client:
+            assert client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_an_expired_certificate_is_told_so_at_once(keys: Path, tmp_path: Path) -> None:
+    for name in ("authority.pem", "authority.key"):
+        (tmp_path / name).write_bytes((keys / name).read_bytes())
+    make_keys(tmp_path, roles=["worker"], days=-0.01)
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=tmp_path) as client:
+        assert refused_in(client, server.endpoint) < 1.0
+
+
+def test_a_role_that_may_not_ask_is_told_so(keys: Path) -> None:
+    verb = Verb("echo", echo, roles=frozenset({"worker"}))
+    with Server([verb], listen="tcp://127.0.0.1:0", keys=keys) as server:
+        with Client(keys=keys, role="directory") as client:
+            refused_in(client, server.endpoint)
+        with Client(keys=keys) as client:
+            assert client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_a_peer_without_tls_is_told_so_at_once(keys: Path) -> None:
+    with (
+        Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
+        Client(insecure=True) as client,
+    ):
+        start = time.monotonic()
+        with pytest.raises(ProtocolError, match="TLS"):
+            client.call(Request(server.endpoint, "echo"), soon())
+        assert time.monotonic() - start < 1.0
+
+
+def test_a_server_without_tls_is_refused_by_a_client_with_keys(keys: Path) -> None:
+    with (
+        Server([ECHO], listen="tcp://127.0.0.1:0", insecure=True) as server,
+        Client(keys=keys) as client,
+        pytest.raises((ProtocolError, PeerLost)),
+    ):
+        client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_a_peer_without_a_certificate_gets_nothing_and_is_told_so(keys: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
+        host, port = server.endpoint.removeprefix("tcp://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            context.wrap_socket(plain) as sock,
+        ):
+            sock.sendall(b"".join(bytes(part) for part in encode(Hello())))
+            start = time.monotonic()
+            with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+                sock.recv(1)
+            assert time.monotonic() - start < 1.0
+
+
+def test_an_old_tls_version_is_refused(keys: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
+        host, port = server.endpoint.removeprefix("tcp://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            pytest.raises(ssl.SSLError),
+        ):
+            context.wrap_socket(plain)
+
+
+def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    paths = make_keys(folder, roles=["worker"])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert b"PRIVATE" not in (folder / "authority.pem").read_bytes()
+    before = paths["authority"].read_bytes()
+    with pytest.raises(ValueError, match=r"already holds worker\.pem"):
+        make_keys(folder, roles=["worker"])
+    make_keys(folder, roles=["experts"])
+    assert paths["authority"].read_bytes() == before
+    with pytest.raises(ValueError, match="unknown roles"):
+        make_keys(folder, roles=["king"])
+
+
+def test_missing_or_damaged_keys_say_which_file_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no authority\.pem"):
+        Client(keys=tmp_path)
+    (tmp_path / "authority.pem").write_text("damaged")
+    (tmp_path / "worker.pem").write_text("damaged")
+    with pytest.raises(ValueError, match="damaged"):
+        Client(keys=tmp_path)
+
+
+def private(path: Path) -> Path:
+    path.mkdir(mode=0o700)
+    return path
+
+
+def test_a_new_socket_lies_in_a_directory_of_its_own_that_goes_with_it() -> None:
+    with Server([ECHO]) as server:
+        path = Path(server.endpoint.removeprefix("unix:"))
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
+    folder = private(tmp_path / "open")
+    folder.chmod(0o755)
+    with pytest.raises(ValueError, match="must be 0700"):
+        Server([ECHO], listen=f"unix:{folder}/socket")
+    with pytest.raises(ValueError, match="does not exist"):
+        Server([ECHO], listen=f"unix:{tmp_path}/none/socket")
+    with pytest.raises(ValueError, match="longer than"):
+        Server([ECHO], listen=f"unix:{folder}/{'x' * 120}")
+
+
+def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path) -> None:
+    folder = private(tmp_path / "run")
+    endpoint = f"unix:{folder}/socket"
+    program = (
+        "import os, signal, sys\n"
+        "from anabranch.transport import Server, Verb\n"
+        "with Server([Verb('echo', lambda call: call.reply())], listen=sys.argv[1]):\n"
+        "    print('up', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        with pytest.raises(ValueError, match="live process"):
+            Server([ECHO], listen=endpoint)
+        with Client() as client:
+            assert client.call(Request(endpoint, "echo"), soon())
+        process.kill()
+        process.wait(timeout=10)
+    assert (folder / "socket").exists()
+    with Server([ECHO], listen=endpoint) as server, Client() as client:
+        assert client.call(Request(server.endpoint, "echo"), soon())
+    assert list(folder.iterdir()) == []
+
+
+def test_a_unix_peer_of_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.transport import sockets
+
+    def stranger(owner: int) -> object:
+        return original(owner + 1)
+
+    original = sockets._same_user
+    monkeypatch.setattr(sockets, "_same_user", stranger)
+    with (
+        Server([ECHO], transport=SocketTransport()) as server,
+        Client() as client,
+        pytest.raises(Unauthorized, match="does not own"),
+    ):
+        client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_the_owner_of_a_unix_socket_has_every_role() -> None:
+    assert Peer("process 1").may(frozenset({"directory"}))
+    assert not Peer("worker", "worker").may(frozenset({"directory"}))
+    assert Peer("worker", "worker").may(None)
+    with (
+        Server([Verb("echo", echo, roles=frozenset({"directory"}))]) as server,
+        Client() as client,
+    ):
+        assert client.call(Request(server.endpoint, "echo"), soon()).payload == f"process {os.getpid()}".encode()

@@ -1,0 +1,339 @@
+"""Faults on the way: what is retried happens once, what is lost is named, and abuse leaves the server as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, PeerLost, RemoteError, SchemaError
+from anabranch.testing import LossyTransport, MemoryTransport, faults
+from anabranch.transport import (
+    Answer,
+    Call,
+    Client,
+    Limits,
+    Request,
+    RequestHeader,
+    Server,
+    Verb,
+)
+from anabranch.transport.frame import Hello, encode
+from anabranch.transport.once import OnceTable
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+class Parameter:
+    """One number that pushes move: what exactly-once is about."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.pushes = 0
+        self.verb = Verb("push", self._push, once=True)
+
+    def _push(self, call: Call) -> None:
+        self.value -= float(call.tensors[0])
+        self.pushes += 1
+        call.reply([torch.tensor(self.value)])
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_push_is_applied_once_however_often_the_network_cuts_or_repeats_it(count: int) -> None:
+    network, parameter = MemoryTransport(), Parameter()
+    lossy = LossyTransport(drop=0.2, duplicate=0.1, seed=3, transport=network)
+    with Server([parameter.verb], transport=network) as server, Client(transport=lossy, retries=100) as client:
+        for expected in range(1, count + 1):
+            push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
+            # The answer of a retry is the first one's, not a second application's.
+            assert float(client.call(push, soon()).tensors[0]) == expected
+    assert parameter.value == count
+    assert lossy.dropped > count // 10
+    assert lossy.duplicated > count // 20
+
+
+def test_without_numbers_the_same_network_would_apply_pushes_twice() -> None:
+    network, parameter = MemoryTransport(), Parameter()
+    verb = Verb("push", parameter._push)
+    lossy = LossyTransport(drop=0.2, duplicate=0.1, seed=3, transport=network)
+    with Server([verb], transport=network) as server, Client(transport=lossy, retries=100) as client:
+        for _ in range(200):
+            client.call(Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)]), soon())
+    assert parameter.value > 200
+
+
+def test_a_retry_joins_the_request_that_still_runs() -> None:
+    network, running = MemoryTransport(), threading.Event()
+    calls: list[Call] = []
+
+    def slow(call: Call) -> None:
+        calls.append(call)
+        running.set()
+
+    class CutOnce:
+        """Cuts the first connection once its request has been delivered."""
+
+        def __init__(self) -> None:
+            self.streams: list[object] = []
+
+        def listen(self, endpoint: str | None) -> object:
+            return network.listen(endpoint)
+
+        def connect(self, endpoint: str) -> object:
+            stream = network.connect(endpoint)
+            self.streams.append(stream)
+            return stream
+
+    cutter = CutOnce()
+    with (
+        Server([Verb("slow", slow, once=True)], transport=network) as server,
+        Client(transport=cutter) as client,  # type: ignore[arg-type]
+    ):
+        answers: list[Answer] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(client.call(Request(server.endpoint, "slow", once=True), soon())),
+            daemon=True,
+        )
+        thread.start()
+        assert running.wait(timeout=10)
+        cutter.streams[0].abort()  # type: ignore[attr-defined]
+        until = time.monotonic() + 10
+        while server.statistics().served < 1 and time.monotonic() < until:
+            time.sleep(0.001)
+        calls[0].reply(payload=b"once")
+        thread.join(timeout=10)
+    assert len(calls) == 1
+    assert answers[0].payload == b"once"
+
+
+def test_what_was_declined_is_done_when_it_is_asked_again() -> None:
+    tries: list[int] = []
+
+    def sometimes(call: Call) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise PeerLost("leaving")
+        call.reply(payload=b"done")
+
+    with Server([Verb("sometimes", sometimes, once=True)]) as server, Client() as client:
+        assert client.call(Request(server.endpoint, "sometimes", once=True), soon()).payload == b"done"
+    assert len(tries) == 2
+
+
+def test_a_request_done_before_a_restart_is_not_done_again() -> None:
+    again: list[bytes] = []
+
+    def answer_again(call: Call) -> None:
+        again.append(call.identity[0])
+        call.reply(payload=b"again")
+
+    parameter = Parameter()
+    verb = Verb("push", parameter._push, once=True, again=answer_again)
+    with Server([verb]) as server, Client() as client:
+        server.once.restore([(client.epoch, 0)])
+        push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
+        assert client.call(push, soon()).payload == b"again"
+        assert client.call(push, soon()).payload == b""
+    assert again == [client.epoch]
+    assert parameter.pushes == 1
+
+
+class _Asked:
+    def __init__(self, epoch: bytes, sequence: int) -> None:
+        self.identity = (epoch, sequence)
+
+
+def test_the_table_forgets_what_is_settled_and_answers_over_its_budget() -> None:
+    table = OnceTable(budget_bytes=100, epochs=2)
+
+    def ask(epoch: bytes, sequence: int, settled: int = 0) -> object:
+        return table.begin(_Asked(epoch, sequence), settled)  # type: ignore[arg-type]
+
+    for sequence in range(3):
+        assert isinstance(ask(b"a", sequence), _Asked)
+        table.finish((b"a", sequence), [memoryview(bytes(60))])
+    assert ask(b"a", 0) is None
+    assert ask(b"a", 2) == [memoryview(bytes(60))]
+    ask(b"a", 3, settled=3)
+    assert table._kept_bytes == 0
+    with pytest.raises(Exception, match="settled"):
+        ask(b"a", 1, settled=3)
+    table.abandon((b"a", 3))
+    assert isinstance(ask(b"a", 3), _Asked)
+    for epoch in (b"b", b"c"):
+        ask(epoch, 0)
+        table.finish((epoch, 0), [memoryview(bytes(10))])
+    # The epoch with a request running stays, however silent its client is.
+    assert set(table._epochs) >= {b"a", b"c"}
+
+
+def test_slow_and_narrow_networks_are_waited_for() -> None:
+    network = MemoryTransport()
+    narrow = LossyTransport(delay=0.05, bandwidth=4e6, seed=1, transport=network)
+    echo = Verb("echo", lambda call: call.reply(call.tensors))
+    with Server([echo], transport=network) as server, Client(transport=narrow) as client:
+        start = time.monotonic()
+        answer = client.call(Request(server.endpoint, "echo", tensors=[torch.ones(100_000)]), soon())
+        assert time.monotonic() - start > 0.15
+        assert torch.equal(answer.tensors[0], torch.ones(100_000))
+
+
+@pytest.fixture
+def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    program = (
+        "import sys\n"
+        "from anabranch.transport import Server, Verb\n"
+        "from anabranch.testing import faults\n"
+        "with Server([Verb('echo', lambda call: call.reply(call.tensors, call.payload)),\n"
+        "             Verb('die', lambda call: faults.kill()), Verb('freeze', lambda call: faults.stop())],\n"
+        "            heartbeat=0.25) as server:\n"
+        "    print(server.endpoint, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait(timeout=10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_server_that_is_killed_is_lost_at_once(server_process: tuple[subprocess.Popen[str], str]) -> None:
+    _, endpoint = server_process
+    with Client(retries=1) as client:
+        assert client.call(Request(endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+        start = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            client.call(Request(endpoint, "die", step=2), soon())
+    assert time.monotonic() - start < 2.0
+    assert caught.value.peer == endpoint
+    assert caught.value.operation == "die"
+    assert caught.value.step == 2
+    os.unlink(endpoint.removeprefix("unix:"))
+
+
+@pytest.mark.parametrize("when", ["before the call", "during the call"])
+def test_a_server_that_freezes_is_lost_within_two_heartbeats(
+    server_process: tuple[subprocess.Popen[str], str], when: str
+) -> None:
+    process, endpoint = server_process
+    with Client(heartbeat=0.25) as client:
+        client.call(Request(endpoint, "echo"), soon())
+        if when == "before the call":
+            process.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        verb = "echo" if when == "before the call" else "freeze"
+        with pytest.raises(PeerLost, match="no beat") as caught:
+            client.call(Request(endpoint, verb), soon())
+        # Two heartbeats, and room for a busy machine.
+        assert 0.4 < time.monotonic() - start < 3.0
+    assert caught.value.elapsed is not None
+
+
+def test_a_fault_before_the_answer_leaves_does_not_undo_what_was_done() -> None:
+    parameter = Parameter()
+    with Server([parameter.verb]) as server, Client() as client:
+        with faults.at("transport.before_reply") as fault:
+            push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
+            with pytest.raises(BoundaryError):
+                client.call(push, Deadline.after(0.5))
+        assert fault.struck
+        assert float(client.call(push, soon()).tensors[0]) == 2.0
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def abuse(server: Server, client: Client, rng: random.Random, rounds: int) -> None:
+    for _ in range(rounds):
+        kind = rng.randrange(6)
+        if kind == 0:
+            client.call(Request(server.endpoint, "echo", tensors=[torch.ones(64)]), soon())
+        elif kind == 1:
+            with pytest.raises(SchemaError):
+                client.call(Request(server.endpoint, "refuse", tensors=[torch.ones(64)]), soon())
+        elif kind == 2:
+            with pytest.raises(RemoteError):
+                client.call(Request(server.endpoint, "fail", tensors=[torch.ones(64)]), soon())
+        elif kind == 3:
+            client.gather([Request(server.endpoint, "hang")], Deadline.after(0.001))
+        elif kind == 4:
+            with pytest.raises(BoundaryError):
+                client.call(Request(server.endpoint, "echo", tensors=[torch.ones(4096)]), soon())
+        else:
+            throw_garbage(server.endpoint, rng)
+
+
+def throw_garbage(endpoint: str, rng: random.Random) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(endpoint.removeprefix("unix:"))
+        greeting = b"".join(bytes(part) for part in encode(Hello()))
+        sock.sendall(rng.choice([b"", greeting, greeting[:10]]) + rng.randbytes(rng.randrange(1, 100)))
+
+
+@pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_mixed_abuse_leaves_descriptors_threads_and_memory_where_they_were(count: int) -> None:
+    def check(header: RequestHeader) -> None:
+        raise SchemaError("never right")
+
+    def fail(call: Call) -> None:
+        raise OSError("no such luck")
+
+    hanging: list[Call] = []
+
+    def hang(call: Call) -> None:
+        hanging.append(call)
+        for old in [old for old in hanging if old.drop()]:
+            hanging.remove(old)
+
+    verbs = [
+        Verb("echo", lambda call: call.reply(call.tensors)),
+        Verb("refuse", fail, check=check),
+        Verb("fail", fail),
+        Verb("hang", hang),
+    ]
+    rng = random.Random(0)
+    with Server(verbs, limits=Limits(body=8192), heartbeat=0.1, drain_seconds=0.01) as server, Client() as client:
+        abuse(server, client, rng, count // 3)
+        gc.collect()
+        before, memory = descriptors(), resident_bytes()
+        abuse(server, client, rng, count - count // 3)
+        client.call(Request(server.endpoint, "echo", tensors=[torch.ones(64)]), soon())
+        until = time.monotonic() + 20
+        while server.statistics().connections > 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        gc.collect()
+        assert server.statistics().connections <= 4
+        assert descriptors() <= before + 8
+        assert resident_bytes() - memory < 32 << 20
+        for call in hanging:
+            call.fail(RuntimeError("over"))
+        assert server.statistics().bytes_in_flight == 0
+        assert server.statistics().calls == 0
