@@ -1,0 +1,290 @@
+"""T13: saved, and loaded into whatever comes next, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+}
+SCHEDULERS: dict[str, Callable[..., torch.optim.lr_scheduler.LRScheduler]] = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3], gamma=0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20, cycle_momentum=False),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[2],
+    ),
+}
+
+
+def batch_of(step: int, rows: int = 6) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(rows, 4, generator=generator), "y": torch.randint(0, 3, (rows,), generator=generator)}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def program(
+    optimizer: str = "momentum", scheduler: str = "cosine", seed: int = 0, **options: Any
+) -> tuple[nn.Module, ab.Executor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    step = ab.TrainStep(model, loss, chosen, scheduler=SCHEDULERS[scheduler](chosen), **options)
+    return model, ab.Executor({"train": step})
+
+
+def losses(executor: ab.Executor, steps: range) -> list[float]:
+    return [executor.run("train", batch_of(step))["loss"].item() for step in steps]
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for (key, value), expected in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), key
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [*((name, "cosine") for name in OPTIMIZERS), *(("momentum", name) for name in SCHEDULERS if name != "cosine")],
+)
+def test_what_is_loaded_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, scheduler: str) -> None:
+    model, executor = program(optimizer, scheduler)
+    with executor:
+        losses(executor, range(3))
+        executor.save(tmp_path)
+        expected = losses(executor, range(3, 6))
+    other, resumed = program(optimizer, scheduler, seed=99)
+    with resumed:
+        torch.manual_seed(1234)  # the generators come from the checkpoint, too
+        resumed.load(tmp_path)
+        assert losses(resumed, range(3, 6)) == expected
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("saved_after", range(1, 6))
+def test_an_open_accumulation_window_is_saved_and_gone_on_with(tmp_path: Path, saved_after: int) -> None:
+    model, executor = program(accumulate=3)
+    with executor:
+        losses(executor, range(saved_after))
+        executor.save(tmp_path)
+        expected = losses(executor, range(saved_after, 8))
+    other, resumed = program(seed=99, accumulate=3)
+    with resumed:
+        resumed.load(tmp_path)
+        assert losses(resumed, range(saved_after, 8)) == expected
+        assert resumed.statistics().steps == 2
+    assert_same(other, model)
+
+
+def test_path_is_a_directory_of_safetensors_with_the_models_own_names(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    model, executor = program()
+    with executor:
+        losses(executor, range(1))
+        executor.save(tmp_path)
+    (file,) = [path for path in tmp_path.glob("*.safetensors") if path.name.startswith("model")]
+    assert safetensors.torch.load_file(file).keys() == model.state_dict().keys()
+
+
+def test_several_models_and_steps_share_a_checkpoint(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[list[nn.Module], ab.Executor]:
+        torch.manual_seed(seed)
+        models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+        steps = {
+            name: ab.TrainStep(model, loss, torch.optim.Adam(model.parameters()))
+            for name, model in zip(("generator", "critic"), models, strict=True)
+        }
+        return models, ab.Executor(steps)
+
+    models, executor = build(0)
+    with executor:
+        for name in ("generator", "critic", "critic"):
+            executor.run(name, batch_of(0))
+        executor.save(tmp_path)
+    others, resumed = build(1)
+    with resumed:
+        resumed.load(tmp_path)
+        for model, other in zip(models, others, strict=True):
+            assert_same(other, model)
+
+
+def test_resume_says_whether_there_was_anything_to_resume(tmp_path: Path) -> None:
+    _, executor = program()
+    with executor:
+        assert executor.resume(tmp_path / "nothing yet") is False
+        losses(executor, range(2))
+        executor.save(tmp_path / "runs" / "first")
+        losses(executor, range(2, 3))
+        executor.save(tmp_path / "runs" / "second")
+    _, resumed = program(seed=5)
+    with resumed:
+        assert resumed.resume(tmp_path) is True
+        assert resumed.statistics().steps == 3
+
+
+def other_shape() -> ab.Executor:
+    model = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 3))
+    return ab.Executor({"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))})
+
+
+def other_names() -> ab.Executor:
+    model = nn.Linear(4, 3)
+    return ab.Executor({"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))})
+
+
+def other_optimizers() -> ab.Executor:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    parts = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 1, 3)]
+    return ab.Executor({"train": ab.TrainStep(model, loss, parts)})
+
+
+def other_steps() -> ab.Executor:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    return ab.Executor({"fit": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (other_shape, r"0\.weight.*\(9, 4\).*\(8, 4\)|0\.weight.*\(8, 4\).*\(9, 4\)"),
+        (other_names, r"weight"),
+        (other_optimizers, "1 optimizers for step 'train', this has 3"),
+        (other_steps, r"'train'.*'fit'"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_changed(
+    tmp_path: Path, build: Callable[[], ab.Executor], message: str
+) -> None:
+    _, executor = program()
+    with executor:
+        losses(executor, range(2))
+        executor.save(tmp_path)
+    with build() as other:
+        (step,) = other._steps.values()
+        before = {key: value.clone() for key, value in step.model.state_dict().items()}
+        drawn = torch.get_rng_state()
+        with pytest.raises(ab.CheckpointError, match=f"(?s){message}"):
+            other.load(tmp_path)
+        assert all(torch.equal(value, before[key]) for key, value in step.model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+WORKERS = """
+import json, os, sys
+import torch, torch.nn.functional as F
+from torch import nn
+import anabranch as ab
+
+path, start, stop, save_at, accumulate = sys.argv[1], *map(int, sys.argv[2:6])
+rank, world = ab.job().rank, ab.job().world_size
+torch.manual_seed(rank)
+model = nn.ModuleDict({"table": nn.Embedding(20, 4, sparse=True), "head": nn.Linear(4, 3)}).double()
+
+def loss(model, batch):
+    return F.cross_entropy(model["head"](model["table"](batch["ids"])), batch["y"])
+
+optimizers = [torch.optim.Adagrad(model["table"].parameters(), lr=0.1), torch.optim.Adam(model["head"].parameters())]
+schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+step = ab.TrainStep(model, loss, optimizers, scheduler=schedulers, accumulate=accumulate, clip_grad_norm=0.5)
+seen = []
+with ab.Executor(step, comm_mode="AllReduce") as executor:
+    assert executor.resume(path) == (start > 0)
+    if start == 0:  # rank 0's parameters, drawn from its seed, whatever the number of workers
+        assert torch.get_rng_state().sum() > 0
+    for index in range(start, stop):
+        generator = torch.Generator().manual_seed(index)
+        ids, y = torch.randint(0, 20, (9,), generator=generator), torch.randint(0, 3, (9,), generator=generator)
+        mine = slice(rank * 9 // world, (rank + 1) * 9 // world)
+        seen.append(executor.run(batch={"ids": ids[mine], "y": y[mine]})["loss"].item())
+        if index + 1 == save_at:
+            executor.save(path)
+    draw = torch.rand(3).tolist()
+print(json.dumps({"losses": seen, "head": model["head"].weight.tolist(), "draw": draw}))
+"""
+
+
+def run_workers(
+    workers: int, path: Path, start: int, stop: int, save_at: int, accumulate: int
+) -> tuple[dict[str, Any], ...]:
+    arguments = [str(path), *map(str, (start, stop, save_at, accumulate))]
+    return LocalJob(workers).run_source(WORKERS, *arguments).check().results  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("before", "after", "accumulate"), [(2, 1, 1), (1, 3, 2), (2, 2, 2)])
+def test_another_number_of_workers_goes_on_where_the_others_stopped(
+    tmp_path: Path, before: int, after: int, accumulate: int
+) -> None:
+    whole = run_workers(before, tmp_path / "whole", 0, 6, 3, accumulate)
+    run_workers(before, tmp_path / "cut", 0, 3, 3, accumulate)
+    rest = run_workers(after, tmp_path / "cut", 3, 6, 0, accumulate)
+    for rank, found in enumerate(rest):
+        assert found["losses"] == pytest.approx(whole[0]["losses"][3:], rel=1e-12)
+        assert torch.allclose(torch.tensor(found["head"]), torch.tensor(whole[0]["head"]), rtol=0, atol=1e-12)
+        if before == after:
+            assert found == {**whole[rank], "losses": whole[rank]["losses"][3:]}  # bit for bit, random numbers too
+
+
+KILLED = """
+import os, signal, sys
+import torch, torch.nn.functional as F
+from torch import nn
+import anabranch as ab
+from anabranch.events import on_fault_point
+
+path, victim, nth = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rank = ab.job().rank
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.Adam(model.parameters()))
+count = 0
+
+def die(name):
+    global count
+    count += 1
+    if rank == victim and count == nth:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with ab.Executor(step, comm_mode="AllReduce", seed=3, heartbeat=0.5) as executor, on_fault_point(die):
+    executor.resume(path)
+    while executor.statistics().steps < 4:
+        done = executor.statistics().steps
+        executor.run(batch=torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * done + rank)).double())
+        executor.save(path)
+        if rank == victim and nth == -done - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+print(__import__("json").dumps({"weights": model[2].weight.tolist()}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "nth"), [(0, 1), (0, 7), (0, 14), (1, -2), (0, -3)])
+def test_a_job_killed_anywhere_resumes_by_the_same_command(tmp_path: Path, victim: int, nth: int) -> None:
+    job = LocalJob(2)
+    undisturbed = job.run_source(KILLED, str(tmp_path / "whole"), "0", "0").check().results
+    path = str(tmp_path / "cut")
+    killed = job.run_source(KILLED, path, str(victim), str(nth))
+    assert killed.exit_codes[victim] == -9
+    assert killed.first_failure == victim
+    survivor = 1 - victim
+    assert f"rank {victim} is lost: its process has ended" in killed.logs[survivor]
+    assert job.run_source(KILLED, path, "0", "0").check().results == undisturbed
