@@ -32,11 +32,10 @@ with ab.Executor(step, comm_mode="AllReduce", timeout=timeout, heartbeat=0.5) as
             raise ArithmeticError("a mistake of rank 1")
         sys.stdin.readline()  # until the test has done its worst, or rank 0 has given up
     try:
-        began = time.monotonic()
         executor.run(batch=torch.ones(2, 4))
     except ab.BoundaryError as error:
         facts = {"type": type(error).__name__, "peer": error.peer, "operation": error.operation, "step": error.step,
-                 "elapsed": error.elapsed, "seconds": time.monotonic() - began, "ended": time.time(),
+                 "elapsed": error.elapsed, "ended": time.time(),
                  "text": str(error)}
         print(json.dumps(facts), flush=True)
         raise
@@ -115,11 +114,12 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
     ranks.wait_until_ready()
     ranks.processes[1].kill()
     ranks.processes[1].wait(5)
+    killed = time.time()
     for rank in (0, 2):
         facts, _ = ranks.facts(rank, timeout=30)
         assert facts["type"] == "PeerLost"
         assert facts["peer"] == "rank 1"
-        assert facts["seconds"] < 2.0
+        assert facts["ended"] - killed < 2.0
 
 
 @pytest.mark.parametrize("ranks", [("raise", 2)], indirect=True)

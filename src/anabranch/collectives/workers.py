@@ -1,9 +1,10 @@
 """The workers of a job as one group: collectives that start at once, and waits that end with a name.
 
 Gloo alone waits its whole timeout for a stopped peer and reports a dead one by address. Here the thread that waits
-sleeps a heartbeat at a time, asks in between who is still there, and raises ``PeerLost`` with the rank. Waiting on the
-operation's future rather than in ``work.wait(timeout)``, which breaks the connection of a peer that was merely slow,
-costs nothing measurable.
+does so half a heartbeat at a time, asks in between who is still there, and raises ``PeerLost`` with the rank. A
+collective that was not done when ``work.wait(timeout)`` gave up goes on undisturbed (only a point-to-point wait breaks
+its connection). A callback on the operation's future would wake us too, but gloo's thread then needs the interpreter's
+lock to let go of it, and ends the process if the interpreter is gone by then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,12 +30,13 @@ from anabranch.transport.beats import Beats, Identity, Store
 __all__ = ["Pending", "Workers"]
 
 _IDENTITY_BYTES = 256
+_BACKEND_GRACE = 60.0
 
 
 class Pending:
     """A collective under way; ``wait`` returns when its tensors hold the result."""
 
-    __slots__ = ("_arrived", "_operation", "_started", "_step", "_work", "_workers")
+    __slots__ = ("_operation", "_started", "_step", "_work", "_workers")
 
     def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None) -> None:
         self._work = work
@@ -43,13 +44,6 @@ class Pending:
         self._operation = operation
         self._step = step
         self._started = time.monotonic()
-        self._arrived = threading.Lock()
-        if workers.on_host:
-            self._arrived.acquire(blocking=False)
-            work.get_future().add_done_callback(self._arrive)
-
-    def _arrive(self, _: object) -> None:
-        self._arrived.release()
 
     def wait(self) -> None:
         """Returns when the result is there.
@@ -58,12 +52,7 @@ class Pending:
             PeerLost: a rank died or froze; names it.
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
-        if self._workers.on_host:
-            self._workers.wait_until(self._arrived, self._started, self._operation, self._step)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._workers.failure(error, self._started, self._operation, self._step) from error
+        self._workers.wait_for(self._work, self._started, self._operation, self._step)
 
 
 class Workers:
@@ -93,7 +82,8 @@ class Workers:
         self._owns_job = group is None and not dist.is_initialized()
         if self._owns_job:
             backend = "gloo" if self.on_host else "nccl"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout + _BACKEND_GRACE))
         self._group = dist.group.WORLD if group is None else group
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
@@ -101,6 +91,7 @@ class Workers:
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
+        self._look_every = heartbeat / 2
         self._beats: Beats | None = None
         if self.size > 1:
             self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=_store(), heartbeat=heartbeat)
@@ -167,28 +158,31 @@ class Workers:
 
     # Waits, and what they end with.
 
-    def wait_until(self, arrived: threading.Lock, started: float, operation: str, step: int | None) -> None:
-        """Acquires ``arrived``, or raises the error that says why it will not be released."""
-        if arrived.acquire(blocking=False):
-            return
+    def wait_for(self, work: dist.Work, started: float, operation: str, step: int | None) -> None:
+        """Returns when ``work`` is done, or raises the error that says why it will not be."""
         began = time.monotonic()
-        beat = self.timeout if self._beats is None else self._beats.heartbeat / 2
         while True:
-            now = time.monotonic()
-            left = started + self.timeout - now
-            if left <= 0:
-                self._lost_someone = True
-                raise DeadlineExceeded(
-                    "not everyone came", peer=self._others(), operation=operation, step=step, elapsed=now - started
-                )
-            if arrived.acquire(timeout=min(beat, left)):
+            left = started + self.timeout - time.monotonic()
+            patience = min(self._look_every, max(left, 0.001)) if self.on_host else self.timeout
+            try:
+                work.wait(timedelta(seconds=patience))
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._failure(error, started, operation, step) from error
+            else:
                 self.wait_seconds += time.monotonic() - began
                 return
             lost = {} if self._beats is None else self._beats.lost()
             if lost:
                 raise self._peer_lost(lost, started, operation, step)
+            if left <= 0:
+                self._lost_someone = True
+                elapsed = time.monotonic() - started
+                raise DeadlineExceeded(
+                    "not everyone came", peer=self._others(), operation=operation, step=step, elapsed=elapsed
+                )
 
-    def failure(self, error: RuntimeError, started: float, operation: str, step: int | None) -> BoundaryError:
+    def _failure(self, error: RuntimeError, started: float, operation: str, step: int | None) -> BoundaryError:
         """The error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found so."""
         lost: dict[int, str] = {}
         if self._beats is not None:
@@ -199,12 +193,10 @@ class Workers:
         if lost:
             return self._peer_lost(lost, started, operation, step)
         message = str(error).split(". This is typically", 1)[0]
-        return PeerLost(
-            f"a connection broke: {message}",
-            peer=self._others(),
-            operation=operation,
-            step=step,
-            elapsed=time.monotonic() - started,
+        kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
+        elapsed = time.monotonic() - started
+        return kind(
+            f"the connection failed: {message}", peer=self._others(), operation=operation, step=step, elapsed=elapsed
         )
 
     def _peer_lost(self, lost: dict[int, str], started: float, operation: str, step: int | None) -> PeerLost:

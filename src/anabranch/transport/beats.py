@@ -119,24 +119,25 @@ class Beats:
             self._thread.start()
 
     def lost(self) -> dict[int, str]:
-        """The ranks known to be lost, each with what became of it."""
+        """The ranks known to be lost, each with what became of it.
+
+        A rank that froze is named alone: those that have ended meanwhile may have ended because of it.
+        """
         now = self._clock()
-        found = self._lost_here(now)
+        frozen = self._stopped_here(now)
         for peer, (_, seen) in list(self._counters.items()):
             if now - seen > 2 * self.heartbeat:
-                found[peer] = f"sent no beat for {now - seen:.1f} s"
-        return found
+                frozen[peer] = f"sent no beat for {now - seen:.1f} s"
+        return frozen or self.gone()
 
     def gone(self) -> dict[int, str]:
         """The ranks of this host whose process has ended: known at once, without waiting for a beat."""
         return {peer: "its process has ended" for peer, who in self._near.items() if _has_ended(who)}
 
-    def _lost_here(self, now: float) -> dict[int, str]:
+    def _stopped_here(self, now: float) -> dict[int, str]:
         found = {}
         for peer, who in self._near.items():
-            if _has_ended(who):
-                found[peer] = "its process has ended"
-            elif _process_status(who.pid)[0] not in _STOPPED:
+            if _process_status(who.pid)[0] not in _STOPPED:
                 self._stopped_since.pop(peer, None)
             elif now - self._stopped_since.setdefault(peer, now) >= self.heartbeat:
                 found[peer] = "its process is stopped"
