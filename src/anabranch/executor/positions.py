@@ -1,0 +1,433 @@
+"""Where a loader is in its epoch, and how it gets there again: one class for each kind of loader.
+
+============  ==================================  ==============================================================
+kind          which loaders                       position
+============  ==================================  ==============================================================
+``stateful``  any with ``state_dict`` and         their own ``state_dict``, as it was before the first batch that
+              ``load_state_dict``                 was not handed out
+``map``       ``torch.utils.data.DataLoader``     samples (of the batch sampler's batches, if it is of a kind of
+              over a map-style dataset            its own); resuming draws from the sampler and loads nothing
+``counted``   any other iterable                  batches; resuming draws them and throws them away
+============  ==================================  ==============================================================
+
+All need as many workers as there were, except ``map`` over a strided sampler, one with ``num_replicas`` and ``rank`` as
+``DistributedSampler``. There rank r of W reads samples r, r + W, r + 2W, ... of one global order, so that workers who
+have read the same number of batches have read the first G samples of that order, all of them. On V workers rank r goes
+on at its first sample that is not among these, its number ``ceil((G - r) / V)``, whatever V.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from anabranch.errors import CheckpointError
+from anabranch.tensors import Structure
+
+__all__ = ["CountedPosition", "MapPosition", "Position", "StatefulPosition", "position_of"]
+
+State = dict[str, object]
+
+
+class Position(Protocol):
+    """How a ``BoundLoader`` starts epochs of one loader, and knows where it is."""
+
+    kind: str
+
+    def begin(self) -> Iterator[Structure]:
+        """Starts an epoch."""
+
+    def next_epoch(self) -> None:
+        """Called between epochs."""
+
+    def snapshot(self) -> State:
+        """What changes as batches are fetched, as of now; called by the thread that fetches, right before it does."""
+
+    def state(self, batches: int, snapshot: State) -> State:
+        """The position after ``batches`` of this epoch, when ``snapshot`` was taken."""
+
+    def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
+        """The state to go on from on this rank, chosen from those of all ranks of the job that saved.
+
+        ``between``: all of them were between two epochs, where no samples are shared out.
+
+        Raises:
+            CheckpointError: they do not fit this loader or this number of workers.
+        """
+
+    def resume(self, state: State) -> Iterator[Structure]:
+        """Starts the epoch that was under way, where it was."""
+
+    def ready(self, state: State) -> None:
+        """Puts the loader between two epochs, where it was."""
+
+
+def position_of(loader: Iterable[Structure], world_size: int) -> Position:
+    """The kind of position that ``loader`` has."""
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return StatefulPosition(cast(_Stateful, loader), world_size)
+    # A subclass may iterate as it likes.
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
+        return MapPosition(loader, world_size)
+    return CountedPosition(loader, world_size)
+
+
+class _Stateful(Protocol):
+    def __iter__(self) -> Iterator[Structure]: ...
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+class StatefulPosition:
+    """A loader that keeps its own position."""
+
+    kind = "stateful"
+
+    def __init__(self, loader: _Stateful, world_size: int) -> None:
+        self._loader = loader
+        self._world_size = world_size
+        self._begun = False
+
+    def begin(self) -> Iterator[Structure]:
+        """Starts an epoch."""
+        self._begun = True
+        return iter(self._loader)
+
+    def next_epoch(self) -> None:
+        """Nothing: it is the loader's own business."""
+
+    def snapshot(self) -> State:
+        """A copy of the loader's state: what it returned may be what it goes on working with."""
+        # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
+        return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
+
+    def state(self, batches: int, snapshot: State) -> State:
+        """The loader's state at the snapshot."""
+        return snapshot
+
+    def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
+        """This rank's own; there must be as many as there are workers, once an epoch has begun."""
+        if between and all(state["state"] is None for state in states):
+            return states[0]
+        return _own(states, rank, self._world_size, self._loader, "keeps its own position")
+
+    def resume(self, state: State) -> Iterator[Structure]:
+        """An iterator that goes on."""
+        self.ready(state)
+        return self.begin()
+
+    def ready(self, state: State) -> None:
+        """Loads the loader's state."""
+        if state["state"] is not None:
+            self._loader.load_state_dict(state["state"])
+            self._begun = True
+
+
+class CountedPosition:
+    """An iterable that knows nothing of positions: batches are counted."""
+
+    kind = "counted"
+
+    def __init__(self, loader: Iterable[Structure], world_size: int) -> None:
+        self._loader = loader
+        self._world_size = world_size
+        self._epochs = _Epochs(_samplers(loader))
+        self._skipped = 0
+
+    def begin(self) -> Iterator[Structure]:
+        """Starts an epoch."""
+        self._skipped = 0
+        return iter(self._loader)
+
+    def next_epoch(self) -> None:
+        """Tells samplers that have a ``set_epoch``."""
+        self._skipped = 0
+        self._epochs.next()
+
+    def snapshot(self) -> State:
+        """Nothing."""
+        return {}
+
+    def state(self, batches: int, snapshot: State) -> State:
+        """The number of batches."""
+        return {"batches": self._skipped + batches, "epochs": self._epochs.state()}
+
+    def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
+        """This rank's own; there must be as many as there are workers, within an epoch."""
+        if between:
+            return states[rank % len(states)]
+        why = "has no samples that could be shared out anew (a DataLoader over a map-style dataset has)"
+        return _own(states, rank, self._world_size, self._loader, why)
+
+    def resume(self, state: State) -> Iterator[Structure]:
+        """Draws the batches that were handed out."""
+        self.ready(state)
+        iterator = iter(self._loader)
+        batches = self._skipped
+        drawn = sum(1 for _ in itertools.islice(iterator, batches))
+        if drawn < batches:
+            raise CheckpointError(
+                f"the loader {_name(self._loader)} was at batch {batches} of its epoch when saved and yields {drawn} "
+                "now; load with the data it had"
+            )
+        return iterator
+
+    def ready(self, state: State) -> None:
+        """Tells the samplers their epoch."""
+        self._skipped = cast(int, state["batches"])
+        self._epochs.restore(state["epochs"])
+
+
+class MapPosition:
+    """A ``DataLoader`` over a map-style dataset: the order comes from a sampler, which can be skipped alone."""
+
+    kind = "map"
+
+    def __init__(self, loader: DataLoader[Structure], world_size: int) -> None:
+        self._loader = loader
+        self._world_size = world_size
+        samplers = _samplers(loader)
+        self._sampler = samplers[-1]
+        self._epochs = _Epochs(samplers)
+        self._generators = _generators(loader, samplers)
+        self._shards = getattr(self._sampler, "num_replicas", None)
+        self._shard = getattr(self._sampler, "rank", None)
+        self._skipped = 0
+        self._at_start: object = {}
+
+    def begin(self) -> Iterator[Structure]:
+        """Starts an epoch."""
+        self._skipped = 0
+        self._at_start = self._generator_states()
+        return iter(self._loader)
+
+    def next_epoch(self) -> None:
+        """Tells samplers that have a ``set_epoch``."""
+        self._skipped = 0
+        self._epochs.next()
+
+    def snapshot(self) -> State:
+        """The generators that the loader and its samplers have of their own."""
+        return {"generators": self._generator_states()}
+
+    def state(self, batches: int, snapshot: State) -> State:
+        """The number of samples, and what the order depends on."""
+        return {
+            "sampler": _type_name(self._sampler),
+            "dataset": _length(self._loader.dataset),
+            "shards": self._shards,
+            "share": _length(self._sampler),
+            "unit": self._unit()[0],
+            "consumed": self._skipped + batches * self._unit()[1],
+            "epochs": self._epochs.state(),
+            "generators_at_start": self._at_start,
+            **snapshot,
+        }
+
+    def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
+        """This rank's own, or under a strided sampler its share of what all have read."""
+        own = states[rank % len(states)]
+        if between:
+            return own
+        here = self.state(0, {})
+        for key, what in (("sampler", "sampler"), ("dataset", "number of samples in the dataset")):
+            if own[key] != here[key]:
+                raise CheckpointError(
+                    f"the checkpoint's loader has {own[key]} as its {what}, this one {here[key]}: the position cannot "
+                    "be carried over; load with the loader that was saved"
+                )
+        if not self._loader.in_order:
+            raise CheckpointError("a DataLoader with in_order=False has no position to go on from; use in_order=True")
+        if len(states) == self._world_size and own["shards"] == self._shards:
+            if own["unit"] != here["unit"]:
+                raise CheckpointError(f"the checkpoint's loader counts {own['unit']}, this one {here['unit']}")
+            return own
+        return self._share(states, own)
+
+    def resume(self, state: State) -> Iterator[Structure]:
+        """Goes on behind the samples that were handed out, without loading them."""
+        self.ready(state)
+        self._at_start = state["generators_at_start"]
+        self._restore_generators(self._at_start)
+        rest = _Rest(self._loader, self._skipped, self._unit()[0] == "samples")
+        iterator = iter(_with_sampler(self._loader, rest))
+        # In the order of a first epoch: the loader draws its workers' seed, then the sampler draws its own.
+        rest.skip()
+        self._restore_generators(state["generators"])
+        return iterator
+
+    def ready(self, state: State) -> None:
+        """Tells the samplers their epoch, and puts the generators back."""
+        self._skipped = cast(int, state["consumed"])
+        self._epochs.restore(state["epochs"])
+        self._restore_generators(state["generators"])
+
+    def _unit(self) -> tuple[str, int]:
+        """What is counted, and how many of them a batch has."""
+        if self._loader.batch_sampler is None:
+            return "samples", 1
+        if type(self._loader.batch_sampler) is BatchSampler:
+            return "samples", self._loader.batch_sampler.batch_size
+        return "batches", 1
+
+    def _share(self, states: Sequence[State], own: State) -> State:
+        units = {self._unit()[0], own["unit"]}
+        if self._shards != self._world_size or own["shards"] != len(states) or units != {"samples"}:
+            raise CheckpointError(
+                f"the checkpoint's loader was read by {len(states)} workers, and here are {self._world_size}: only a "
+                "DataLoader with a strided sampler, such as DistributedSampler, and without a batch sampler of its own "
+                "can be shared out anew; load with as many workers, or save between epochs"
+            )
+        # A last batch may have been short.
+        consumed = [min(cast(int, state["consumed"]), cast(int, state["share"])) for state in states]
+        total = sum(consumed)
+        if consumed != [_share_of(total, rank, len(states)) for rank in range(len(states))]:
+            raise CheckpointError(
+                f"the {len(states)} workers of the checkpoint had read {consumed} samples of this epoch: not the first "
+                "ones of the global order, one for each in turn; load with as many workers, or save between epochs"
+            )
+        return {**own, "consumed": _share_of(total, cast(int, self._shard), self._shards)}
+
+    def _generator_states(self) -> dict[str, Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators.items()}
+
+    def _restore_generators(self, states: object) -> None:
+        for name, state in cast("Mapping[str, Tensor]", states or {}).items():
+            if name in self._generators:
+                self._generators[name].set_state(state)
+
+
+class _Rest:
+    """The indices of an epoch from some position on, in place of a loader's sampler.
+
+    Samplers may draw from a random number generator as they are iterated or at their first index, so both are done when
+    a loader does them: a sampler that it iterates itself at once, one within a ``BatchSampler`` at the first batch.
+    """
+
+    def __init__(self, loader: DataLoader[Structure], skip: int, samples: bool) -> None:
+        self._skip = skip
+        batches = loader.batch_sampler
+        self._batching = batches if samples and isinstance(batches, BatchSampler) else None
+        if self._batching is not None:
+            self._source: Iterable[object] = self._batching.sampler  # not loader.sampler, which may be a default
+        else:
+            self._source = loader.sampler if batches is None else batches
+        self._items: Iterator[object] | None = None
+        self._skipped = False
+
+    def skip(self) -> None:
+        """Passes over what has been read, unless that is done."""
+        if self._skipped:
+            return
+        self._skipped = True
+        items = iter(self._source) if self._items is None else self._items
+        for _ in itertools.islice(items, self._skip):
+            pass
+        if self._batching is not None:
+            indices = cast("Iterable[int]", items)
+            items = iter(BatchSampler(indices, self._batching.batch_size, self._batching.drop_last))
+        self._items = items
+
+    def __iter__(self) -> Iterator[object]:
+        if self._batching is None:
+            self._items = iter(self._source)
+        return self
+
+    def __next__(self) -> object:
+        self.skip()
+        assert self._items is not None
+        return next(self._items)
+
+
+def _with_sampler(loader: DataLoader[Structure], rest: _Rest) -> DataLoader[Structure]:
+    """``loader`` with other indices, for the rest of one epoch."""
+    options: dict[str, object] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+    }
+    if loader.batch_sampler is None:
+        options |= {"batch_size": None, "sampler": rest}
+    else:
+        options["batch_sampler"] = rest
+    return DataLoader(loader.dataset, **options)  # type: ignore[arg-type]
+
+
+class _Epochs:
+    """The samplers that want to be told the epoch, as ``DistributedSampler`` does."""
+
+    def __init__(self, samplers: Sequence[object]) -> None:
+        self._samplers = [sampler for sampler in samplers if callable(getattr(sampler, "set_epoch", None))]
+        self._epochs = [int(getattr(sampler, "epoch", 0)) for sampler in self._samplers]
+
+    def state(self) -> list[int]:
+        return list(self._epochs)
+
+    def next(self) -> None:
+        # A script may have set it itself, to the same number or another.
+        current = [int(getattr(s, "epoch", epoch)) for s, epoch in zip(self._samplers, self._epochs, strict=True)]
+        self.restore([epoch + 1 for epoch in current])
+
+    def restore(self, epochs: object) -> None:
+        self._epochs = list(cast("list[int]", epochs))
+        for sampler, epoch in zip(self._samplers, self._epochs, strict=False):
+            sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+
+
+def _samplers(loader: object) -> list[object]:
+    """The samplers of a ``DataLoader`` from the outermost to the one that decides the order."""
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    return [sampler for sampler in (batches, inner) if sampler is not None]
+
+
+def _generators(loader: object, samplers: Sequence[object]) -> dict[str, torch.Generator]:
+    owners = {"loader": loader, **{f"sampler{index}": sampler for index, sampler in enumerate(samplers)}}
+    found: dict[str, torch.Generator] = {}
+    for name, owner in owners.items():
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is known for known in found.values()):
+            found[name] = generator
+    return found
+
+
+def _own(states: Sequence[State], rank: int, world_size: int, loader: object, why: str) -> State:
+    if len(states) != world_size:
+        raise CheckpointError(
+            f"the checkpoint has positions of the loader {_name(loader)} for {len(states)} workers, and here are "
+            f"{world_size}: it {why}; load with {len(states)} workers"
+        )
+    return states[rank]
+
+
+def _share_of(total: int, rank: int, shards: int) -> int:
+    """How many of the first ``total`` samples are this rank's."""
+    return max(0, -(-(total - rank) // shards))
+
+
+def _length(sized: object) -> int | None:
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _name(loader: object) -> str:
+    return type(loader).__name__
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,53 @@
+"""The process's random number generators as one value: to see whether something drew from them, and to put them back.
+
+There is one generator each of torch (CPU), Python and NumPy for the whole process, shared by all of its threads.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["random_state", "restore_random_state", "same_random_state"]
+
+
+def random_state() -> dict[str, object]:
+    """The states of all of them, as values that a checkpoint keeps."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, object] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)],
+    }
+    # Asking for them earlier would start CUDA in a process that may never use it.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def restore_random_state(state: dict[str, object]) -> None:
+    """Puts the generators back to ``state``; those of GPUs only where there are as many."""
+    torch.set_rng_state(cast(Tensor, state["torch"]))
+    random.setstate(cast("tuple[object, ...]", state["python"]))
+    kind, keys, position, has_gauss, gauss = cast("list[object]", state["numpy"])
+    np.random.set_state((kind, cast(Tensor, keys).numpy().astype(np.uint32), position, has_gauss, gauss))  # type: ignore[arg-type]
+    cuda = cast("list[Tensor]", state.get("cuda", []))
+    if cuda and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cuda)
+
+
+def same_random_state(a: dict[str, object], b: dict[str, object]) -> bool:
+    """Whether nothing was drawn between the two."""
+    return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
