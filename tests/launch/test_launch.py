@@ -33,10 +33,26 @@ def test_every_worker_has_its_log_arguments_and_rank(script: Script, tmp_path: P
         assert (tmp_path / f"worker-{rank}.log").read_text() == f"{rank} 2 ['--workers', '7', '--', 'a b']\n"
 
 
-def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
-    def children() -> set[str]:
-        return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+def children() -> set[str]:
+    """The children of this process, zombies included."""
+    return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
+
+def test_a_grandchild_that_died_unnoticed_is_reaped(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, subprocess
+        child = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        os._exit(0)
+        """
+    )
+    before = children()
+    assert launch(path, log_dir=tmp_path).exit_code == 0
+    assert children() == before
+
+
+def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
     before = children()
     assert launch(script(GRANDCHILDREN), workers=2, log_dir=tmp_path).exit_code == 0
     assert marked_processes(mark) == []
