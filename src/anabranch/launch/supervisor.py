@@ -131,7 +131,8 @@ class Supervisor:
         self._failed = True
         others = len(self._running())
         if others and not self._plan:
-            self._tell(f"rank {worker.rank} failed; stopping the {others} other worker{'s' * (others > 1)}")
+            whom = "the other worker" if others == 1 else f"the {others} other workers"
+            self._tell(f"rank {worker.rank} failed; stopping {whom}")
             now = time.monotonic()
             self._plan.append((now + self._patience.failure, signal.SIGTERM))
             self._end_by(now + self._patience.failure + self._patience.stop)
