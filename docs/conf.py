@@ -33,22 +33,13 @@ html_title = "Anabranch"
 
 # One page a package, so that a new package is in the reference without anybody listing it.
 REFERENCE = Path(__file__).parent / "reference"
-PAGE = """# {name}
-
-```{{eval-rst}}
-.. automodule:: anabranch.{name}
-   :members:
-   :imported-members:
-   :show-inheritance:
-```
-"""
 
 
 def write_reference(app: Sphinx) -> None:
     """Writes the pages of the reference, leaving those that are as they should be."""
     REFERENCE.mkdir(exist_ok=True)
     names = [module.name for module in pkgutil.iter_modules(anabranch.__path__) if not module.name.startswith("_")]
-    pages = {f"{name}.md": PAGE.format(name=name) for name in names if public_names(name)}
+    pages = {f"{name}.md": page(name) for name in names}
     for stale in {path.name for path in REFERENCE.glob("*.md")} - set(pages):
         (REFERENCE / stale).unlink()
     for name, text in pages.items():
@@ -57,10 +48,21 @@ def write_reference(app: Sphinx) -> None:
             path.write_text(text)
 
 
-def public_names(package: str) -> list[str]:
-    """What the package exports."""
-    names: list[str] = importlib.import_module(f"anabranch.{package}").__all__
-    return names
+def page(name: str) -> str:
+    """The page of one package; what it hands on from another package is described there and named here."""
+    module = importlib.import_module(f"anabranch.{name}")
+    home = {exported: getattr(getattr(module, exported), "__module__", name) for exported in module.__all__}
+    foreign = {exported: where.split(".")[1] for exported, where in home.items() if _is_foreign(where, name)}
+    lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: anabranch.{name}"]
+    if own := [exported for exported in home if exported not in foreign]:
+        lines += [f"   :members: {', '.join(own)}", "   :show-inheritance:"]
+    lines += ["```", ""]
+    lines += [f"- `{exported}`: see [{package}]({package}.md)" for exported, package in foreign.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _is_foreign(where: str, package: str) -> bool:
+    return where.startswith("anabranch.") and not f"{where}.".startswith(f"anabranch.{package}.")
 
 
 def setup(app: Sphinx) -> None:

@@ -1,6 +1,7 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
+``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from process_marks import marked_processes
 
-from anabranch.launch import Patience, launch
+from anabranch.launch import Patience, launch, supervisor
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3)
@@ -33,10 +33,26 @@ def test_every_worker_has_its_log_arguments_and_rank(script: Script, tmp_path: P
         assert (tmp_path / f"worker-{rank}.log").read_text() == f"{rank} 2 ['--workers', '7', '--', 'a b']\n"
 
 
-def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
-    def children() -> set[str]:
-        return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+def children() -> set[str]:
+    """The children of this process, zombies included."""
+    return {pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
+
+def test_a_grandchild_that_died_unnoticed_is_reaped(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, subprocess
+        child = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        os._exit(0)
+        """
+    )
+    before = children()
+    assert launch(path, log_dir=tmp_path).exit_code == 0
+    assert children() == before
+
+
+def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
     before = children()
     assert launch(script(GRANDCHILDREN), workers=2, log_dir=tmp_path).exit_code == 0
     assert marked_processes(mark) == []
@@ -89,6 +105,7 @@ def test_who_raised_first_counts_not_who_ended_first(script: Script, tmp_path: P
             raise RuntimeError("the cause")
         while not raised.exists():
             time.sleep(0.01)
+        time.sleep(0.1)                          # files are dated to a few milliseconds
         raise RuntimeError("the consequence")
         """
     )
@@ -202,7 +219,27 @@ def test_ctrl_c_reports_itself_even_if_the_worker_ends_well(script: Script, tmp_
     assert (tmp_path / "worker-0.log").read_text() == "saved\n"
 
 
-def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path) -> None:
+def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, sys, time
+        def drain(*_):
+            os.kill(os.getppid(), signal.SIGTERM)   # the echo
+            time.sleep(0.2)
+            print("drained")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, drain)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+        """
+    )
+    outcome = launch(path, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    assert (tmp_path / "worker-0.log").read_text() == "drained\n"
+
+
+def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_ECHO_SECONDS", 0.0)
     path = script(
         """
         import os, signal, time

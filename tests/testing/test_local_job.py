@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -79,9 +81,22 @@ def test_a_job_without_workers_or_script_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_children_of_the_calling_process_live_on(tmp_path: Path) -> None:
-    import subprocess
-
     with subprocess.Popen(["sleep", "60"]) as bystander:
         ab.testing.LocalJob().run_source("").check()
         assert bystander.poll() is None
         bystander.kill()
+
+
+def test_jobs_run_beside_one_another_in_threads() -> None:
+    source = "import json, os, subprocess; subprocess.Popen(['sleep', '600']); print(json.dumps({'pid': os.getpid()}))"
+    results: list[ab.testing.JobResult] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(ab.testing.LocalJob(workers=2).run_source(source)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60.0)
+    assert [result.exit_codes for result in results] == [(0, 0), (0, 0)]
+    assert len({result["pid"] for job in results for result in job.results if result}) == 4

@@ -71,9 +71,11 @@ def _show_failure(outcome: Outcome) -> None:
     failure = outcome.first_failure
     if failure is None:
         return
-    _tell(f"{failure.describe()}; it failed first. The end of its output:")
-    typer.echo("\n" + failure.last_words() + "\n", err=True)
-    _tell(f"{failure.describe()}; its log: {failure.log}")
+    words = failure.last_words()
+    _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
+    if words:
+        typer.echo(f"\n{words}\n", err=True)
+    _tell(f"the log of rank {failure.rank}: {failure.log}")
 
 
 def _tell(line: str) -> None:

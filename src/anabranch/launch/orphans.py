@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,15 +28,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GENERATIONS = 64
 _KILL_SECONDS = 1.0
 
+# The switch is the process's; jobs may run in several of its threads.
+_lock = threading.Lock()
+_adopting = 0
+
 
 @contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Makes this process the parent of its descendants' orphans until the block ends."""
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """Makes this process the parent of its descendants' orphans until the block, and every other such block, ends."""
+    _count(+1)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _adopting
+    with _lock:
+        _adopting += change
+        prctl(_PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
 
 
 def kill_orphans(mark: str, sessions: Container[int]) -> None:

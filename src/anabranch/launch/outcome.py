@@ -59,7 +59,8 @@ class Exit:
         """When it failed, in seconds since the epoch.
 
         A worker that raised has written its traceback before it tore down what others may be waiting on, and tearing
-        down takes a while: the time of that writing says who was first where the time of the exit does not.
+        down takes a while: the time of that writing, to a few milliseconds, says who was first where that of the exit
+        does not.
         """
         if self.code > 0 and _traceback_start(self._lines()) is not None:
             return min(self.ended_at, self.log.stat().st_mtime)

@@ -34,6 +34,8 @@ __all__ = ["Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
+# `timeout` and wrappers that pass signals on deliver one twice: to the launcher, and to its group.
+_ECHO_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Supervisor:
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
         self._failed = False
+        self._interrupted_at = 0.0
         self._given_up_at: float | None = None
         # What is still to be sent to the workers that run on, each with its moment; the last is always SIGKILL.
         self._plan: deque[tuple[float, signal.Signals]] = deque()
@@ -131,7 +134,8 @@ class Supervisor:
         self._failed = True
         others = len(self._running())
         if others and not self._plan:
-            self._tell(f"rank {worker.rank} failed; stopping the {others} other worker{'s' * (others > 1)}")
+            whom = "the other worker" if others == 1 else f"the {others} other workers"
+            self._tell(f"rank {worker.rank} failed; stopping {whom}")
             now = time.monotonic()
             self._plan.append((now + self._patience.failure, signal.SIGTERM))
             self._end_by(now + self._patience.failure + self._patience.stop)
@@ -141,12 +145,15 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
+            elif self.interrupted and time.monotonic() - self._interrupted_at < _ECHO_SECONDS:
+                continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
                 self._plan.clear()
                 self._end_by(time.monotonic())
             else:
                 self.interrupted = number
+                self._interrupted_at = time.monotonic()
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
                 self._send(number)
                 self._plan.clear()
