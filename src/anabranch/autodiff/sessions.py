@@ -41,7 +41,11 @@ def begin(session: Session) -> None:
 
 def end(session: Session) -> None:
     """``session`` records no more; nothing happens if it did not."""
-    _recording.sessions = [ref for ref in _recording.sessions if ref() is not None and ref() is not session]
+    sessions = _recording.sessions
+    if len(sessions) == 1 and sessions[0]() is session:
+        sessions.clear()
+        return
+    _recording.sessions = [ref for ref in sessions if ref() is not None and ref() is not session]
 
 
 def live() -> list[Session]:
