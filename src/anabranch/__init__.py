@@ -11,7 +11,7 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
-from anabranch.autodiff import GradManager
+from anabranch.autodiff import Grad, GradManager, get_grad_managers
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -37,6 +37,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "Grad",
     "GradManager",
     "NonFinite",
     "NotFound",
@@ -49,4 +50,5 @@ __all__ = [
     "SkipError",
     "TensorSpec",
     "Unauthorized",
+    "get_grad_managers",
 ]

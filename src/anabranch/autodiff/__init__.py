@@ -4,6 +4,8 @@ Not a tape and no engine: torch's records and sweeps; this package says when. Op
 hook that the package sets on tensors is in ``hooks.py``, which sessions see one another is in ``sessions.py``.
 """
 
+from anabranch.autodiff.grad import Grad, get_grad_managers
 from anabranch.autodiff.grad_manager import GradManager, GradManagerGroup
+from anabranch.autodiff.sessions import boundary_entry, boundary_exit
 
-__all__ = ["GradManager", "GradManagerGroup"]
+__all__ = ["Grad", "GradManager", "GradManagerGroup", "boundary_entry", "boundary_exit", "get_grad_managers"]

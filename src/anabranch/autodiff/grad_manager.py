@@ -82,6 +82,7 @@ class GradManager:
         self._hooked = False
         self._recording = False
         self.siblings: object | None = None
+        self.tokens = sessions.Tokens()
         # Hooks belong to the tensors and would outlive the manager.
         weakref.finalize(self, _unhook, self._slots)
 
@@ -181,6 +182,7 @@ class GradManager:
         if not self._recording:
             return
         self._recording = False
+        self.tokens.clear()
         sessions.end(self)
         for reference in self._borrowed:
             tensor = reference()
@@ -210,6 +212,9 @@ class GradManager:
             raise RuntimeError("this GradManager is not recording: its session was never begun, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
+            if self.tokens.exits:
+                roots += self.tokens.exits
+                gradients += [None] * len(self.tokens.exits)
             if roots:
                 retain, create = sessions.sweep_flags(self)
                 if self._hooked:

@@ -133,7 +133,7 @@ class Sweep:
         return watch_result(result, look)
 
 
-def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], None]) -> RemovableHandle:
+def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]) -> RemovableHandle:
     """Calls with the final gradient at (1), and with the tensor unless it has been dropped, in anybody's sweep."""
     watched = weakref.ref(result)
 
