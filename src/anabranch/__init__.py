@@ -11,7 +11,14 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
-from anabranch.autodiff import Grad, GradManager, get_grad_managers
+from anabranch.autodiff import (
+    Grad,
+    GradManager,
+    get_grad_managers,
+    map_with_parallel_backward,
+    run_isolated_backward,
+    run_isolated_forward,
+)
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -51,4 +58,7 @@ __all__ = [
     "TensorSpec",
     "Unauthorized",
     "get_grad_managers",
+    "map_with_parallel_backward",
+    "run_isolated_backward",
+    "run_isolated_forward",
 ]

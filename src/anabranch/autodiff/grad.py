@@ -69,7 +69,7 @@ class Grad:
         self._name = name
         self._inputs: list[Tensor | GradientEdge] = []
         self._leaves: list[Tensor] = []  # those of them that are made to require a gradient until the session ends
-        self._given: list[weakref.ref[Tensor]] = []
+        self._given: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._used = self._sweeping = False
@@ -99,22 +99,24 @@ class Grad:
             RuntimeError: the session has been used.
         """
         self._check_unused()
+        call = None if callback is None else self._calling(callback)
         for tensor in tensors:
             check_differentiable(tensor)
-            if any(given() is tensor for given in self._given):
+            given = self._given.get(id(tensor))  # an id is used again once its tensor is dropped
+            if given is not None and given() is tensor:
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was given to session {self._name!r} twice; "
                     "combine the callbacks"
                 )
-            self._given.append(weakref.ref(tensor))
+            self._given[id(tensor)] = weakref.ref(tensor)
             if not tensor.requires_grad:
                 tensor.requires_grad_()
                 self._leaves.append(tensor)
             # An edge keeps the node, not the tensor; a leaf's node holds the leaf anyway.
             node = tensor.grad_fn
             self._inputs.append(tensor if node is None else GradientEdge(node, tensor.output_nr))
-            if callback is not None:
-                self._handles.append(watch_result(tensor, self._calling(callback)))
+            if call is not None:
+                self._handles.append(watch_result(tensor, call))
         return self
 
     def _calling(self, callback: GradCallback) -> GradCallback:
@@ -181,8 +183,9 @@ class Grad:
             handle.remove()
         for leaf in self._leaves:
             leaf.requires_grad_(False)
-        for held in (self._handles, self._leaves, self._inputs, self._given):
+        for held in (self._handles, self._leaves, self._inputs):
             held.clear()
+        self._given.clear()
         self.tokens.clear()
         if _by_name.get(self._name) is self:
             del _by_name[self._name]
