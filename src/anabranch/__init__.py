@@ -13,7 +13,14 @@ gives. The packages are floors, imports point down only:
 """
 
 from anabranch import testing
-from anabranch.autodiff import GradManager
+from anabranch.autodiff import (
+    Grad,
+    GradManager,
+    get_grad_managers,
+    map_with_parallel_backward,
+    run_isolated_backward,
+    run_isolated_forward,
+)
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -43,6 +50,7 @@ __all__ = [
     "DeadlineExceeded",
     "EvalStep",
     "Executor",
+    "Grad",
     "GradManager",
     "Job",
     "NonFinite",
@@ -57,6 +65,10 @@ __all__ = [
     "TensorSpec",
     "TrainStep",
     "Unauthorized",
+    "get_grad_managers",
     "job",
+    "map_with_parallel_backward",
+    "run_isolated_backward",
+    "run_isolated_forward",
     "testing",
 ]

@@ -1,10 +1,27 @@
-"""Gradients you can act on the moment they are final.
+"""Gradients you can act on the moment they are final, and many calls' gradients at once.
 
 Not a tape and no engine: torch's records and sweeps; this package says when. Open ``grad_manager.py`` first; every
-hook that the package sets on tensors is in ``hooks.py``, which sessions see one another is in ``sessions.py``.
+hook that the package sets on tensors or modules is in ``hooks.py``, which sessions see one another is in
+``sessions.py``, what runs at once is in ``parallel.py``.
 """
 
+from anabranch.autodiff.grad import Grad, get_grad_managers
 from anabranch.autodiff.grad_manager import GradManager, GradManagerGroup
-from anabranch.autodiff.hooks import record_outputs
+from anabranch.autodiff.hooks import Callback, record_outputs
+from anabranch.autodiff.isolated import run_isolated_backward, run_isolated_forward
+from anabranch.autodiff.parallel import map_with_parallel_backward
+from anabranch.autodiff.sessions import boundary_entry, boundary_exit
 
-__all__ = ["GradManager", "GradManagerGroup", "record_outputs"]
+__all__ = [
+    "Callback",
+    "Grad",
+    "GradManager",
+    "GradManagerGroup",
+    "boundary_entry",
+    "boundary_exit",
+    "get_grad_managers",
+    "map_with_parallel_backward",
+    "record_outputs",
+    "run_isolated_backward",
+    "run_isolated_forward",
+]

@@ -15,57 +15,38 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff import sessions
-from anabranch.autodiff.futures import GradientFuture, abandon, is_future, result_of
-from anabranch.autodiff.hooks import Sweep, set_grad_aside, watch_leaf, watch_result
+from anabranch.autodiff.futures import abandon, is_future, result_of
+from anabranch.autodiff.hooks import Callback, Sweep
 from anabranch.autodiff.roots import check_differentiable, roots_on_tape, run_sweep
 from anabranch.deadline import Deadline
 
-__all__ = ["Callback", "GradManager", "GradManagerGroup"]
-
-Gradient: TypeAlias = "Tensor | GradientFuture"
-Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
-"""``callback(tensor, gradient)`` returns the gradient to go on with, a future of it, or ``None`` to keep it."""
+__all__ = ["GradManager", "GradManagerGroup"]
 
 
 class _Slot:
-    """One attached tensor: its callbacks and, during a sweep, what they made of its gradient."""
+    """One attached tensor, held weakly, its callbacks, and the hooks set on it."""
 
-    __slots__ = ("callbacks", "handles", "key", "reached", "set_aside", "tensor", "value")
+    __slots__ = ("aside", "callbacks", "handle", "tensor")
 
-    def __init__(self, tensor: Tensor, reached: list[_Slot], forget: Callable[[weakref.ref[Tensor]], None]) -> None:
-        self.key = id(tensor)
-        self.tensor = weakref.ref(tensor, forget)
-        self.callbacks: list[Callback] = []
-        self.handles: list[RemovableHandle] = []
-        self.reached = reached  # the manager's: all slots that the running sweep has reached, in order
-        self.set_aside: Tensor | None = None
-        self.value: Gradient | None = None
+    def __init__(self, tensor: Tensor, dropped: Callable[[weakref.ref[Tensor]], None]) -> None:
+        self.tensor = weakref.ref(tensor, dropped)
+        self.callbacks: tuple[Callback, ...] = ()
+        self.handle: RemovableHandle | None = None
+        self.aside: RemovableHandle | None = None
 
-    def take(self, tensor: Tensor | None, grad: Tensor) -> None:
-        """Runs the callbacks on a gradient that has just become final."""
-        if tensor is None:
-            return
-        if self.value is not None:
-            raise RuntimeError(
-                f"the gradient of a tensor of shape {tuple(tensor.shape)} arrived twice in one sweep, as it does when "
-                "torch.utils.checkpoint runs with use_reentrant=True; pass use_reentrant=False"
-            )
-        self.reached.append(self)
-        value: Gradient = grad
-        try:
-            for callback in self.callbacks:
-                answer = callback(tensor, value)
-                if answer is not None:
-                    value = answer
-        finally:
-            self.value = value
+    def unhook(self) -> None:
+        """Takes the hooks off the tensor."""
+        for handle in (self.handle, self.aside):
+            if handle is not None:
+                handle.remove()
+        self.handle = self.aside = None
 
 
 class GradManager:
@@ -94,14 +75,15 @@ class GradManager:
         Deadline.after(timeout)
         self._timeout = timeout
         self._slots: dict[int, _Slot] = {}
-        self._watched: dict[int, _Slot] = {}  # those of them that have callbacks
-        self._unprepared: list[_Slot] = []  # those that have no hooks yet
+        self._watched: dict[int, weakref.ref[Tensor]] = {}  # the leaves among them that are hooked
+        self._unprepared: dict[int, _Slot] = {}  # those that have no hooks yet
         self._borrowed: list[weakref.ref[Tensor]] = []  # plain tensors that require a gradient while recording
-        self._reached: list[_Slot] = []
         self._sweep = Sweep()
+        self._hooked = False
         self._recording = False
         self.siblings: object | None = None
-        # Hooks outlive the manager otherwise: they belong to the tensors.
+        self.tokens = sessions.Tokens()
+        # Hooks belong to the tensors and would outlive the manager.
         weakref.finalize(self, _unhook, self._slots)
 
     def attach(
@@ -125,35 +107,29 @@ class GradManager:
             TypeError: something that is no tensor, or a tensor of integers; a callback that cannot be called.
         """
         wanted = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        chain = [] if callbacks is None else [callbacks] if callable(callbacks) else list(callbacks)
+        chain = () if callbacks is None else (callbacks,) if callable(callbacks) else tuple(callbacks)
         for callback in chain:
             if not callable(callback):
                 raise TypeError(f"a callback is called as callback(tensor, grad), got {callback!r}")
         for tensor in wanted:
             check_differentiable(tensor)
         for tensor in wanted:
-            slot = self._slot_of(tensor)
-            slot.callbacks.extend(chain)
-            if slot.callbacks:
-                self._watched[slot.key] = slot
-            if not slot.handles and slot not in self._unprepared:
-                self._unprepared.append(slot)
+            key = id(tensor)
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._slots[key] = _Slot(tensor, _forgetter(weakref.ref(self), key))
+            elif not chain:
+                continue
+            slot.unhook()
+            slot.callbacks += chain
+            self._unprepared[key] = slot
         if self._recording:
             self._prepare()
         return self
 
-    def _slot_of(self, tensor: Tensor) -> _Slot:
-        slot = self._slots.get(id(tensor))
-        if slot is None:
-            slot = _Slot(tensor, self._reached, _forgetter(weakref.ref(self), id(tensor)))
-            self._slots[slot.key] = slot
-        return slot
-
     def _forget(self, key: int) -> None:
-        slot = self._slots.pop(key)
-        self._watched.pop(key, None)
-        if slot in self._unprepared:
-            self._unprepared.remove(slot)
+        for held in (self._slots, self._watched, self._unprepared):
+            held.pop(key, None)
 
     def attached_tensors(self) -> list[Tensor]:
         """The attached tensors that are still alive, in the order in which they were first attached."""
@@ -174,29 +150,39 @@ class GradManager:
 
     def _prepare(self) -> None:
         """Hooks the tensors that have no hooks yet; plain ones are made to require a gradient, and stay on the list."""
-        waiting: list[_Slot] = []
-        for slot in self._unprepared:
+        waiting: dict[int, _Slot] = {}
+        for key, slot in self._unprepared.items():
             tensor = slot.tensor()
             if tensor is None:
                 continue
             if not tensor.requires_grad:
-                waiting.append(slot)
+                waiting[key] = slot
                 if isinstance(tensor, torch.nn.Parameter):
                     continue
                 tensor.requires_grad_()
-                self._borrowed.append(weakref.ref(tensor))
-            if slot.callbacks and not slot.handles:
-                watch = watch_leaf if tensor.is_leaf else watch_result
-                slot.handles.append(watch(tensor, slot, self._sweep))
-            if not tensor.is_leaf:
-                tensor.retain_grad()
+                self._borrowed.append(slot.tensor)
+            if slot.handle is None:
+                self._hook(key, tensor, slot)
         self._unprepared = waiting
+
+    def _hook(self, key: int, tensor: Tensor, slot: _Slot) -> None:
+        if not tensor.is_leaf:
+            tensor.retain_grad()
+        if not slot.callbacks:
+            return
+        self._hooked = True
+        if tensor.is_leaf:
+            slot.handle = self._sweep.watch_leaf(tensor, slot.callbacks)
+            self._watched[key] = slot.tensor
+        else:
+            slot.handle = self._sweep.watch_result(tensor, slot.callbacks)
 
     def release(self) -> None:
         """Ends the session without a backward; nothing happens if there is none."""
         if not self._recording:
             return
         self._recording = False
+        self.tokens.clear()
         sessions.end(self)
         for reference in self._borrowed:
             tensor = reference()
@@ -226,46 +212,57 @@ class GradManager:
             raise RuntimeError("this GradManager is not recording: its session was never begun, or has been used")
         try:
             roots, gradients = roots_on_tape(y, dy)
+            if self.tokens.exits:
+                roots += self.tokens.exits
+                gradients += [None] * len(self.tokens.exits)
             if roots:
                 retain, create = sessions.sweep_flags(self)
-                if self._watched:
-                    self._run_watched(roots, gradients, retain, create)
+                if self._hooked:
+                    self._run_hooked(roots, gradients, retain, create)
                 else:
                     run_sweep(roots, gradients, retain, create)
         finally:
             self.release()
 
-    def _run_watched(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
-        for slot in list(self._watched.values()):
-            tensor = slot.tensor()
-            if tensor is not None and tensor.grad is not None and len(slot.handles) == 1 and tensor.is_leaf:
-                slot.handles.append(set_grad_aside(tensor, slot, self._sweep))
-        self._sweep.running = True
+    def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
+        for key, reference in self._watched.items():
+            leaf = reference()
+            if leaf is not None and leaf.grad is not None:
+                slot = self._slots[key]
+                if slot.aside is None:
+                    slot.aside = self._sweep.set_grad_aside(leaf)
+        sweep = self._sweep
+        sweep.begin()
         try:
             run_sweep(roots, gradients, retain, create)
-            self._sweep.running = False
-            self._resolve()
-            for slot in self._reached:
-                _accumulate(slot, create)
+            sweep.end()
+            final = self._resolve() if sweep.replaced else cast("list[Tensor]", sweep.values)
+            if sweep.set_aside:
+                for tensor, value in zip(sweep.tensors, final, strict=True):
+                    _accumulate(tensor, sweep.set_aside.get(id(tensor)), value, create)
+            else:
+                for tensor, value in zip(sweep.tensors, final, strict=True):
+                    tensor.grad = value
         except BaseException as error:
-            abandon([slot.value for slot in self._reached], error)
+            abandon(sweep.values, error)
             raise
         finally:
-            self._sweep.running = False
-            for slot in self._reached:
-                slot.value = slot.set_aside = None
-            self._reached.clear()
+            sweep.clear()
 
-    def _resolve(self) -> None:
-        """Waits for every future, before anything is written."""
-        pending = [slot for slot in self._reached if not isinstance(slot.value, Tensor)]
-        if not pending:
-            return
-        deadline = Deadline.after(self._timeout)
-        for slot in pending:
-            if not is_future(slot.value):
-                raise TypeError(f"a callback returns a tensor, a future or None, got {slot.value!r}")
-            slot.value = result_of(slot.value, deadline, peer="a callback's future", operation="GradManager.backward")
+    def _resolve(self) -> list[Tensor]:
+        """What the callbacks returned last, every future waited for: before anything is written."""
+        deadline: Deadline | None = None
+        results: list[Tensor] = []
+        for value in self._sweep.values:
+            if isinstance(value, Tensor):
+                results.append(value)
+                continue
+            if not is_future(value):
+                raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
+            deadline = deadline or Deadline.after(self._timeout)
+            peer = "a callback's future"
+            results.append(result_of(value, deadline, peer=peer, operation="GradManager.backward"))
+        return results
 
     def __enter__(self) -> Self:
         self.record()
@@ -331,11 +328,8 @@ def _release(members: Sequence[GradManager]) -> None:
         member.release()
 
 
-def _accumulate(slot: _Slot, create: bool) -> None:
-    tensor, value, before = slot.tensor(), slot.value, slot.set_aside
-    if tensor is None:
-        return
-    assert isinstance(value, Tensor)
+def _accumulate(tensor: Tensor, before: Tensor | None, value: Tensor, create: bool) -> None:
+    """As torch accumulates: in place, unless the sum itself is differentiated or a sparse side forbids it."""
     if before is None:
         tensor.grad = value
     elif create or before.requires_grad or value.requires_grad or (before.is_sparse and not value.is_sparse):
@@ -356,5 +350,4 @@ def _forgetter(manager: weakref.ref[GradManager], key: int) -> Callable[[weakref
 
 def _unhook(slots: dict[int, _Slot]) -> None:
     for slot in slots.values():
-        for handle in slot.handles:
-            handle.remove()
+        slot.unhook()

@@ -6,83 +6,144 @@ A leaf's gradient passes three places::
                           (2)
 
 At (1), a tensor hook, it is the engine's own buffer, which two tensors may share. At (2) torch steals the buffer, or
-copies one that is shared or laid out unlike the leaf. So ``watch_leaf`` takes it at (3), out of ``.grad``, at no cost
-beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be set
-aside at (1), or (2) would add to it. Results of operations have (1) alone.
+copies one that is shared or laid out unlike the leaf. So ``Sweep.watch_leaf`` takes it at (3), out of ``.grad``, at no
+cost beyond torch's own, and puts back at once what ``.grad`` held before; only where it held something must that be
+set aside at (1), or (2) would add to it. Results of operations have (1) alone.
 
-Hooks are set once and stay from step to step; outside a sweep of their own they do nothing.
+Hooks are set once and stay from step to step; outside a sweep of their own they do nothing. All tensors with the same
+callbacks share one hook and no object is made per tensor: between two steps everything here falls out of the
+processor's cache, and on small models fetching one object a parameter costs as much as the hook itself.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradientSink", "Sweep", "record_outputs", "set_grad_aside", "watch_leaf", "watch_result"]
+from anabranch.autodiff.futures import GradientFuture
+
+__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_result"]
+
+Gradient: TypeAlias = "Tensor | GradientFuture"
+Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
+"""``callback(tensor, gradient)`` returns the gradient to go on with, a future of it, or ``None`` to keep it."""
 
 
 class Sweep:
-    """Whether a session's own sweep is running; one object, shared by all of the session's hooks."""
+    """A session's own sweeps: the hooks that belong to them, and what has arrived in the one that runs.
 
-    __slots__ = ("running",)
+    Attributes:
+        running: whether the hooks act.
+        tensors: the tensors reached so far, in order.
+        values: their gradients, as the callbacks left them.
+        set_aside: by the tensor's id, what ``.grad`` held.
+        replaced: whether a callback has returned anything, which may be a future.
+    """
+
+    __slots__ = ("_distinct", "_hooks", "replaced", "running", "set_aside", "tensors", "values")
 
     def __init__(self) -> None:
         self.running = False
+        self.tensors: list[Tensor] = []
+        self.values: list[Gradient] = []
+        self.set_aside: dict[int, Tensor] = {}
+        self.replaced = False
+        self._hooks: dict[tuple[Callback, ...], Callable[[Tensor], None]] = {}
+        self._distinct = 0  # how many arrived in the last sweep that was seen to have no repetition
 
+    def begin(self) -> None:
+        """The hooks act from here on."""
+        self.replaced = False
+        self.running = True
 
-class GradientSink(Protocol):
-    """Who takes a final gradient."""
+    def end(self) -> None:
+        """The hooks act no more; raises ``RuntimeError`` if a gradient arrived in parts."""
+        self.running = False
+        if len(self.tensors) != self._distinct:
+            if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
+                raise RuntimeError(
+                    "the gradient of a tensor arrived twice in one sweep, as it does when torch.utils.checkpoint runs "
+                    "with use_reentrant=True; pass use_reentrant=False"
+                )
+            self._distinct = len(self.tensors)
 
-    set_aside: Tensor | None
-    """What the leaf's ``.grad`` held when its gradient arrived."""
+    def clear(self) -> None:
+        """What arrived is let go."""
+        self.running = False
+        self.tensors.clear()
+        self.values.clear()
+        self.set_aside.clear()
 
-    def take(self, tensor: Tensor | None, grad: Tensor) -> None:
-        """Called once in a sweep, with the tensor (``None`` if it has been dropped) and its final gradient."""
+    def watch_leaf(self, leaf: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
+        """Runs ``callbacks`` on the leaf's final gradient, taken at (3), and leaves ``.grad`` as it was."""
+        hook = self._hooks.get(callbacks)
+        if hook is None:
+            hook = self._hooks[callbacks] = self._hook_at_3(callbacks)
+        return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
+    def _hook_at_3(self, callbacks: tuple[Callback, ...]) -> Callable[[Tensor], None]:
+        set_aside, tensor_arrived, value_arrived = self.set_aside, self.tensors.append, self.values.append
 
-def watch_leaf(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
-    """Gives ``sink`` the leaf's final gradient at (3), and leaves ``.grad`` as it was."""
-
-    def take(leaf: Tensor) -> None:
-        if sweep.running:
+        def hook(leaf: Tensor) -> None:
+            if not self.running:
+                return
             grad = leaf.grad
-            leaf.grad = sink.set_aside
-            if grad is not None:
-                sink.take(leaf, grad)
+            leaf.grad = set_aside.get(id(leaf)) if set_aside else None
+            if grad is None:
+                return
+            tensor_arrived(leaf)
+            value: Gradient = grad
+            try:
+                for callback in callbacks:
+                    answer = callback(leaf, value)
+                    if answer is not None:
+                        value = answer
+                        self.replaced = True
+            finally:  # a future that one callback returned before another raised must not be lost
+                value_arrived(value)
 
-    handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-    return handle
+        return hook
+
+    def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
+        """Keeps what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
+        watched, key = weakref.ref(leaf), id(leaf)
+
+        def hook(grad: Tensor | None) -> None:
+            if grad is not None and self.running and (alive := watched()) is not None and alive.grad is not None:
+                self.set_aside[key] = alive.grad
+                alive.grad = None
+
+        return leaf.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+    def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
+        """Runs ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
+        hook = self._hook_at_3(callbacks)
+
+        def look(tensor: Tensor | None, grad: Tensor) -> None:
+            if self.running and tensor is not None:
+                if tensor.grad is not None:
+                    self.set_aside[id(tensor)] = tensor.grad
+                tensor.grad = grad
+                hook(tensor)
+
+        return watch_result(result, look)
 
 
-def set_grad_aside(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
-    """Keeps what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
-    watched = weakref.ref(tensor)
+def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]) -> RemovableHandle:
+    """Calls with the final gradient at (1), and with the tensor unless it has been dropped, in anybody's sweep."""
+    watched = weakref.ref(result)
 
-    def put(grad: Tensor | None) -> None:
-        if grad is not None and sweep.running and (leaf := watched()) is not None:
-            sink.set_aside = leaf.grad
-            leaf.grad = None
-
-    handle: RemovableHandle = tensor.register_hook(put)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def watch_result(tensor: Tensor, sink: GradientSink, sweep: Sweep) -> RemovableHandle:
-    """Gives ``sink`` the final gradient of a tensor that an operation made, at (1)."""
-    watched = weakref.ref(tensor)
-
-    def take(grad: Tensor | None) -> None:
+    def hook(grad: Tensor | None) -> None:
         # The engine calls with None for a result of which only a sibling (another chunk) was used.
-        if grad is not None and sweep.running:
-            sink.take(watched(), grad)
+        if grad is not None:
+            call(watched(), grad)
 
-    handle: RemovableHandle = tensor.register_hook(take)  # type: ignore[no-untyped-call]
-    return handle
+    return result.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @contextmanager

@@ -30,6 +30,8 @@ def roots_on_tape(
         ValueError: another number or shape of ``dy``, or ``dy`` without ``y``.
         TypeError: a root that is no tensor.
     """
+    if isinstance(y, Tensor) and dy is None and not y.ndim and y.requires_grad:
+        return [y], [None]  # a loss: nothing to check
     ys: list[Tensor] = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
     dys: list[Tensor | None]
     if dy is None:

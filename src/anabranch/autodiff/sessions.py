@@ -3,8 +3,12 @@
 All sessions of a thread record one torch graph, so a sweep must leave it whole while another session may still need
 it, and must itself be recorded if an outer session watches:
 
-- ``retain_graph`` if any other session is recording, or could: a sweep that frees the graph would end it for all;
+- ``retain_graph`` if any other session is recording: a sweep that frees the graph would end it for all;
 - ``create_graph`` if a session that began earlier, and is no sibling of the sweeping one, is recording.
+
+For the same reason the memory of the tape is freed when the last of the sessions that overlap has ended. Boundary
+operations hand their tokens to every session that records: a rank whose loss lies elsewhere starts its
+backward from them, and a sweep towards given tensors must not pass by what ends at a boundary.
 """
 
 from __future__ import annotations
@@ -13,15 +17,50 @@ import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["Session", "begin", "end", "live", "sweep_flags"]
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from anabranch.autodiff.tape import Tape
+
+__all__ = [
+    "Session",
+    "Tokens",
+    "begin",
+    "boundary_entry",
+    "boundary_exit",
+    "end",
+    "live",
+    "save_to_tape",
+    "sweep_flags",
+]
+
+
+class Tokens:
+    """The ends of the tape at boundaries: where a sweep comes in (``exits``) and where it leaves (``entries``)."""
+
+    __slots__ = ("entries", "exits")
+
+    def __init__(self) -> None:
+        self.exits: list[Tensor] = []
+        self.entries: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Lets all tokens go."""
+        self.exits.clear()
+        self.entries.clear()
 
 
 class Session(Protocol):
-    """What the registry needs of a session: the group whose members do not record one another, if any."""
+    """What the registry needs of a session."""
 
     @property
     def siblings(self) -> object | None:
-        """An object shared by the members of a group; ``None`` outside one."""
+        """An object shared by the members of a group, who do not record one another; ``None`` outside one."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """The boundary tokens that the session has recorded."""
 
 
 class _Recording(threading.local):
@@ -29,6 +68,7 @@ class _Recording(threading.local):
 
     def __init__(self) -> None:
         self.sessions: list[weakref.ref[Session]] = []
+        self.tape: Tape | None = None
 
 
 _recording = _Recording()
@@ -39,9 +79,19 @@ def begin(session: Session) -> None:
     _recording.sessions.append(weakref.ref(session))
 
 
+def save_to_tape() -> saved_tensors_hooks:
+    """A context in which what operations save is freed once no session of this thread records."""
+    if _recording.tape is None:
+        _recording.tape = Tape()
+    return _recording.tape.hooks()
+
+
 def end(session: Session) -> None:
     """``session`` records no more; nothing happens if it did not."""
-    _recording.sessions = [ref for ref in _recording.sessions if ref() is not None and ref() is not session]
+    _recording.sessions = [ref for ref in _recording.sessions if (other := ref()) is not None and other is not session]
+    if _recording.tape is not None and not _recording.sessions:
+        _recording.tape.free()
+        _recording.tape = None
 
 
 def live() -> list[Session]:
@@ -60,3 +110,21 @@ def sweep_flags(session: Session) -> tuple[bool, bool]:
             break
         create = create or other.siblings is None or other.siblings is not session.siblings
     return len(sessions) > 1, create
+
+
+def boundary_exit(token: Tensor) -> Tensor:
+    """Makes ``token``, made by an operation that sent a value away, a root of every recording session's sweep."""
+    for session in live():
+        session.tokens.exits.append(token)
+    return token
+
+
+def boundary_entry() -> Tensor:
+    """A token that requires a gradient, for an operation that brings in a value and has no other such input.
+
+    A sweep reaches the operation whatever it is asked for.
+    """
+    token = torch.empty((), requires_grad=True)
+    for session in live():
+        session.tokens.entries.append(token)
+    return token

@@ -13,13 +13,11 @@ Rank 0 writes; what only a worker knows is gathered first. Names, not positions,
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
 import msgspec
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
 from anabranch.executor.loading import BoundLoader
+from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.executor.tape import TapeEngine
 
@@ -67,7 +66,7 @@ class Saver:
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
-        ranks = self._gather(_pack({"random": _random_state(), "loaders": self._positions()}))
+        ranks = self._gather(_pack({"random": random_state(), "loaders": self._positions()}))
         windows, sums = self._windows()
         failure = ""
         if self._rank == 0:
@@ -213,7 +212,7 @@ class Saver:
                 loader.restore([positions[name] for positions in loaders])
         if state["workers"] == self._size:
             mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
-            _restore_random_state(cast("dict[str, object]", mine["random"]))
+            restore_random_state(cast("dict[str, object]", mine["random"]))
 
     def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
         plans = []
@@ -330,31 +329,6 @@ def _checked_state(found: Checkpoint) -> dict[str, object]:
     if not isinstance(state, dict) or state.get("format") != _FORMAT or not {"model", "optimizer"} <= set(found.groups):
         raise CheckpointError(f"the checkpoint in {found.path} was not saved by an Executor of this version")
     return state
-
-
-# Random number generators.
-
-
-def _random_state() -> dict[str, object]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, object] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.array(keys, dtype=np.int64)), int(position), int(has_gauss), float(gauss)],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
-    return state
-
-
-def _restore_random_state(state: dict[str, object]) -> None:
-    torch.set_rng_state(cast(Tensor, state["torch"]))
-    random.setstate(cast("tuple[object, ...]", state["python"]))
-    kind, keys, position, has_gauss, gauss = cast("list[object]", state["numpy"])
-    np.random.set_state((kind, cast(Tensor, keys).numpy().astype(np.uint32), position, has_gauss, gauss))  # type: ignore[arg-type]
-    cuda = cast("list[Tensor]", state.get("cuda", []))
-    if cuda and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
 
 
 # A worker's own state on its way to rank 0.

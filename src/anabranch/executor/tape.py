@@ -18,8 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from anabranch.autodiff import GradManager
-from anabranch.autodiff.grad_manager import Callback
+from anabranch.autodiff import Callback, GradManager
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError
 from anabranch.executor.clipping import clip_gradients

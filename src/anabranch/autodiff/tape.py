@@ -1,0 +1,69 @@
+"""The tape's memory: what operations save for their backward, freed when the sessions that recorded it end.
+
+torch keeps saved tensors alive for as long as anything holds a root. A session ends sooner, so while one is entered
+every saved tensor is packed into a cell that the graph holds and the tape can empty::
+
+    root ──> grad_fn ──> cell ──> saved tensor        tape ··(weakly)··> cell
+
+The tape knows its cells weakly: a sweep that frees the graph frees them on the way, as without a session.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["Tape"]
+
+
+class _Cell:
+    """One saved tensor, and how often it had been changed in place by then."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+
+
+class Tape:
+    """The cells of the sessions of one thread that are, or were, entered at the same time."""
+
+    def __init__(self) -> None:
+        self._cells: list[weakref.ref[_Cell]] = []
+        self._prune_at = 4096
+
+    def hooks(self) -> saved_tensors_hooks:
+        """A context in which the operations of this thread save into the tape."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> _Cell:
+        cell = _Cell(tensor)
+        self._cells.append(weakref.ref(cell))
+        if len(self._cells) > self._prune_at:
+            self._cells = [reference for reference in self._cells if reference() is not None]
+            self._prune_at = max(4096, 2 * len(self._cells))
+        return cell
+
+    def free(self) -> None:
+        """Empties every cell; a sweep that comes too late raises ``RuntimeError``."""
+        cells, self._cells = self._cells, []
+        for reference in cells:
+            cell = reference()
+            if cell is not None:
+                cell.tensor = None
+
+
+def _unpack(cell: _Cell) -> Tensor:
+    tensor = cell.tensor
+    if tensor is None:
+        raise RuntimeError("what this graph saved was freed when its Grad session ended; sweep inside the session")
+    # torch itself checks only what is saved without hooks.
+    if tensor._version != cell.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected {cell.version}"
+        )
+    return tensor
