@@ -31,6 +31,7 @@ def run(
         typer.Option(
             metavar="DIR",
             file_okay=False,
+            writable=True,
             help="Keep each worker's output here, as worker-RANK.log. Without it logs are kept only after a failure.",
             show_default=False,
         ),

@@ -61,6 +61,7 @@ class Screen:
         self._given = {self.stdout, self.stderr}
         self._log = log.open("wb", buffering=0)
         self._unread: set[int] = set()  # targets whose reader is gone (`| head`): the log goes on
+        self._log_lost = False
         self._mid_line = False
         self.fit()
 
@@ -87,7 +88,7 @@ class Screen:
             data = os.read(source, _CHUNK)
         except OSError:  # nothing yet, or EIO: a terminal that nobody holds any more
             return False
-        _write(self._log.fileno(), data)
+        self._keep(data)
         self._show(self.targets[source], data)
         self._mid_line = bool(data) and not data.endswith(b"\n")
         return bool(data)
@@ -97,6 +98,15 @@ class Screen:
         if self._mid_line and self._terminal:
             self._show(2, b"\n")
         self._mid_line = False
+
+    def _keep(self, data: bytes) -> None:
+        if self._log_lost:
+            return
+        try:
+            _write(self._log.fileno(), data)
+        except OSError as error:
+            self._log_lost = True
+            self._show(2, f"anabranch: {self._log.name} ends here: {error.strerror}\n".encode())
 
     def _show(self, target: int, data: bytes) -> None:
         if target not in self._unread:
