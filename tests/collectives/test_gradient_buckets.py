@@ -20,7 +20,7 @@ class Done:
     def __init__(self, happen: Any) -> None:
         self._happen = happen
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         self._happen()
 
 

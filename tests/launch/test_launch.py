@@ -59,6 +59,26 @@ def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path:
     assert children() == before
 
 
+def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, sys, pathlib, time
+        seen = pathlib.Path(sys.argv[1])
+        if os.environ["RANK"] == "1":
+            print("Traceback (most recent call last):\\nanabranch.errors.PeerLost: rank 0 is lost", file=sys.stderr)
+            seen.touch()
+            sys.exit(1)
+        while not seen.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)  # later by every clock, and yet the cause
+        os.kill(os.getpid(), 9)
+        """
+    )
+    outcome = launch(path, [str(tmp_path / "seen")], workers=2, log_dir=tmp_path)
+    assert [exit_.code for exit_ in outcome.exits] == [-9, 1]
+    assert outcome.first_failure is outcome.exits[0]
+
+
 def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, tmp_path: Path) -> None:
     told: list[str] = []
     path = script(

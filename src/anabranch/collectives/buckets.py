@@ -241,7 +241,7 @@ class GradientBuckets:
         found_sparse: set[str] = set()
         for bucket in self._buckets:
             if bucket.pending is not None:
-                bucket.pending.wait()
+                bucket.pending.finish()
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
             for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):

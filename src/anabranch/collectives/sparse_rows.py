@@ -67,7 +67,7 @@ class SparseRows:
         if self._workers is not None:
             assert self._pending is not None
             assert self._counts is not None
-            self._pending.wait()
+            self._pending.finish()
             counts = self._counts.flatten().tolist()
             self._pending = self._counts = None
             if max(counts) == _NO_GRADIENT:

@@ -34,7 +34,7 @@ _BACKEND_GRACE = 60.0
 
 
 class Pending:
-    """A collective under way; ``wait`` returns when its tensors hold the result."""
+    """A collective under way; ``finish`` returns when its tensors hold the result."""
 
     __slots__ = ("_operation", "_started", "_step", "_work", "_workers")
 
@@ -45,7 +45,7 @@ class Pending:
         self._step = step
         self._started = time.monotonic()
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Returns when the result is there.
 
         Raises:
@@ -106,7 +106,7 @@ class Workers:
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.cpu()]
         return {rank: Identity.decode(text) for rank, text in zip(self._global_ranks, texts, strict=True)}
 
-    # Collectives. Each starts at once and in the same order on every rank; `wait` on what they return.
+    # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
         """Starts summing ``tensor``, in place, over the workers."""
@@ -130,13 +130,13 @@ class Workers:
 
     def all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Tensor:
         """``tensor``, summed in place over the workers."""
-        self.start_all_reduce(tensor, operation=operation, step=step).wait()
+        self.start_all_reduce(tensor, operation=operation, step=step).finish()
         return tensor
 
     def all_gather(self, tensor: Tensor, *, operation: str = "all_gather", step: int | None = None) -> Tensor:
         """Every worker's ``tensor``, stacked in rank order."""
         into = tensor.new_empty(self.size, *tensor.shape)
-        self.start_all_gather(tensor, into, operation=operation, step=step).wait()
+        self.start_all_gather(tensor, into, operation=operation, step=step).finish()
         return into
 
     def all_gather_bytes(self, data: bytes, *, operation: str = "all_gather") -> list[bytes]:
@@ -150,7 +150,7 @@ class Workers:
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
         """Copies rank 0's tensors over everyone's, all under way at once."""
         for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
-            pending.wait()
+            pending.finish()
 
     def barrier(self, *, operation: str = "barrier") -> None:
         """Returns when every worker has called it."""

@@ -95,7 +95,7 @@ class TapeEngine:
                 self._buckets.start_run(weight, last=self._closes_window(), step=self.runs)
                 self._manager.backward(loss)
                 self._buckets.launch_rest()
-                total = Total(weight, 0.0, 1) if self._header is None else self._header.wait()
+                total = Total(weight, 0.0, 1) if self._header is None else self._header.total()
                 self._end_run(total.rows)
         return Ran(loss.detach() if self._header is None else self._loss_of(total), returned)
 
@@ -110,7 +110,7 @@ class TapeEngine:
         with self._window_kept_whole():
             if self._header is not None:
                 self._header.start(None, 0.0, self.runs, active=active)
-                total = self._header.wait()
+                total = self._header.total()
             if not total.active:
                 return None
             self._buckets.start_run(0.0, last=self._closes_window(), step=self.runs)

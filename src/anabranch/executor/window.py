@@ -50,11 +50,11 @@ class Header:
         self._values = values
         self._pending = self._workers.start_all_reduce(values, operation="all_reduce of rows and loss", step=step)
 
-    def wait(self) -> Total:
+    def total(self) -> Total:
         """The sums over all workers."""
         assert self._pending is not None
         assert self._values is not None
-        self._pending.wait()
+        self._pending.finish()
         rows, loss, active = self._values.tolist()
         self._pending = self._values = None
         return Total(rows, loss, int(active))

@@ -12,6 +12,7 @@ _TAIL_LINES = 20
 _MOST_LINES = 200
 _TAIL_BYTES = 1 << 20
 _TRACEBACK = "Traceback (most recent call last):"
+_LOST = "anabranch.errors.PeerLost:"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -66,6 +67,10 @@ class Exit:
             return min(self.ended_at, self.log.stat().st_mtime)
         return self.ended_at
 
+    def blames_another(self) -> bool:
+        """Whether it failed because another worker was lost: the error it ended with says so."""
+        return any(_LOST in line for line in self.last_words().splitlines())
+
     def _lines(self) -> list[str]:
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
@@ -90,9 +95,12 @@ class Outcome:
 
     @property
     def first_failure(self) -> Exit | None:
-        """The worker that failed first, by itself; ``None`` if all succeeded or were stopped."""
+        """The worker that failed first, by itself; ``None`` if all succeeded or were stopped.
+
+        Clocks decide, but for a worker that failed because another was lost: it may be reaped before that one is.
+        """
         failures = [exit_ for exit_ in self.exits if exit_.code != 0 and not exit_.stopped]
-        return min(failures, key=Exit.failed_at, default=None)
+        return min(failures, key=lambda exit_: (exit_.blames_another(), exit_.failed_at()), default=None)
 
     @property
     def exit_code(self) -> int:
