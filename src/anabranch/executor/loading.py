@@ -31,7 +31,7 @@ from anabranch.executor.positions import State, position_of
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["ENDED", "BoundLoader"]
+__all__ = ["BoundLoader", "ENDED"]
 
 _log = logging.getLogger("anabranch.executor")
 
