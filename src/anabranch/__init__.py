@@ -6,6 +6,7 @@ gives. The packages are floors, imports point down only:
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
+- ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -40,6 +41,7 @@ from anabranch.errors import (
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
+from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
 from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -53,10 +55,12 @@ __all__ = [
     "Grad",
     "GradManager",
     "Job",
+    "Namespace",
     "NonFinite",
     "NotFound",
     "Overloaded",
     "PeerLost",
+    "Pipe",
     "PipelineError",
     "ProtocolError",
     "RemoteError",
@@ -71,4 +75,8 @@ __all__ = [
     "run_isolated_backward",
     "run_isolated_forward",
     "testing",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
 ]

@@ -1,0 +1,55 @@
+"""The caller's modes, carried into worker threads: PyTorch keeps grad mode, inference mode and autocast per thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Ambient"]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The modes of the thread that took them.
+
+    >>> with torch.no_grad():
+    ...     ambient = Ambient.take()
+    >>> with ambient.entered():
+    ...     torch.is_grad_enabled()
+    False
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @classmethod
+    def take(cls) -> Ambient:
+        """The modes of the calling thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Puts the calling thread into these modes until the block ends."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            else:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled != torch.is_autocast_enabled(kind) or enabled:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
+                    )
+            yield

@@ -1,0 +1,104 @@
+"""All ranks of a pipeline in this process: a worker thread each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from anabranch.pipeline.actions import Action
+from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.exchange import Aborted, Exchange, Message
+from anabranch.pipeline.runner import Failure, Runner, phase_of
+from anabranch.pipeline.stage import StageRun
+from anabranch.pipeline.workers import Workers
+from anabranch.transport import Deadline
+
+__all__ = ["LocalEngine", "annotate"]
+
+
+class LocalEngine:
+    """Runs every rank's actions on a worker thread of its own; keeps the threads until it is closed or collected.
+
+    Args:
+        rank_of: the rank of each stage.
+        timeout: seconds that a run may take.
+    """
+
+    def __init__(self, rank_of: tuple[int, ...], timeout: float) -> None:
+        self._rank_of = rank_of
+        self._timeout = timeout
+        self._workers: Workers | None = None
+
+    def run(
+        self,
+        runs: Mapping[int, StageRun],
+        actions: Sequence[Sequence[Action]],
+        outside: Mapping[int, Sequence[Message]],
+        *,
+        keep: bool = False,
+    ) -> Outcome:
+        """Carries out all ranks' actions at once; raises what a stage raised, with a note of where."""
+        if self._workers is None:
+            self._workers = Workers(len(actions), "anabranch-stage")
+        deadline = Deadline.after(self._timeout)
+        exchange = Exchange(self._rank_of, deadline)
+        attempt = _Attempt(exchange, self._workers)
+        runners = [Runner(runs, outside, exchange, keep=keep) for _ in actions]
+        tasks = [
+            lambda runner=runner, todo=todo: attempt.run(runner, todo)
+            for runner, todo in zip(runners, actions, strict=True)
+        ]
+        try:
+            self._workers.run(tasks, deadline, on_interrupt=exchange.abort)
+            attempt.raise_failure()
+        except BaseException:
+            for run in runs.values():
+                run.abandon()
+            raise
+        outcome = Outcome()
+        for runner in runners:
+            outcome.outputs |= runner.outputs
+            outcome.input_gradients |= runner.input_gradients
+        return outcome
+
+    def close(self) -> None:
+        """Ends the worker threads; a later run starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+
+class _Attempt:
+    """One run: the first failure in it, by which all others end."""
+
+    def __init__(self, exchange: Exchange, workers: Workers) -> None:
+        self._exchange = exchange
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None
+
+    def run(self, runner: Runner, actions: Sequence[Action]) -> None:
+        try:
+            runner.run(actions)
+        except Aborted:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            with self._lock:
+                self._first = self._first or error
+            self._exchange.abort()
+            self._workers.leave_behind()
+
+    def raise_failure(self) -> None:
+        with self._lock:
+            first, self._first = self._first, None
+        if isinstance(first, Failure):
+            raise annotate(first)
+        if first is not None:
+            raise first
+
+
+def annotate(failure: Failure) -> BaseException:
+    """The exception that a stage raised, with a note of stage, microbatch and phase."""
+    action, error = failure.action, failure.error
+    error.add_note(f"in stage {action.stage}, microbatch {action.microbatch}, {phase_of(action)}")
+    return error

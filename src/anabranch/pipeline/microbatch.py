@@ -1,0 +1,82 @@
+"""A batch cut into microbatches along its rows, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.tensors import Structure, flatten, paths, unflatten
+
+__all__ = ["count_batch_rows", "gather", "microbatch_sizes", "scatter"]
+
+
+def count_batch_rows(batch: Structure, what: str) -> int:
+    """The rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions have no say.
+
+    Raises:
+        ValueError: they disagree, or none has rows; names each with its shape. ``what`` is the batch's name there.
+    """
+    leaves, _ = flatten(batch)
+    named = [(path, leaf) for path, leaf in zip(paths(batch), leaves, strict=True) if isinstance(leaf, Tensor)]
+    rows = {leaf.shape[0] for _, leaf in named if leaf.ndim}
+    if len(rows) != 1:
+        shapes = ", ".join(f"{path or what} {tuple(leaf.shape)}" for path, leaf in named) or type(batch).__name__
+        problem = "have different numbers of rows (dim 0)" if rows else "have no rows (dim 0) to cut into microbatches"
+        raise ValueError(f"the tensors of {what} {problem}: {shapes}")
+    return rows.pop()
+
+
+def microbatch_sizes(rows: int, chunks: int) -> list[int]:
+    """The rows of each microbatch: ``min(rows, chunks)`` of them, sizes differing by at most one.
+
+    >>> microbatch_sizes(7, 4), microbatch_sizes(2, 4), microbatch_sizes(0, 4)
+    ([2, 2, 2, 1], [1, 1], [0])
+    """
+    m = max(1, min(rows, chunks))
+    return [rows // m + (i < rows % m) for i in range(m)]
+
+
+def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
+    """``batch`` cut along its rows; what is no tensor, and tensors of no dimensions, go to every microbatch.
+
+    >>> [part["x"].tolist() for part in scatter({"x": torch.arange(3)}, [2, 1])]
+    [[0, 1], [2]]
+    """
+    leaves, treedef = flatten(batch)
+    cut = [
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.ndim else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)
+
+
+def gather(parts: Sequence[Structure]) -> Structure:
+    """The microbatches' outputs as one: tensors joined along their rows, anything else taken from the first.
+
+    >>> gather([{"y": torch.zeros(2, 1)}, {"y": torch.zeros(1, 1)}])["y"].shape
+    torch.Size([3, 1])
+
+    Raises:
+        ValueError: the structures differ, or a tensor has no rows to join along.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    flat = [flatten(part) for part in parts]
+    treedef = flat[0][1]
+    if any(other != treedef for _, other in flat):
+        raise ValueError("the model's output has another structure in some microbatches, so they cannot be joined")
+    return unflatten(treedef, [_join(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)])
+
+
+def _join(leaves: Sequence[object]) -> object:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) < len(leaves):
+        return leaves[0]
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise ValueError(
+            "the model returns a tensor of no dimensions, which has no rows to join microbatches along; return a row "
+            "per row of the batch, and reduce in the loss"
+        )
+    return torch.cat(tensors)

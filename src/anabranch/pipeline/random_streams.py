@@ -1,0 +1,186 @@
+"""Random numbers of a stage and microbatch, from a generator of their own.
+
+PyTorch's CPU generator belongs to the whole process: stages that run at once would draw from it in an order that
+changes from run to run, and a second forward could not replay the first without disturbing the others. So every
+forward of (seed, step, stage, microbatch) makes a fresh generator from these four numbers, in one process and across
+ranks alike, and the second forward makes it again.
+
+Functions that draw are caught where Python calls them (a ``TorchFunctionMode``: one table lookup for all others), and
+run under a ``TorchDispatchMode`` that gives each ATen operation underneath the generator. An operation that draws
+without taking a generator is computed another way (dropout kernels), or refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["drawing_from", "refuse_undrawable"]
+
+
+@contextmanager
+def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
+    """Until the block ends, this thread draws its random numbers from the stream of these four numbers.
+
+    >>> with drawing_from(0, 1, 2, 3):
+    ...     first = torch.rand(2)
+    >>> with drawing_from(0, 1, 2, 3):
+    ...     torch.equal(torch.rand(2), first)
+    True
+    """
+    digest = hashlib.blake2b(struct.pack("<Q3q", seed % 2**64, step, stage, microbatch), digest_size=8).digest()
+    with _Catch(_Stream(int.from_bytes(digest, "little") >> 1)):
+        yield
+
+
+class _Stream:
+    """One generator a device, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def on(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+_DROPOUTS = "dropout alpha_dropout feature_alpha_dropout feature_dropout"
+_DRAWING_NAMES = (
+    f"{_DROPOUTS} dropout1d dropout2d dropout3d native_dropout rrelu gumbel_softmax scaled_dot_product_attention "
+    "multi_head_attention_forward fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
+    "fractional_max_pool3d_with_indices bernoulli binomial multinomial normal poisson rand rand_like randint "
+    "randint_like randn randn_like randperm random cauchy exponential geometric log_normal uniform lstm gru rnn_tanh "
+    "rnn_relu _sample_dirichlet _standard_gamma pca_lowrank svd_lowrank trunc_normal kaiming_uniform kaiming_normal "
+    "xavier_uniform xavier_normal orthogonal sparse"
+).split()
+
+
+def _drawing_functions() -> frozenset[Callable[..., object]]:
+    places = (torch, F, Tensor, nn.init, torch._VF)
+    names = [name + ending for name in _DRAWING_NAMES for ending in ("", "_")]
+    found = (getattr(place, name, None) for place in places for name in names)
+    return frozenset(function for function in found if callable(function))
+
+
+_DRAWING = _drawing_functions()
+
+
+class _Catch(TorchFunctionMode):
+    def __init__(self, stream: _Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func in _DRAWING:
+            with _GiveGenerator(self._stream):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _GiveGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, stream: _Stream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            return replacement(self._stream, *args, **kwargs)
+        taking = _overload_with_generator(func)
+        if taking is not None:
+            return taking(*args, **kwargs, generator=self._stream.on(_device_of(args, kwargs)))
+        if not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise RuntimeError(_refusal(f"the operation {func}"))
+        return result
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"{what} draws random numbers but takes no generator, so a pipeline could not replay them; use dropout between "
+        "the operations instead, or draw inside forward with torch.rand and the like"
+    )
+
+
+def _device_of(args: Iterable[object], kwargs: dict[str, object]) -> torch.device:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)  # type: ignore[call-overload, no-any-return]
+    return next((arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), torch.device("cpu"))
+
+
+def _overload_with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    if _takes_generator(func):
+        return func
+    packet = func.overloadpacket
+    name = func._overloadname
+    for candidate in ("generator" if name == "default" else f"{name}_generator",):
+        if candidate in packet.overloads():
+            return getattr(packet, candidate)  # type: ignore[no-any-return]
+    if name.endswith("_dtype") and f"{name.removesuffix('_dtype')}_generator_dtype" in packet.overloads():
+        return getattr(packet, f"{name.removesuffix('_dtype')}_generator_dtype")  # type: ignore[no-any-return]
+    return None
+
+
+def _takes_generator(func: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether this call of an operation that may draw does; attention without dropout does not."""
+    if func is torch.ops.aten._fused_sdp_choice.default:
+        return False
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return not any(
+        name in defaults and not given.get(name, defaults[name]) for name in ("dropout_p", "dropout", "train")
+    )
+
+
+def _native_dropout(stream: _Stream, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    if not train:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1.0:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p, generator=stream.on(x.device))
+    return x * mask * (1.0 / (1.0 - p)), mask
+
+
+_REPLACEMENTS: dict[object, Callable[..., object]] = {torch.ops.aten.native_dropout.default: _native_dropout}
+
+
+def refuse_undrawable(name: str, module: nn.Module, device: torch.device) -> None:
+    """Raises ``ValueError`` for a module that would draw, inside one operation, without taking a generator."""
+    if device.type == "cpu":
+        return  # torch builds them there of operations that take one
+    for path, child in module.named_modules(prefix=name):
+        if isinstance(child, nn.RNNBase) and child.dropout > 0 and child.num_layers > 1:
+            raise ValueError(_refusal(f"{path} ({type(child).__name__} with dropout={child.dropout} on {device})"))

@@ -1,0 +1,391 @@
+"""Tensors that jump over layers: what a module declares, what its ``forward`` yields, and where the values wait.
+
+A skippable module's ``forward`` is a generator. It hands out a value with ``yield stash(name, value)`` and takes one in
+with ``value = yield pop(name)``; the declaration on the class says which names, so that a pipeline knows before it runs
+which stage needs what from which::
+
+    layer        0        1        2        3
+              stash a ------------------> pop a          one name, one stash, one pop
+              stash b ---> pop b ---> pop b              several pops when ``shared``
+
+Between stash and pop a value waits in a ``SkipStore``. Each thread has one current store, because ``forward`` gets no
+argument for it: a stage installs its own, and outside a pipeline the thread's default one makes the same modules run
+in a plain ``nn.Sequential``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar, cast
+
+from torch import nn
+
+from anabranch.errors import SkipError
+from anabranch.tensors import Structure
+
+__all__ = [
+    "Declaration",
+    "Namespace",
+    "SkipName",
+    "SkipStore",
+    "declaration_of",
+    "isolate",
+    "pop",
+    "skippable",
+    "stash",
+    "using_store",
+    "verify_skippables",
+]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+_ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
+
+
+class Namespace:
+    """Keeps skips of the same name apart: give one to ``isolate`` of every module that belongs together.
+
+    >>> first, second = Namespace(), Namespace()
+    >>> first == second
+    False
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+SkipName: TypeAlias = tuple[Namespace | None, str]
+"""A skip's full name: its namespace (``None`` outside any) and the name in the declaration."""
+
+
+class stash:  # noqa: N801 - a command, read as a verb where it is yielded
+    """Hands ``value`` to the modules that pop ``name``; yielded from the ``forward`` of a skippable module.
+
+    >>> @skippable(stash=["input"])
+    ... class Keep(nn.Module):
+    ...     def forward(self, x):
+    ...         yield stash("input", x)
+    ...         return x + 1
+
+    Args:
+        name: one of the names that the class declares in ``stash=``.
+        value: tensors of any dtype in any nesting, or ``None``.
+    """
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Structure) -> None:
+        self.name = name
+        self.value = value
+
+
+class pop:  # noqa: N801
+    """Asks for the value stashed as ``name``; yielded from the ``forward`` of a skippable module.
+
+    >>> @skippable(pop=["input"])
+    ... class Add(nn.Module):
+    ...     def forward(self, x):
+    ...         skip = yield pop("input")
+    ...         return x + skip
+
+    Args:
+        name: one of the names that the class declares in ``pop=``.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """The skips that a module hands out and takes in, in the order declared, and those of them that are shared."""
+
+    stashes: tuple[SkipName, ...]
+    pops: tuple[SkipName, ...]
+    shared: frozenset[SkipName]
+
+
+class SkipStore:
+    """The values stashed and not yet popped.
+
+    A shared value stays until the store is dropped; any other leaves with its one pop.
+
+    Args:
+        shared: names known to be shared, whoever stashes or pops them.
+    """
+
+    def __init__(self, shared: Iterable[SkipName] = ()) -> None:
+        self._values: dict[SkipName, Structure] = {}
+        self._always_shared = frozenset(shared)
+        self._shared: set[SkipName] = set()
+
+    def put(self, name: SkipName, value: Structure, *, shared: bool = False) -> None:
+        """Keeps ``value`` under ``name``, in place of an older one."""
+        self._values[name] = value
+        (self._shared.add if shared else self._shared.discard)(name)
+
+    def take(self, name: SkipName, *, shared: bool = False) -> Structure:
+        """The value under ``name``, which leaves the store unless it is shared; ``KeyError`` if there is none."""
+        keep = shared or name in self._shared or name in self._always_shared
+        return self._values[name] if keep else self._values.pop(name)
+
+    def __contains__(self, name: SkipName) -> bool:
+        return name in self._values
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.store = SkipStore()
+
+
+_current = _Current()
+
+
+@contextmanager
+def using_store(store: SkipStore) -> Iterator[None]:
+    """Makes ``store`` this thread's current one until the block ends."""
+    outer, _current.store = _current.store, store
+    try:
+        yield
+    finally:
+        _current.store = outer
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = (), shared: Iterable[str] = ()
+) -> Callable[[_ModuleClass], _ModuleClass]:
+    """Declares the skips of a module class whose ``forward`` is a generator; without any ``yield`` it works too.
+
+    >>> import torch
+    >>> @skippable(stash=["long"])
+    ... class Encode(nn.Module):
+    ...     def forward(self, x):
+    ...         yield stash("long", x)
+    ...         return x * 2
+    >>> @skippable(pop=["long"])
+    ... class Decode(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + (yield pop("long"))
+    >>> nn.Sequential(Encode(), nn.Identity(), Decode())(torch.ones(2))
+    tensor([3., 3.])
+
+    The class is returned itself, with an added method ``isolate(namespace, only=None)``: names in state dicts,
+    ``isinstance`` and ``super()`` stay as they are.
+
+    Args:
+        stash: names that ``forward`` hands out, each exactly once a call.
+        pop: names that ``forward`` takes in, each exactly once a call.
+        shared: those of the names that more than one module may pop; saying so once, where it is stashed, is enough.
+
+    Raises:
+        SkipError: a name in ``shared`` that is neither stashed nor popped here.
+        RuntimeError: in ``forward``: a name that is not declared, a pop of what was not stashed, or a declared name
+            that was not stashed or popped; names module and skip.
+
+    Source: skip connections of torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training
+    Giant Models", 2020).
+    """
+    stashes, pops, shares = _names(stash, "stash"), _names(pop, "pop"), _names(shared, "shared")
+    for name in shares:
+        if name not in stashes and name not in pops:
+            raise SkipError(f"{name!r} is declared as shared but neither in stash= nor in pop=; name it there too")
+
+    def decorate(cls: _ModuleClass) -> _ModuleClass:
+        cls._skip_declaration = (stashes, pops, frozenset(shares))  # type: ignore[attr-defined]
+        cls.forward = _driven(cls.forward)
+        cls.isolate = isolate  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise SkipError(f"{argument}={names!r} is one string; give the names in a list, such as [{names!r}]")
+    return tuple(dict.fromkeys(names))
+
+
+def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | None = None) -> _Module:
+    """Puts the skips of ``module``, or those named in ``only``, into ``namespace``; returns ``module``.
+
+    A method of every skippable module: ``Encode().isolate(namespace)``.
+
+    Raises:
+        SkipError: a name in ``only`` that the module does not declare.
+    """
+    stashes, pops, _ = module._skip_declaration  # type: ignore[misc]
+    declared = (*stashes, *pops)
+    names = declared if only is None else (only,) if isinstance(only, str) else tuple(only)
+    for name in names:
+        if name not in declared:
+            raise SkipError(f"{type(module).__name__} declares no skip {name!r} to isolate; it declares {declared}")
+    # Assigned whole: a copied module must not share the dict with its original.
+    module._skip_namespaces = {**_namespaces(module), **dict.fromkeys(names, namespace)}  # type: ignore[assignment]
+    return module
+
+
+def _namespaces(module: nn.Module) -> dict[str, Namespace]:
+    namespaces: dict[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
+    return namespaces
+
+
+def declaration_of(module: nn.Module) -> Declaration | None:
+    """What ``module`` declares, with the namespaces it was isolated into; ``None`` if it is not skippable."""
+    declared = getattr(type(module), "_skip_declaration", None)
+    if declared is None:
+        return None
+    namespaces = _namespaces(module)
+    stashes, pops, shared = ([(namespaces.get(name), name) for name in names] for names in declared)
+    return Declaration(tuple(stashes), tuple(pops), frozenset(shared))
+
+
+def _driven(forward: Callable[..., Structure]) -> Callable[..., Structure]:
+    @functools.wraps(forward)
+    def drive(self: nn.Module, *args: Structure, **kwargs: Structure) -> Structure:
+        call = _Call(self)
+        result = forward(self, *args, **kwargs)
+        if inspect.isgenerator(result):
+            result = call.run(cast(_Commands, result))
+        call.check_complete()
+        return result
+
+    return drive
+
+
+_Commands: TypeAlias = Generator[object, Structure, Structure]
+
+
+class _Call:
+    """One run of a skippable module's ``forward``: obeys its commands, and knows what it still owes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        declaration = declaration_of(module)
+        assert declaration is not None
+        self._who = type(module).__name__
+        self._store = _current.store
+        self._stashes = {name: (namespace, name) for namespace, name in declaration.stashes}
+        self._pops = {name: (namespace, name) for namespace, name in declaration.pops}
+        self._shared = declaration.shared
+        self._stashed: dict[SkipName, Structure] = {}
+
+    def run(self, commands: _Commands) -> Structure:
+        answer: Structure = None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = self._obey(command)
+
+    def _obey(self, command: object) -> Structure:
+        if isinstance(command, stash):
+            self._stash(command)
+            return None
+        if isinstance(command, pop):
+            return self._pop(command)
+        raise TypeError(f"{self._who}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
+
+    def _stash(self, command: stash) -> None:
+        full = self._stashes.get(command.name)
+        if full is None:
+            raise RuntimeError(f"{self._who} stashes {command.name!r} but does not declare it in stash=")
+        if full in self._stashed:
+            raise RuntimeError(f"{self._who} stashes {command.name!r} twice in one forward")
+        # Not in the store before forward has ended: a module never pops what it stashes itself.
+        self._stashed[full] = command.value
+
+    def _pop(self, command: pop) -> Structure:
+        full = self._pops.pop(command.name, None)
+        if full is None:
+            raise RuntimeError(f"{self._who} pops {command.name!r} but does not declare it in pop=, or pops it twice")
+        if full not in self._store:
+            raise RuntimeError(f"{self._who} pops {command.name!r}, which has not been stashed by an earlier module")
+        return self._store.take(full, shared=full in self._shared)
+
+    def check_complete(self) -> None:
+        missing = [name for name, full in self._stashes.items() if full not in self._stashed]
+        if missing:
+            raise RuntimeError(f"{self._who} declares {_quote(missing)} in stash= but its forward did not stash it")
+        if self._pops:
+            raise RuntimeError(f"{self._who} declares {_quote(self._pops)} in pop= but its forward did not pop it")
+        for full, value in self._stashed.items():
+            self._store.put(full, value, shared=full in self._shared)
+
+
+def verify_skippables(module: nn.Module) -> None:
+    """Checks that every skip in ``module``, nested containers included, is stashed once, and popped once after that.
+
+    >>> @skippable(stash=["a"])
+    ... class Stash(nn.Module): ...
+    >>> verify_skippables(nn.Sequential(Stash()))
+    Traceback (most recent call last):
+    anabranch.errors.SkipError: skips that do not match:
+    * 'a' is stashed by '0' but no later module pops it
+
+    Raises:
+        SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice
+            without being shared, popped but not stashed before, stashed but not popped.
+    """
+    ledger = _Ledger()
+    for path, child in module.named_modules(remove_duplicate=False):
+        declaration = declaration_of(child)
+        if declaration is not None:
+            ledger.enter(path or type(child).__name__, declaration)
+    faults = ledger.close()
+    if faults:
+        raise SkipError("skips that do not match:\n" + "\n".join(f"* {fault}" for fault in faults))
+
+
+class _Ledger:
+    """Who stashes and who pops each skip, in the order that modules run, and what is wrong with that."""
+
+    def __init__(self) -> None:
+        self._stashed_by: dict[SkipName, str] = {}
+        self._popped_by: dict[SkipName, str] = {}
+        self._shared: set[SkipName] = set()
+        self._faults: list[str] = []
+
+    def enter(self, path: str, declaration: Declaration) -> None:
+        self._shared |= declaration.shared
+        both = set(declaration.stashes) & set(declaration.pops)
+        for name in declaration.stashes:
+            if name in both:
+                self._faults.append(f"{name[1]!r} is declared both in stash= and in pop= by {path!r}")
+            else:
+                self._enter_stash(name, path)
+        for name in declaration.pops:
+            if name not in both:
+                self._enter_pop(name, path)
+
+    def _enter_stash(self, name: SkipName, path: str) -> None:
+        earlier = self._stashed_by.setdefault(name, path)
+        if earlier != path:
+            self._faults.append(
+                f"{name[1]!r} is stashed by {earlier!r} and again by {path!r}; isolate them into two namespaces"
+            )
+
+    def _enter_pop(self, name: SkipName, path: str) -> None:
+        if name not in self._stashed_by:
+            self._faults.append(f"{name[1]!r} is popped by {path!r} but no earlier module stashes it")
+            return
+        earlier = self._popped_by.setdefault(name, path)
+        if earlier != path and name not in self._shared:
+            self._faults.append(
+                f"{name[1]!r} is popped by {earlier!r} and again by {path!r}; declare it in shared=, or isolate them "
+                "into two namespaces"
+            )
+
+    def close(self) -> list[str]:
+        for name, path in self._stashed_by.items():
+            if name not in self._popped_by:
+                self._faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it")
+        return self._faults
+
+
+def _quote(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,346 @@
+"""One stage: its layers, and what running them forward and backward for one microbatch after the other takes.
+
+::
+
+    from earlier stages                                              to later stages
+    Packet ──(enter)──┐                                     ┌──(cut)──> Packet
+                      ├──> layer ──> layer ──> ... ─────────┤
+    Packet ──(enter)──┘      ^          ^                   └──(cut)──> Packet
+                             │          │
+                       stand-ins for the parameters
+
+Every microbatch has a graph of its own, from its entering packets to its leaving ones, so stages run backward at once
+as they run forward at once. In the graph stand-ins take the parameters' place: leaves that share their memory.
+Gradients gather in the stand-ins; the parameters get them once, whole, at the end of a call, through autograd, so
+a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from anabranch.pipeline.ambient import Ambient
+from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
+from anabranch.pipeline.packet import Gradients, Packet, cut, enter
+from anabranch.pipeline.partition import Layer, Route
+from anabranch.pipeline.random_streams import drawing_from
+from anabranch.pipeline.skips import SkipName, SkipStore, using_store
+from anabranch.pipeline.weight_split import SplitBackward
+from anabranch.tensors import Structure
+
+__all__ = ["GradientMessages", "Head", "Messages", "Plan", "Stage", "StageRun"]
+
+OUTSIDE = -1
+"""In the place of a stage: the caller, who gives the inputs and takes the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage as the split made it.
+
+    Attributes:
+        index: its number.
+        layers: what it runs, in order.
+        device: where.
+        sources: for each stage it gets something from (``OUTSIDE`` for the caller), what.
+        targets: for each stage it sends something to, what.
+        shared: the skips that several modules pop, in this stage or others.
+        keywords: for layers (by name) that take keyword inputs of this call, which.
+    """
+
+    index: int
+    layers: tuple[Layer, ...]
+    device: torch.device
+    sources: Mapping[int, tuple[Route, ...]]
+    targets: Mapping[int, tuple[Route, ...]]
+    shared: frozenset[SkipName] = frozenset()
+    keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What follows the last layer in ``step``: the loss, its weight a microbatch, and the targets."""
+
+    loss: Callable[[Structure, Structure], Structure]
+    targets: Sequence[Structure]
+    weights: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What holds for all of a call: the caller's modes, the random stream, which microbatches keep no activations."""
+
+    ambient: Ambient
+    seed: int
+    step: int
+    microbatches: int
+    recompute: frozenset[tuple[int, int]]
+    split_backward: bool
+
+    @property
+    def records(self) -> bool:
+        """Whether a backward may follow."""
+        return self.ambient.grad and not self.ambient.inference
+
+
+Messages = dict[int, list[Packet]]
+GradientMessages = dict[int, list[Gradients]]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One microbatch's way through the stage, kept from forward to backward."""
+
+    inputs: Messages = field(default_factory=dict)
+    buffers: list[Tensor | None] = field(default_factory=list)
+    boxes: GradientMessages = field(default_factory=dict)
+    edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
+    loss_edge: GradientEdge | None = None
+    split: SplitBackward | None = None
+
+
+class StageRun:
+    """A stage during one call of the pipeline: its stand-ins and the passes on their way."""
+
+    def __init__(self, stage: Stage, plan: Plan, head: Head | None = None) -> None:
+        self.stage = stage
+        self.plan = plan
+        self.head = head
+        modules = [child for layer in stage.layers for child in layer.module.modules()]
+        if head is not None and isinstance(head.loss, nn.Module):
+            modules += head.loss.modules()
+        self._slots = _stand_ins(modules, stage.device) if plan.records else []
+        self._buffers = _BufferSlots(modules)
+        self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
+        self._phony = torch.empty(0, device=stage.device, requires_grad=True)
+        self._passes: dict[int, _Pass] = {}
+        self._forwards_left = plan.microbatches
+        self.losses: dict[int, Tensor] = {}
+
+    def forward(self, i: int, inputs: Messages) -> Messages:
+        """Runs microbatch ``i`` on the packets of each source; returns those for each target."""
+        recompute = (self.stage.index, i) in self.plan.recompute and self.plan.records
+        here = _Pass()
+        if recompute:
+            here.buffers = self._buffers.snapshot()
+            here.inputs = {source: [packet.cloned() for packet in packets] for source, packets in inputs.items()}
+        outputs = self._run(i, inputs, here)
+        if recompute:
+            here.boxes, here.edges, here.loss_edge = {}, {}, None
+        if self.plan.records:
+            self._passes[i] = here
+        self._forwards_left -= 1
+        if not self._forwards_left:
+            for norm in self._norms:
+                norm.commit()
+        return outputs
+
+    def recompute(self, i: int) -> None:
+        """Runs microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
+        here = self._passes[i]
+        with self._buffers.replaced(here.buffers), self._recomputing():
+            self._run(i, here.inputs, here)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        for norm in self._norms:
+            norm.recomputing = True
+        try:
+            yield
+        finally:
+            for norm in self._norms:
+                norm.recomputing = False
+
+    def _run(self, i: int, inputs: Messages, here: _Pass) -> Messages:
+        plan = self.plan
+        with ExitStack() as stack:
+            stack.enter_context(plan.ambient.entered())
+            stack.enter_context(_standing_in(self._slots))
+            stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
+            store = SkipStore(self.stage.shared)
+            stack.enter_context(using_store(store))
+            value, keywords = self._enter_all(inputs, here, store)
+            for layer in self.stage.layers:
+                value = layer.module(
+                    value, **{name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
+                )
+            if self.head is not None:
+                loss = self._loss(value, i)
+                here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
+                self.losses[i] = loss.detach()
+            return self._cut_all(value, store, here)
+
+    def _enter_all(self, inputs: Messages, here: _Pass, store: SkipStore) -> tuple[Structure, dict[str, Structure]]:
+        value: Structure = None
+        keywords: dict[str, Structure] = {}
+        for source, routes in self.stage.sources.items():
+            boxes = here.boxes[source] = []
+            for route, packet in zip(routes, inputs[source], strict=True):
+                structure, box = enter(packet, self.stage.device, self._phony)
+                boxes.append(box)
+                if route is None:
+                    value = structure
+                elif isinstance(route, str):
+                    keywords[route] = structure
+                else:
+                    store.put(route, structure)
+        return value, keywords
+
+    def _cut_all(self, value: Structure, store: SkipStore, here: _Pass) -> Messages:
+        outputs: Messages = {}
+        for target, routes in self.stage.targets.items():
+            outputs[target], here.edges[target] = [], []
+            for route in routes:
+                packet, edges = cut(value if route is None else self._stashed(store, route))
+                outputs[target].append(packet)
+                here.edges[target].append(edges)
+        return outputs
+
+    def _stashed(self, store: SkipStore, route: Route) -> Structure:
+        assert isinstance(route, tuple)
+        if route not in store:
+            raise RuntimeError(
+                f"stage {self.stage.index} declares the skip {route[1]!r} for a later stage but none of its modules "
+                "ran to stash it"
+            )
+        return store.take(route, shared=True)
+
+    def _loss(self, output: Structure, i: int) -> Tensor:
+        assert self.head is not None
+        loss = self.head.loss(output, self.head.targets[i])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")
+        return loss.reshape(()) * self.head.weights[i]
+
+    def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
+        """Runs microbatch ``i`` backward from each target's gradients; returns those for each source.
+
+        With a schedule that splits backward, weights wait for ``weights``. ``keep`` allows for another backward.
+        """
+        here = self._passes[i]
+        edges, grads = self._roots(i, gradients)
+        for boxes in here.boxes.values():
+            for box in boxes:
+                box[:] = [None] * len(box)
+        if edges and self.plan.split_backward:
+            here.split = SplitBackward(edges, grads, self._phony)
+            here.split.inputs()
+        elif edges:
+            torch.autograd.backward(edges, grads, retain_graph=keep)
+        answers = {source: [list(box) for box in boxes] for source, boxes in here.boxes.items()}
+        if not self.plan.split_backward:
+            self._done(i, keep)
+        return answers
+
+    def weights(self, i: int, *, keep: bool) -> None:
+        """Runs what ``backward`` left for the weights of microbatch ``i``."""
+        here = self._passes[i]
+        if here.split is not None:
+            here.split.weights(keep=keep)
+            here.split = None
+        self._done(i, keep)
+
+    def _roots(self, i: int, gradients: GradientMessages) -> tuple[list[GradientEdge], list[Tensor]]:
+        here, roots = self._passes[i], []
+        for target, routed in here.edges.items():
+            for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
+                roots += [
+                    (edge, grad.to(self.stage.device, non_blocking=True))
+                    for edge, grad in zip(edges, grads, strict=True)
+                    if edge is not None and grad is not None
+                ]
+        if here.loss_edge is not None:
+            roots.append((here.loss_edge, torch.ones_like(self.losses[i])))
+        return [edge for edge, _ in roots], [grad for _, grad in roots]
+
+    def _done(self, i: int, keep: bool) -> None:
+        if keep and (self.stage.index, i) not in self.plan.recompute:
+            return
+        if keep:
+            here = self._passes[i]
+            here.boxes, here.edges, here.loss_edge = {}, {}, None
+            return
+        del self._passes[i]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that gather gradients here; a tied one stands there once for each of its places."""
+        return [slot.parameter for slot in self._slots]
+
+    def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Each parameter with the gradient its stand-in has gathered, which starts from nothing again."""
+        taken: list[tuple[Tensor, Tensor | None]] = []
+        for slot in self._slots:
+            taken.append((slot.parameter, slot.stand_in.grad))
+            slot.stand_in.grad = None
+        return taken
+
+    def abandon(self) -> None:
+        """Drops all that is under way: the step has failed."""
+        self._passes.clear()
+        for norm in self._norms:
+            norm.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One place in a module where a stand-in takes a parameter's place."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    stand_in: nn.Parameter
+
+
+def _stand_ins(modules: Sequence[nn.Module], device: torch.device) -> list[_Slot]:
+    slots = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                # A parameter tied to one of another device is brought here; all others share memory and version.
+                slots.append(_Slot(module, name, parameter, nn.Parameter(parameter.detach().to(device))))
+    return slots
+
+
+@contextmanager
+def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
+    for slot in slots:
+        slot.module._parameters[slot.name] = slot.stand_in
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.module._parameters[slot.name] = slot.parameter
+
+
+class _BufferSlots:
+    """The buffers of some modules; a second forward must start from what the first one found, and change nothing."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._slots = [(module, name) for module in modules for name in module._buffers]
+
+    def snapshot(self) -> list[Tensor | None]:
+        """Copies of what is in them now."""
+        return [_clone(module._buffers[name]) for module, name in self._slots]
+
+    @contextmanager
+    def replaced(self, values: Sequence[Tensor | None]) -> Iterator[None]:
+        """Lets the modules work on copies of ``values`` until the block ends."""
+        originals = [module._buffers[name] for module, name in self._slots]
+        for (module, name), value in zip(self._slots, values, strict=True):
+            module._buffers[name] = _clone(value)
+        try:
+            yield
+        finally:
+            for (module, name), original in zip(self._slots, originals, strict=True):
+                module._buffers[name] = original
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

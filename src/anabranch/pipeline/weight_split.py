@@ -1,0 +1,148 @@
+"""Backward in two parts: B finds the gradients of a stage's inputs, W later those of its weights.
+
+::
+
+                       weight side
+              w ──> T ──┐            v: a node on the way to the inputs that also has an edge to the weight side
+    inputs ── ... ────> v ── ... ──> outputs
+              <── B ────┴────────────            B: outputs to inputs only; notes the gradient that reaches each v
+              W: from each v, with that gradient, down its weight side only
+
+The engine skips what a node computes for edges that lead nowhere asked for, so B and W together do the work of one
+backward. A weight that several nodes reach (a module called twice) is left to B: going down to it from one node could
+pass another, and count it twice.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = ["SplitBackward"]
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """A node ``v``, the leaves on its weight side alone, and the gradients that reached it in B."""
+
+    node: Node
+    leaves: list[Tensor]
+    arrived: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(slots=True)
+class SplitBackward:
+    """The backward of one stage and microbatch, in two parts.
+
+    >>> x, w = torch.ones(1, 2), torch.eye(2, requires_grad=True)
+    >>> start = x.requires_grad_()
+    >>> end = get_gradient_edge(torch.tanh(start @ w))
+    >>> split = SplitBackward([end], [torch.ones(1, 2)], start)
+    >>> split.inputs()
+    >>> w.grad is None, start.grad is None
+    (True, False)
+    >>> split.weights()
+    >>> w.grad is None
+    False
+
+    Args:
+        edges: where backward starts.
+        grads: the gradient for each.
+        start: the leaf at the end of every way to the inputs.
+    """
+
+    edges: Sequence[GradientEdge]
+    grads: Sequence[Tensor]
+    start: Tensor
+    _meetings: list[_Meeting] = field(default_factory=list)
+    _whole: bool = False
+
+    def inputs(self) -> None:
+        """B: accumulates into the inputs, and into the weights that cannot wait."""
+        graph = _Graph(self.edges, get_gradient_edge(self.start).node)
+        self._whole = not graph.reaches_start
+        if self._whole:
+            return  # no input awaits a gradient: all the work is W's
+        shared: list[Tensor] = []
+        self._meetings, shared = graph.meetings()
+        hooks = [meeting.node.register_prehook(_noting(meeting)) for meeting in self._meetings]
+        try:
+            torch.autograd.backward(self.edges, self.grads, retain_graph=True, inputs=[self.start, *shared])
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def weights(self, *, keep: bool = False) -> None:
+        """W: accumulates into the weights; ``keep`` leaves the graph fit for another backward."""
+        if self._whole:
+            torch.autograd.backward(self.edges, self.grads, retain_graph=keep)
+        for meeting in self._meetings:
+            reached = [(k, grad) for k, grad in enumerate(meeting.arrived) if grad is not None]
+            if reached:
+                edges = [GradientEdge(meeting.node, k) for k, _ in reached]
+                # Retained: a node of the weight side may serve several meetings. All of it dies with this object.
+                torch.autograd.backward(edges, [grad for _, grad in reached], retain_graph=True, inputs=meeting.leaves)
+
+
+def _noting(meeting: _Meeting) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def note(grads: tuple[Tensor | None, ...]) -> None:
+        meeting.arrived = tuple(grads)
+
+    return note
+
+
+class _Graph:
+    """The nodes under some edges, told apart by whether they lead to ``start``."""
+
+    def __init__(self, edges: Sequence[GradientEdge], start: Node) -> None:
+        self._roots = [edge.node for edge in edges]
+        self._order = _post_order(self._roots)
+        self._to_start: set[Node] = set()
+        self._leaves: dict[Node, dict[Node, Tensor]] = {}
+        for node in self._order:
+            after = [following for following, _ in node.next_functions if following is not None]
+            if node is start or any(following in self._to_start for following in after):
+                self._to_start.add(node)
+            elif hasattr(node, "variable"):
+                self._leaves[node] = {node: node.variable}
+            else:
+                self._leaves[node] = {key: leaf for f in after for key, leaf in self._leaves.get(f, {}).items()}
+        self.reaches_start = bool(self._to_start)
+
+    def meetings(self) -> tuple[list[_Meeting], list[Tensor]]:
+        """Every node where the weight side joins, and the leaves that more than one of them, or an output, reaches."""
+        found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
+        count = Counter(key for leaves in found.values() for key in leaves)
+        shared = {key: leaf for leaves in found.values() for key, leaf in leaves.items() if count[key] > 1}
+        for root in self._roots:
+            shared |= self._leaves.get(root, {})
+        alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in found.items())
+        return [_Meeting(node, leaves) for node, leaves in alone if leaves], list(shared.values())
+
+    def _weight_side(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
+        for following, _ in node.next_functions:
+            if following is not None and following not in self._to_start:
+                yield from self._leaves[following].items()
+
+
+def _post_order(roots: Sequence[Node]) -> list[Node]:
+    """Every node under ``roots``, each after all that follow it on the way to the leaves."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(following, False) for following, _ in node.next_functions if following is not None]
+    return order

@@ -1,0 +1,142 @@
+"""The worker threads of a pipeline in one process: one a device, living as long as the pipeline.
+
+They live that long because a thread is cheap and what PyTorch builds for it at its first computation is not. They
+hold no reference to the pipeline; when it is collected, or closed, they end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from anabranch.transport import Deadline
+
+__all__ = ["Workers"]
+
+_Task = Callable[[], None]
+_IDLE_SECONDS = 60.0
+
+
+class Workers:
+    """Threads that each run the tasks given to them, in order.
+
+    >>> seen = []
+    >>> with Workers(2, "example") as workers:
+    ...     tasks = [lambda: seen.append(0), lambda: seen.append(1)]
+    ...     workers.run(tasks, Deadline.after(5.0), on_interrupt=lambda: None)
+    >>> sorted(seen)
+    [0, 1]
+
+    Args:
+        count: how many.
+        name: what they are called in stack dumps.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queues: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=_work, args=(tasks,), name=f"{name}-{index}", daemon=True)
+            for index, tasks in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end = weakref.finalize(self, _tell_to_end, self._queues)
+        self._round = _Round(0)
+
+    def run(self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None]) -> None:
+        """Runs one task on each worker, and returns when all have ended, or some second after one asks for that.
+
+        Tasks must not raise. An interrupt of the waiting thread calls ``on_interrupt``, which must make the tasks end.
+        """
+        # A task of a failed step may still be computing what cannot be stopped.
+        if not self._round.wait(deadline.remaining()):
+            raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline")
+        self._round = here = _Round(len(tasks))
+        for tasks_of_worker, task in zip(self._queues, tasks, strict=True):
+            tasks_of_worker.put(here.wrap(task))
+        try:
+            finished = here.wait_unless_hurried(deadline.remaining())
+        except BaseException:
+            on_interrupt()
+            here.wait(0.5)
+            raise
+        if not finished:
+            on_interrupt()
+            raise deadline.error(peer="the pipeline's workers", operation="pipeline step")
+
+    def leave_behind(self) -> None:
+        """Lets ``run`` return within half a second, whatever its tasks are doing: the step has failed."""
+        self._round.hurry(0.5)
+
+    def close(self) -> None:
+        """Ends the threads, each after what it is doing, and waits for them a little."""
+        self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Round:
+    """Counts the tasks of one ``run`` that have not ended."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._changed = threading.Condition()
+        self._hurried: Deadline | None = None
+
+    def wrap(self, task: _Task) -> _Task:
+        def run() -> None:
+            try:
+                task()
+            finally:
+                with self._changed:
+                    self._left -= 1
+                    self._changed.notify_all()
+
+        return run
+
+    def hurry(self, seconds: float) -> None:
+        with self._changed:
+            if self._hurried is None:
+                self._hurried = Deadline.after(seconds)
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether all tasks have ended within ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, timeout)
+
+    def wait_unless_hurried(self, timeout: float) -> bool:
+        """The same, but gives up, content, when ``hurry`` says so."""
+        deadline = Deadline.after(max(timeout, 1e-3))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left or self._hurried is not None, deadline.remaining())
+            if self._hurried is None:
+                return not self._left
+            self._changed.wait_for(lambda: not self._left, self._hurried.remaining())
+            return True
+
+
+def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    while True:
+        try:
+            task = tasks.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            continue
+        if task is None:
+            return
+        task()
+        del task
+
+
+def _tell_to_end(queues: Sequence[queue.SimpleQueue[_Task | None]]) -> None:
+    for tasks in queues:
+        tasks.put(None)

@@ -1,0 +1,105 @@
+"""Models that the pipeline's tests split, and the comparison with the unsplit one."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from anabranch import pop, skippable, stash
+
+
+@skippable(stash=["long"])
+class StashLong(nn.Module):
+    """Hands out a tuple of a tensor with gradient, an int tensor and None."""
+
+    def forward(self, x: Tensor):
+        yield stash("long", (torch.sin(x), torch.arange(1, x.shape[1] + 1), None))
+        return x
+
+
+@skippable(pop=["long"])
+class PopLong(nn.Module):
+    def forward(self, x: Tensor):
+        value, factors, nothing = yield pop("long")
+        assert nothing is None
+        return x + value * factors
+
+
+@skippable(stash=["both"], shared=["both"])
+class StashBoth(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("both", x)
+        return torch.cos(x)
+
+
+@skippable(pop=["both"])
+class PopBoth(nn.Module):
+    def __init__(self, used: bool = True) -> None:
+        super().__init__()
+        self.used = used
+
+    def forward(self, x: Tensor):
+        value = yield pop("both")
+        return x * value if self.used else x
+
+
+class Structured(nn.Module):
+    """Turns a tensor into a dict of a non-contiguous tensor, an int tensor, None and a number."""
+
+    def forward(self, x: Tensor) -> dict:
+        return {"x": x.t().contiguous().t(), "ids": (x.detach() * 10).long(), "none": None, "scale": 2.0}
+
+
+class Unstructured(nn.Module):
+    def forward(self, parts: dict) -> Tensor:
+        assert not parts["x"].requires_grad or parts["x"].dtype == torch.float64
+        assert parts["none"] is None
+        return parts["x"] * parts["scale"] + parts["ids"]
+
+
+def skipping_model(width: int = 5) -> nn.Sequential:
+    """Nine layers with a long skip of mixed values, a shared skip, structures between layers and a tied weight."""
+    model = nn.Sequential(
+        nn.Linear(width, width),
+        StashLong(),
+        StashBoth(),
+        Structured(),
+        Unstructured(),
+        nn.Sequential(nn.Linear(width, width), PopBoth()),
+        nn.ReLU(inplace=True),
+        PopLong(),
+        PopBoth(used=False),
+        nn.Linear(width, width),
+    ).double()
+    model[9].weight = model[0].weight
+    return model
+
+
+LAYERS = 11
+"""Flattened layers of ``skipping_model``."""
+
+
+def reference(model: nn.Module) -> nn.Module:
+    """A copy to compare with, ties kept."""
+    return copy.deepcopy(model)
+
+
+def close(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Equal within 1e-12 of the largest magnitude."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    ours, theirs = ours.detach(), theirs.detach()
+    return ours.shape == theirs.shape and bool(
+        torch.all((ours - theirs).abs() <= 1e-12 * max(1.0, float(theirs.abs().max()) if theirs.numel() else 0.0))
+    )
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    """Every parameter of the same name has the same gradient."""
+    expected = dict(theirs.named_parameters())
+    found = dict(ours.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert close(parameter.grad, expected[name].grad), name

@@ -1,0 +1,238 @@
+"""A pipe in one process gives the unsplit module's outputs and gradients, whatever the split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model
+from torch import nn
+
+from anabranch import Pipe
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[str, list[int]]:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    stages = draw(st.sampled_from([2, 4]) if schedule == "ZBV" else st.integers(1, 4))
+    cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=stages - 1, max_size=stages - 1)))
+    return schedule, [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    splits(), st.integers(1, 8), st.integers(1, 8), st.sampled_from(["always", "except_last", "never"]), st.booleans()
+)
+def test_a_call_is_the_unsplit_module(split: tuple, chunks: int, rows: int, checkpoint: str, input_grad: bool):
+    schedule, balance = split
+    model = skipping_model()
+    plain = reference(model)
+    ours, theirs = (torch.randn(rows, 5, dtype=torch.float64) for _ in range(2))
+    theirs.copy_(ours)
+    if input_grad:
+        ours.requires_grad_()
+        theirs.requires_grad_()
+    with Pipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule=schedule) as pipe:
+        y, expected = pipe(ours), plain(theirs)
+        assert close(y, expected)
+        (y**2).sum().backward()
+    (expected**2).sum().backward()
+    assert_same_gradients(pipe, plain)
+    assert close(ours.grad, theirs.grad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    splits(),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.sampled_from(["always", "except_last", "never"]),
+    st.sampled_from(["mean", "sum"]),
+)
+def test_a_step_is_the_plain_loop(split: tuple, chunks: int, rows: int, checkpoint: str, reduction: str):
+    schedule, balance = split
+    model = skipping_model()
+    plain = reference(model)
+    x, target = torch.randn(2, rows, 5, dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with Pipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule=schedule) as pipe:
+        result = pipe.step(ours, target, loss=lambda y, t: F.mse_loss(y, t, reduction=reduction), reduction=reduction)
+    output = plain(theirs)
+    loss = F.mse_loss(output, target, reduction=reduction)
+    loss.backward()
+    assert close(result.loss, loss)
+    assert close(result.output, output)
+    assert not result.loss.requires_grad
+    assert_same_gradients(pipe, plain)
+    assert close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_microbatch_is_the_unsplit_module_to_the_last_bit(schedule: str):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain = reference(model)
+    x = torch.randn(6, 3)
+    with Pipe(model, [1, 1, 1, 2], schedule=schedule) as pipe:
+        y = pipe(x)
+        y.sum().backward()
+    expected = plain(x)
+    expected.sum().backward()
+    assert torch.equal(y, expected)
+    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_five_optimizer_steps_stay_exact(schedule: str):
+    model = skipping_model()
+    plain = reference(model)
+    optimizer, other = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain))
+    with Pipe(model, [3, 3, 3, 2], chunks=4, schedule=schedule) as pipe:
+        for step in range(5):
+            x, target = torch.randn(2, 7 - step, 5, dtype=torch.float64)
+            optimizer.zero_grad()
+            pipe.step(x, target, loss=F.mse_loss)
+            optimizer.step()
+            other.zero_grad()
+            F.mse_loss(plain(x), target).backward()
+            other.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert close(ours, theirs)
+
+
+def test_two_steps_accumulate_twice_the_gradient():
+    model = skipping_model()
+    x, target = torch.randn(2, 6, 5, dtype=torch.float64)
+    with Pipe(model, [6, 5], chunks=3, schedule="1F1B") as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+        once = [parameter.grad.clone() for parameter in pipe.parameters()]
+        pipe.step(x, target, loss=F.mse_loss)
+    for parameter, grad in zip(pipe.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, 2 * grad)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
+    model = skipping_model()
+    plain = reference(model)
+    x = torch.randn(5, 5, dtype=torch.float64)
+    with Pipe(model, [3, 3, 3, 2], chunks=2, schedule=schedule, checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        y.sum().backward(retain_graph=True)
+        (y**2).sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            y.sum().backward()
+    expected = plain(x)
+    expected.sum().backward(retain_graph=True)
+    (expected**2).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_autograd_grad_reaches_inputs_and_parameters_without_touching_grad():
+    model = skipping_model()
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    with Pipe(model, [6, 5], chunks=2) as pipe:
+        weight = model[5][0].weight
+        got = torch.autograd.grad(pipe(x).sum(), [x, weight])
+    expected = torch.autograd.grad(reference(model)(x).sum(), [x])
+    assert close(got[0], expected[0])
+    assert weight.grad is None
+
+
+def test_a_hook_on_a_parameter_fires_once_with_the_whole_gradient():
+    model = skipping_model()
+    seen = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    with Pipe(model, [6, 5], chunks=4) as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+        assert len(seen) == 1
+        assert torch.equal(model[0].weight.grad, 2 * seen[0])
+        pipe(x).sum().backward()
+        assert len(seen) == 2
+
+
+def test_the_graph_before_the_input_is_reached():
+    before = nn.Linear(5, 5).double()
+    model = skipping_model()
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    with Pipe(model, [6, 5], chunks=2) as pipe:
+        pipe.step(before(x), target, loss=F.mse_loss)
+    got = before.weight.grad.clone()
+    before.zero_grad()
+    F.mse_loss(reference(model)(before(x)), target).backward()
+    assert close(got, before.weight.grad)
+
+
+def test_frozen_parameters_and_inputs_give_an_output_without_graph():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        assert not pipe(torch.randn(4, 3)).requires_grad
+
+
+def test_a_frozen_first_stage_is_left_alone():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    plain = reference(model)
+    x = torch.randn(4, 3)
+    for schedule in ("1F1B", "ZB1P"):
+        pipe = Pipe(model, [1, 1], chunks=1, schedule=schedule)
+        with pipe:
+            pipe.zero_grad()
+            pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[1].weight.grad, plain[1].weight.grad)
+
+
+def test_a_loss_with_parameters_is_trained():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(y * self.scale, target)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    x, target, loss = torch.randn(4, 3), torch.randn(4, 3), Scaled()
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        pipe.step(x, target, loss=loss)
+    got = loss.scale.grad.clone()
+    loss.zero_grad()
+    loss(model(x), target).backward()
+    torch.testing.assert_close(got, loss.scale.grad)
+
+
+def test_keyword_inputs_reach_every_layer_that_names_them():
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+            return x * factor
+
+    model = nn.Sequential(nn.Linear(3, 3), Scale(), nn.Linear(3, 3), Scale()).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    factor = torch.randn(5, 1, dtype=torch.float64, requires_grad=True)
+    with Pipe(model, [2, 2], chunks=3) as pipe:
+        y = pipe(x, factor=factor)
+        y.sum().backward()
+    got, factor.grad = factor.grad, None
+    expected = model[3](model[2](model[1](model[0](x), factor)), factor)
+    expected.sum().backward()
+    assert close(y, expected)
+    assert close(got, factor.grad)
+
+
+def test_names_in_the_state_dict_are_the_unsplit_modules():
+    model = skipping_model()
+    names = list(model.state_dict())
+    for balance in ([1, 10], [3, 4, 4]):
+        pipe = Pipe(model, balance)
+        assert list(pipe.state_dict()) == names
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+        pipe.load_state_dict(model.state_dict())
+        assert pipe.module is model

@@ -1,0 +1,185 @@
+"""A stage that raises ends the call with its own exception, wherever it happens; the pipe works afterwards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch import DeadlineExceeded, Pipe
+from anabranch.events import on_fault_point
+
+
+class Stop(BaseException):
+    """Not even an Exception."""
+
+
+def model_and_batch() -> tuple[nn.Sequential, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    return model, torch.randn(4, 3), torch.randn(4, 3)
+
+
+PHASES = ["forward", "recompute", "backward", "weight"]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, Stop, KeyboardInterrupt])
+def test_a_failure_anywhere_ends_the_step_with_the_original_and_the_pipe_works_afterwards(
+    schedule: str, error: type[BaseException]
+):
+    model, x, target = model_and_batch()
+    with Pipe(model, [1, 1, 1, 1], chunks=2, schedule=schedule, checkpoint="always") as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+        good = [parameter.grad.clone() for parameter in pipe.parameters()]
+        for stage, microbatch, phase in product(range(4), range(2), PHASES):
+            if phase == "weight" and not schedule.startswith("ZB"):
+                continue
+
+            def fail(name: str, point: str = f"pipeline.{phase}.{stage}.{microbatch}") -> None:
+                if name == point:
+                    raise error("here")
+
+            pipe.zero_grad()
+            started = time.monotonic()
+            with on_fault_point(fail), pytest.raises(error, match="here") as caught:
+                pipe.step(x, target, loss=F.mse_loss)
+            assert time.monotonic() - started < 1.0
+            assert caught.value.__notes__ == [f"in stage {stage}, microbatch {microbatch}, {phase}"]
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            with on_fault_point(fail), pytest.raises(error, match="here"):
+                pipe(x).sum().backward()
+            pipe.zero_grad()
+            pipe.step(x, target, loss=F.mse_loss)
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(pipe.parameters(), good, strict=True))
+
+
+def test_the_earliest_failure_is_raised_when_several_stages_fail():
+    together = threading.Barrier(2, timeout=20.0)
+
+    class Fail(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            together.wait(timeout=20.0)
+            raise ValueError(f"{x.shape[0]} rows")
+
+    class Ahead(Fail):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x if self.calls == 1 else super().forward(x)
+
+    with Pipe(nn.Sequential(Ahead(), Fail()), [1, 1], chunks=2) as pipe, pytest.raises(ValueError, match="rows"):
+        pipe(torch.randn(4, 2))
+
+
+def test_a_stage_that_cannot_be_stopped_does_not_delay_the_error_for_long():
+    release = threading.Event()
+
+    class Slow(nn.Module):
+        slow = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.slow:
+                assert release.wait(30.0)
+            return x
+
+    class Fail(nn.Module):
+        fails = True
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.fails and self.calls == 2:
+                raise ValueError("second")
+            return x
+
+    model = nn.Sequential(Fail(), Slow())
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        started = time.monotonic()
+        with pytest.raises(ValueError, match="second"):
+            pipe(torch.randn(4, 2))
+        assert time.monotonic() - started < 1.0
+        release.set()
+        model[0].fails = model[1].slow = False
+        x = torch.randn(4, 2)
+        assert torch.equal(pipe(x), x)
+
+
+def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            release.wait(30.0)
+            return x
+
+    with Pipe(nn.Sequential(nn.Identity(), Stuck()), [1, 1], timeout=0.2) as pipe:
+        with pytest.raises(DeadlineExceeded, match="pipeline"):
+            pipe(torch.randn(2, 2))
+        release.set()
+        assert pipe(torch.ones(2, 2)).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"balance": [1, 1]}, ValueError, r"balance=\[1, 1\] sums to 2, but the module has 4 children"),
+        ({"balance": [5, -1]}, ValueError, "at least 1 layer"),
+        ({"balance": []}, ValueError, "at least 1 layer"),
+        ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe take 2 devices, got 1"),
+        ({"chunks": 0}, ValueError, "at least 1, got 0"),
+        ({"checkpoint": "sometimes"}, ValueError, "got 'sometimes'"),
+        ({"schedule": "2F2B"}, ValueError, "no schedule is called '2F2B'"),
+        ({"schedule": "ZBV", "balance": [1, 1, 2]}, ValueError, "3 stages do not fit 1 ranks"),
+        ({"module": nn.Linear(2, 2)}, TypeError, "splits a nn.Sequential, got Linear"),
+        ({"module": nn.Sequential()}, ValueError, "empty"),
+        ({"module": nn.Sequential(nn.LazyLinear(3), nn.Tanh())}, ValueError, "0.weight has no shape yet"),
+    ],
+)
+def test_bad_arguments_are_refused_naming_value_and_cure(arguments: dict, error: type[Exception], message: str):
+    module, _, _ = model_and_batch()
+    with pytest.raises(error, match=message):
+        Pipe(**{"module": module, "balance": [2, 2], **arguments})
+
+
+def test_the_same_layer_twice_is_refused_unless_it_has_no_state():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'0' and '1' are the same Linear"):
+        Pipe(nn.Sequential(layer, layer), [1, 1])
+    relu = nn.ReLU()
+    with Pipe(nn.Sequential(relu, relu), [1, 1]) as pipe:
+        assert pipe(torch.ones(2)).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "message"),
+    [
+        (torch.zeros(()), None, "have no rows"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, None, r"a \(2, 3\), b \(3,\)"),
+        (torch.zeros(4, 3), torch.zeros(3, 3), "the target has 3 rows, the batch 4"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused_with_their_shapes(x: object, target: object, message: str):
+    module, _, _ = model_and_batch()
+    with Pipe(module, [2, 2], chunks=2) as pipe, pytest.raises(ValueError, match=message):
+        pipe.step(x, target, loss=F.mse_loss)
+
+
+def test_a_keyword_that_no_layer_takes_is_refused():
+    module, x, _ = model_and_batch()
+    with (
+        Pipe(module, [2, 2]) as pipe,
+        pytest.raises(ValueError, match="no layer's forward has a parameter named 'mask'"),
+    ):
+        pipe(x, mask=x)
+
+
+def test_a_loss_that_is_not_one_number_is_refused():
+    module, x, target = model_and_batch()
+    with Pipe(module, [2, 2]) as pipe, pytest.raises(ValueError, match="one number a microbatch"):
+        pipe.step(x, target, loss=lambda y, t: y - t)

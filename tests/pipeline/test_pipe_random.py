@@ -1,0 +1,141 @@
+"""Random numbers in stages: own streams, replayed by recomputation, out of the process's generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_models import close
+from torch import nn
+
+from anabranch import Pipe
+from anabranch.pipeline.random_streams import _GiveGenerator, _Stream, drawing_from
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout_": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "dropout2d": lambda x: F.dropout2d(x[None, :, :, None], 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x[None], 0.5, training=True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "rrelu": lambda x: F.rrelu(x - 2.0, training=True),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "rand": lambda x: torch.rand(3, 4),
+    "rand_like": lambda x: torch.rand_like(x),
+    "randn": lambda x: torch.randn(2, dtype=torch.float64),
+    "randn_like": lambda x: torch.randn_like(x),
+    "randint": lambda x: torch.randint(100, (8,)),
+    "randint_low": lambda x: torch.randint(5, 100, (8,)),
+    "randint_like": lambda x: torch.randint_like(x, 100),
+    "randint_like_low": lambda x: torch.randint_like(x, 5, 100),
+    "randperm": lambda x: torch.randperm(20),
+    "normal_": lambda x: torch.empty(3).normal_(),
+    "uniform_": lambda x: torch.empty(3).uniform_(),
+    "exponential_": lambda x: torch.empty(3).exponential_(),
+    "random_": lambda x: torch.empty(3).random_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full((20,), 0.5)),
+    "multinomial": lambda x: torch.multinomial(torch.ones(20), 5),
+    "poisson": lambda x: torch.poisson(torch.full((5,), 4.0)),
+    "normal": lambda x: torch.normal(torch.zeros(3), 1.0),
+    "gamma": lambda x: torch.distributions.Gamma(torch.ones(3), torch.ones(3)).sample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(torch.ones(3)).sample(),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "fractional": lambda x: F.fractional_max_pool2d(torch.rand(1, 1, 8, 8), 2, output_ratio=(0.5, 0.5)),
+    "init": lambda x: nn.init.xavier_uniform_(torch.empty(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_draws_draws_from_the_stream_and_leaves_the_process_generator_alone(name: str):
+    x = torch.ones(6, 4)
+    before = torch.get_rng_state()
+
+    def draw(microbatch: int) -> torch.Tensor:
+        with drawing_from(0, 0, 0, microbatch):
+            return DRAWS[name](x)
+
+    first, again, other = draw(0), draw(0), draw(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_modules_that_draw_inside_one_operation_draw_from_the_stream(grad: bool):
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+    x = torch.randn(3, 1, 4)
+    before = torch.get_rng_state()
+
+    def draw() -> torch.Tensor:
+        with torch.set_grad_enabled(grad), drawing_from(0, 0, 0, 0):
+            return attention(x, x, x)[0] + lstm(x)[0]
+
+    assert torch.equal(draw(), draw())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attention_without_dropout_is_not_refused():
+    x = torch.randn(1, 2, 3, 4)
+    with drawing_from(0, 0, 0, 0):
+        got = F.scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(x, x, x))
+
+
+def test_a_given_generator_is_used():
+    with drawing_from(0, 0, 0, 0):
+        got = torch.rand(3, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(got, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_an_operation_without_generator_is_refused_by_name():
+    def draw() -> None:
+        with _GiveGenerator(_Stream(0)):
+            torch.ops.aten._cudnn_init_dropout_state(0.5, True, 0)
+
+    with pytest.raises(RuntimeError, match="_cudnn_init_dropout_state"):
+        draw()
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.3, training=True) + torch.randn_like(x)
+
+
+def noisy_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 6), nn.Dropout(0.5), Noisy(), nn.Linear(6, 6), nn.RReLU(), Noisy()]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+def test_recomputation_replays_the_masks(schedule: str):
+    x, target = torch.randn(2, 8, 6, dtype=torch.float64)
+    grads = []
+    for checkpoint in ("never", "always", "except_last"):
+        model = noisy_model()
+        with Pipe(model, [2, 2, 2], chunks=4, checkpoint=checkpoint, schedule=schedule, seed=7) as pipe:
+            pipe.step(x, target, loss=F.mse_loss)
+            pipe(x).sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for ours, others in zip(grads[0], zip(*grads[1:], strict=True), strict=True):
+        assert all(torch.equal(ours, other) for other in others)
+
+
+def test_steps_and_seeds_draw_different_numbers_and_runs_the_same():
+    x = torch.ones(8, 6, dtype=torch.float64)
+    with Pipe(noisy_model(), [3, 3], seed=1) as pipe, Pipe(noisy_model(), [3, 3], seed=1) as same:
+        first, second = pipe(x), pipe(x)
+        assert not torch.equal(first, second)
+        assert torch.equal(same(x), first)
+    with Pipe(noisy_model(), [3, 3], seed=2) as other:
+        assert not torch.equal(other(x), first)
+
+
+def test_the_mask_is_that_of_the_stage_and_microbatch():
+    x = torch.ones(4, 6, dtype=torch.float64)
+    with Pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)), [1, 1], chunks=2, seed=3) as pipe:
+        y = pipe(x)
+    for i, part in enumerate(y.chunk(2)):
+        with drawing_from(3, 0, 1, i):
+            assert close(part, F.dropout(x[:2], 0.5))

@@ -1,0 +1,314 @@
+"""What a stage keeps and changes: buffers, running statistics, modes, memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_models import PopLong, StashLong, assert_same_gradients, close, reference
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anabranch import Pipe, pop, skippable, stash
+from anabranch.events import on_fault_point, subscribe
+from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
+
+
+def normed_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+def test_batch_norm_sees_each_microbatch_once(checkpoint: str, schedule: str):
+    model = normed_model()
+    plain = reference(model)
+    x, target = torch.randn(2, 9, 4, dtype=torch.float64)
+    with Pipe(model, [2, 3], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+    for part, wanted in zip(x.chunk(3), target.chunk(3), strict=True):
+        (F.mse_loss(plain(part), wanted) / 3).backward()
+    assert_same_gradients(pipe, plain)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(dict(pipe.named_buffers())[name], buffer), name
+
+
+def test_evaluation_uses_and_keeps_the_running_statistics():
+    model = normed_model().eval()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x = torch.randn(6, 4, dtype=torch.float64)
+    with Pipe(model, [2, 3], chunks=3) as pipe:
+        assert close(pipe(x), model(x))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_deferred_batch_norm_has_the_whole_batchs_statistics(momentum: float | None, rows: int, checkpoint: str):
+    plain = nn.Sequential(nn.BatchNorm1d(4, momentum=momentum), nn.Sequential(nn.Tanh())).double()
+    model = reference(plain)
+    with Pipe(model, [1, 1], chunks=4, deferred_batch_norm=True, checkpoint=checkpoint) as pipe:
+        for _ in range(3):
+            x = torch.randn(rows, 4, dtype=torch.float64) * 3 + 1
+            if rows == 7:  # one microbatch of a single row cannot be normalised
+                pipe.chunks = 3
+            pipe(x).sum().backward()
+            plain(x)
+    for name, buffer in plain.named_buffers():
+        assert close(dict(pipe.named_buffers())[name], buffer), name
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+def test_deferred_batch_norm_reaches_nested_modules_and_forgets_a_failed_step():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 3:
+                raise ValueError("three")
+            return self.norm(x)
+
+    model = nn.Sequential(Block(), nn.Identity())
+    with Pipe(model, [1, 1], chunks=2, deferred_batch_norm=True) as pipe:
+        assert isinstance(model[0].norm, DeferredBatchNorm)
+        with pytest.raises(ValueError, match="three"):
+            pipe(torch.randn(7, 2))
+        pipe.chunks = 1
+        x = torch.randn(8, 2)
+        pipe(x)
+    torch.testing.assert_close(model[0].norm.running_mean, 0.1 * x.mean(0))
+
+
+def test_a_first_layer_that_works_in_place_survives_recomputation():
+    class AddInPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1.0)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Identity(), AddInPlace(), nn.Linear(3, 3)).double()
+    plain = nn.Sequential(*model[:2], nn.Identity())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with Pipe(model, [3, 2], chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        y.sum().backward()
+    got = model[0].weight.grad.clone()
+    model.zero_grad()
+    expected = model[4](plain(x) + 1.0)
+    expected.sum().backward()
+    assert close(y, expected)
+    assert close(got, model[0].weight.grad)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_autocast_reaches_the_stages_and_their_recomputation(checkpoint: str):
+    seen: list[torch.dtype] = []
+
+    class See(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), See(), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with Pipe(model, [2, 1], chunks=2, checkpoint=checkpoint) as pipe, torch.autocast("cpu", dtype=torch.bfloat16):
+        y = pipe(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected)
+    y.float().sum().backward()
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 3 + 2 * (checkpoint == "always")
+    assert model[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_grad_modes_reach_the_stages_which_then_keep_nothing(mode):
+    seen: list[tuple[bool, bool]] = []
+    inputs: list[StorageWeakRef] = []
+
+    class See(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(4, 4), See(), See())
+    with Pipe(model, [2, 1], chunks=2, checkpoint="always") as pipe, mode():
+        y = pipe(torch.randn(4, 4))
+        result = pipe.step(torch.randn(4, 4), torch.randn(4, 4), loss=F.mse_loss)
+        now = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    assert set(seen) == {now}
+    assert not y.requires_grad
+    assert result.loss.ndim == 0
+    assert model[0].weight.grad is None
+    assert all(reference.expired() for reference in inputs)
+
+
+@skippable(stash=["big"])
+class StashBig(nn.Module):
+    def __init__(self, references: list) -> None:
+        super().__init__()
+        self.references = references
+
+    def forward(self, x: Tensor):
+        big = x.detach() + 0.0
+        self.references.append(StorageWeakRef(big.untyped_storage()))
+        yield stash("big", big)
+        return x
+
+
+class Look(nn.Module):
+    def __init__(self, references: list, alive: list) -> None:
+        super().__init__()
+        self.references, self.alive = references, alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(sum(not reference.expired() for reference in self.references))
+        return x
+
+
+@skippable(pop=["big"])
+class PopBig(nn.Module):
+    def forward(self, x: Tensor):
+        return x + (yield pop("big"))
+
+
+def test_a_skip_is_freed_after_its_last_use_before_backward():
+    references: list = []
+    alive: list = []
+    model = nn.Sequential(nn.Linear(3, 3), StashBig(references), nn.Tanh(), PopBig(), Look(references, alive))
+    with Pipe(model, [2, 1, 1, 1], chunks=2, checkpoint="never") as pipe:
+        y = pipe(torch.randn(4, 3))
+        assert len(references) == 2
+        assert all(reference.expired() for reference in references)
+        y.sum().backward()
+
+
+def test_a_dropped_output_frees_the_activations():
+    kept: list[StorageWeakRef] = []
+
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            kept.append(StorageWeakRef(y.untyped_storage()))
+            return y
+
+    model = nn.Sequential(nn.Linear(3, 3), Keep(), nn.Tanh())
+    with Pipe(model, [2, 1], chunks=2, checkpoint="never") as pipe:
+        y = pipe(torch.randn(4, 3))
+        assert not any(reference.expired() for reference in kept)
+        del y
+        assert all(reference.expired() for reference in kept)
+
+
+def test_activations_are_freed_as_backward_goes():
+    order: list[str] = []
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x + 0.0
+            ctx.save_for_backward(y)
+            weakref.finalize(y, order.append, "freed")
+            return y * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append("backward")
+            return grad
+
+    class Marked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Mark.apply(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), Marked())
+    with Pipe(model, [1, 1], chunks=3, checkpoint="never") as pipe:
+        pipe.step(torch.randn(3, 3), torch.randn(3, 3), loss=F.mse_loss)
+    assert order.count("freed") == 3
+
+
+def test_the_pipes_threads_end_with_it():
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    pipe(torch.randn(2, 2))
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("anabranch-stage")]
+    assert len(threads) == 2
+    del pipe
+    for thread in threads:
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
+
+
+def test_stages_run_at_once_in_forward_and_in_backward():
+    """Each pair of actions waits for one another: run one after the other, they would break the barrier."""
+    forward, backward = (threading.Barrier(2, timeout=20.0) for _ in range(2))
+    meetings = {
+        "pipeline.forward.0.1": forward,
+        "pipeline.forward.1.0": forward,
+        "pipeline.backward.0.1": backward,
+        "pipeline.backward.1.0": backward,
+    }
+
+    def meet(name: str) -> None:
+        if name in meetings:
+            meetings[name].wait(timeout=20.0)
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Pipe(model, [1, 1], chunks=2, checkpoint="never") as pipe, on_fault_point(meet):
+        pipe(torch.randn(2, 2)).sum().backward()
+
+
+def test_recomputation_starts_before_the_gradient_arrives():
+    log: list[tuple] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    holding = threading.Event()
+
+    class Hold(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert holding.wait(20.0), "stage 0 did not recompute while stage 1 was still in backward"
+            return grad
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Hold.apply(x)
+
+    def note(event) -> None:
+        log.append((event.name, *event.facts.values()))
+        if event.name == "pipeline.end" and event.facts == {"stage": 0, "microbatch": 0, "phase": "recompute"}:
+            holding.set()
+
+    with Pipe(nn.Sequential(*model, Last()), [1, 2], chunks=1, checkpoint="always") as pipe, subscribe(note):
+        pipe(torch.randn(2, 2)).sum().backward()
+    assert ("pipeline.start", 0, 0, "recompute") in log
+
+
+def test_weights_run_behind_the_next_backward():
+    log: list[tuple] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with (
+        Pipe(model, [1, 1], chunks=4, schedule="ZB1P", checkpoint="never") as pipe,
+        subscribe(lambda event: log.append((event.name, *event.facts.values()))),
+    ):
+        pipe.step(torch.randn(4, 2), torch.randn(4, 2), loss=F.mse_loss)
+    starts = [entry[1:] for entry in log if entry[0] == "pipeline.start" and entry[1] == 1]
+    assert starts.index((1, 1, "backward")) < starts.index((1, 0, "weight"))
+
+
+def test_a_long_skip_is_used_by_the_model_it_belongs_to():
+    model = nn.Sequential(nn.Linear(3, 3), StashLong(), nn.Tanh(), nn.Tanh(), PopLong()).double()
+    plain = reference(model)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with Pipe(model, [2, 1, 1, 1], chunks=2) as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(pipe, plain)

@@ -1,0 +1,150 @@
+"""Schedules: each is complete, ends, holds no more than it says, and survives a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.pipeline import Action, Kind, Schedule, make_schedule, simulate
+
+NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(NAMES))
+    ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    each = {"ZBV": 2, "Interleaved1F1B": draw(st.integers(1, 3))}.get(name, 1)
+    return make_schedule(name, ranks * each, microbatches, ranks=ranks)
+
+
+@given(schedules())
+def test_every_schedule_ends_with_every_action_once(schedule: Schedule):
+    simulation = simulate(schedule)
+    done = [interval.action for row in simulation.intervals for interval in row]
+    kinds = [Kind.F, Kind.B, *([Kind.W] if schedule.splits_backward else [])]
+    wanted = {
+        Action(kind, j, i) for kind in kinds for j in range(schedule.stages) for i in range(schedule.microbatches)
+    }
+    assert len(done) == len(wanted)
+    assert set(done) == wanted
+
+
+@given(schedules(), st.data())
+def test_a_schedule_ends_with_any_skips_and_recomputation(schedule: Schedule, data: st.DataObject):
+    stages = st.integers(0, schedule.stages - 1)
+    skips = [tuple(sorted(pair)) for pair in data.draw(st.lists(st.tuples(stages, stages), max_size=4))]
+    recompute = data.draw(st.sets(st.tuples(stages, st.integers(0, schedule.microbatches - 1)), max_size=6))
+    lowered = schedule.with_transfers(skips, recompute)
+    simulate(lowered)
+    again = [str(action) for actions in lowered.actions for action in actions if action.kind is Kind.R]
+    assert len(again) == len(recompute)
+
+
+@given(schedules())
+def test_every_send_has_its_receive(schedule: Schedule):
+    lowered = schedule.with_transfers([(0, schedule.stages - 1)])
+    everything = {action for actions in lowered.actions for action in actions}
+    for action in everything:
+        if action.peer is not None:
+            kinds = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B}
+            other = Action(kinds.get(action.kind, Kind.SEND_B), action.peer, action.microbatch, action.stage)
+            assert other in everything
+
+
+def test_recomputation_comes_before_the_wait_for_the_gradient():
+    lowered = make_schedule("GPipe", 2, 2).with_transfers(recompute={(0, 0)})
+    texts = [str(action) for action in lowered.actions[0]]
+    assert texts.index("R0.0") < texts.index("RB0.0<1") < texts.index("B0.0")
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("m", [4, 8, 12])
+def test_1f1b_takes_as_long_as_gpipe_and_holds_less(p: int, m: int):
+    gpipe, one = (simulate(make_schedule(name, p, m)) for name in ("GPipe", "1F1B"))
+    assert gpipe.makespan == one.makespan == 3 * (m + p - 1)
+    assert gpipe.peak_activations == (m,) * p
+    assert one.peak_activations == tuple(min(p - j, m) for j in range(p))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaving_divides_the_bubble(p: int, v: int):
+    m = 2 * p
+    simulation = simulate(make_schedule("Interleaved1F1B", p * v, m, ranks=p))
+    assert simulation.makespan == 3 * (m * v + p - 1)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_splitting_backward_shrinks_the_bubble_within_the_memory_of_1f1b(p: int):
+    m = 4 * p
+    one, split = simulate(make_schedule("1F1B", p, m)), simulate(make_schedule("ZB1P", p, m))
+    assert split.bubble < 0.75 * one.bubble
+    assert max(split.peak_activations) <= max(one.peak_activations)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_the_v_has_next_to_no_bubble(p: int):
+    m = 4 * p
+    simulation = simulate(make_schedule("ZBV", 2 * p, m))
+    assert simulation.makespan <= 6 * m + p
+    assert max(simulation.peak_activations) <= 2 * p  # of half a stage each
+
+
+@given(schedules())
+def test_a_schedule_survives_a_file(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule):
+    path = tmp_path_factory.mktemp("schedule") / "schedule.json"
+    schedule.save(path)
+    assert Schedule.load(path) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "holds no schedule"),
+        ("not json", "holds no schedule"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0"]]}', "1 actions of 2"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["B0.0","F0.0"]]}', "before its F"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F0.0","F0.0"]]}', "twice"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["Q0.0"]]}', "no action"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[0],"actions":[["F1.0"]]}', "lies outside"),
+        ('{"name":"x","stages":1,"microbatches":1,"rank_of":[1],"actions":[["F0.0","B0.0"]]}', "its stage on rank 1"),
+        (
+            '{"name":"x","stages":2,"microbatches":2,"rank_of":[0,1],"actions":'
+            '[["F0.0","B0.0","F0.1","B0.1"],["F1.0","F1.1","B1.1","B1.0"]]}',
+            "never ends",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_saying_why(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "schedule.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Schedule.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "ranks", "message"),
+    [
+        ("Chimera", 2, 2, None, "there are 'GPipe', '1F1B'"),
+        ("GPipe", 0, 2, None, "stages of at least 1, got 0"),
+        ("GPipe", 2, 0, None, "microbatches of at least 1, got 0"),
+        ("GPipe", 4, 2, 2, "got 4 stages for 2 ranks; make 2 stages"),
+        ("ZBV", 3, 2, 2, "3 stages do not fit 2 ranks; make 4 stages"),
+        ("Interleaved1F1B", 4, 2, 3, r"no multiple of 3 ranks; use one of \[1, 2, 4\]"),
+    ],
+)
+def test_numbers_that_cannot_run_are_refused_with_those_that_can(
+    name: str, stages: int, microbatches: int, ranks: int | None, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(name, stages, microbatches, ranks=ranks)
+
+
+def test_the_simulated_clock_counts_transfers():
+    schedule = make_schedule("GPipe", 2, 1)
+    assert simulate(schedule, {Kind.F: 1, Kind.B: 2}).makespan == 6
+    assert simulate(schedule, {Kind.F: 1, Kind.B: 2, Kind.SEND_F: 0.5, Kind.SEND_B: 0.25}).makespan == 6.75

@@ -1,0 +1,199 @@
+"""Skips: what is declared, what is yielded, and every way of getting that wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch import Namespace, SkipError, pop, skippable, stash, verify_skippables
+from anabranch.pipeline.skips import SkipStore, using_store
+
+
+@skippable(stash=["a"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("a", x)
+        return x * 2
+
+
+@skippable(pop=["a"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor):
+        a = yield pop("a")
+        return x + a
+
+
+@skippable(stash=["a"], shared=["a"])
+class ShareA(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("a", x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _own_store():
+    with using_store(SkipStore()):
+        yield
+
+
+def faults(module: nn.Module) -> list[str]:
+    with pytest.raises(SkipError) as caught:
+        verify_skippables(module)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_the_same_modules_run_in_a_plain_sequential():
+    model = nn.Sequential(Stash(), nn.Identity(), Pop())
+    assert model(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_the_class_stays_itself_and_adds_no_name_to_the_state_dict():
+    @skippable(stash=["a"])
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor):
+            yield stash("a", x)
+            return super().forward(x)
+
+    layer = Layer(2, 2)
+    assert isinstance(layer, nn.Linear)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert layer(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def test_a_skippable_without_yield_works():
+    @skippable()
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    assert Plain()(torch.zeros(1)).item() == 1.0
+
+
+@pytest.mark.parametrize("value", [None, (torch.ones(1), None), torch.arange(3), {"k": [torch.ones(1)]}])
+def test_any_value_may_be_stashed(value: object):
+    @skippable(stash=["v"])
+    class Give(nn.Module):
+        def forward(self, x: Tensor):
+            yield stash("v", value)
+            return x
+
+    taken = []
+
+    @skippable(pop=["v"])
+    class Take(nn.Module):
+        def forward(self, x: Tensor):
+            taken.append((yield pop("v")))
+            return x
+
+    nn.Sequential(Give(), Take())(torch.zeros(1))
+    assert taken[0] is value
+
+
+def test_namespaces_keep_equal_names_apart():
+    inner, outer = Namespace(), Namespace()
+    model = nn.Sequential(
+        Stash().isolate(outer), Stash().isolate(inner), Pop().isolate(inner, only=["a"]), Pop().isolate(outer, only="a")
+    )
+    verify_skippables(model)
+    assert model(torch.ones(1)).item() == 4 + 2 + 1
+
+
+def test_a_copied_model_keeps_its_namespaces_apart_from_the_original():
+    namespace = Namespace()
+    model = nn.Sequential(Stash().isolate(namespace), Pop().isolate(namespace))
+    verify_skippables(copy.deepcopy(model))
+
+
+def test_isolating_an_undeclared_name_is_refused():
+    with pytest.raises(SkipError, match="declares no skip 'b'"):
+        Stash().isolate(Namespace(), only=["b"])
+
+
+def test_a_shared_stash_may_have_several_poppers():
+    model = nn.Sequential(ShareA(), Pop(), Pop())
+    verify_skippables(model)
+    assert model(torch.ones(1)).item() == 3.0
+
+
+def test_every_mismatch_is_in_one_message():
+    @skippable(stash=["both"], pop=["both"])
+    class Both(nn.Module): ...
+
+    @skippable(pop=["never"])
+    class PopNever(nn.Module): ...
+
+    @skippable(stash=["lost"])
+    class StashLost(nn.Module): ...
+
+    found = faults(nn.Sequential(Both(), PopNever(), StashLost(), Stash(), Stash(), Pop(), Pop()))
+    assert [line.split("'")[1] for line in found] == ["both", "never", "a", "a", "lost"]
+    assert "declared both in stash= and in pop= by '0'" in found[0]
+    assert "popped by '1' but no earlier module stashes it" in found[1]
+    assert "stashed by '3' and again by '4'" in found[2]
+    assert "popped by '5' and again by '6'" in found[3]
+    assert "stashed by '2' but no later module pops it" in found[4]
+
+
+def test_nested_containers_are_looked_into():
+    class Container(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([Stash()])
+
+    assert "'0.inner.0'" in faults(nn.Sequential(Container()))[0]
+    verify_skippables(nn.Sequential(nn.Sequential(Stash()), nn.Sequential(nn.Sequential(Pop()))))
+
+
+def test_a_pop_before_its_stash_is_a_mismatch():
+    assert len(faults(nn.Sequential(Pop(), Stash()))) == 2
+
+
+def test_one_string_in_place_of_a_list_is_refused():
+    with pytest.raises(SkipError, match="one string"):
+        skippable(stash="abc")
+
+
+def test_a_shared_name_that_is_neither_stashed_nor_popped_is_refused():
+    with pytest.raises(SkipError, match="neither in stash= nor in pop="):
+        skippable(stash=["a"], shared=["b"])
+
+
+def test_popping_what_was_not_stashed_names_module_and_skip():
+    with pytest.raises(RuntimeError, match="Pop pops 'a', which has not been stashed"):
+        nn.Sequential(Pop())(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("stashes", "pops", "commands", "message"),
+    [
+        ((), (), [stash("x", None)], "stashes 'x' but does not declare it"),
+        ((), (), [pop("x")], "pops 'x' but does not declare it"),
+        (("x",), (), [], "declares 'x' in stash= but its forward did not stash it"),
+        (("x",), (), [stash("x", None), stash("x", None)], "stashes 'x' twice"),
+        ((), ("x",), [], "declares 'x' in pop= but its forward did not pop it"),
+        ((), (), [3], "yielded 3; yield stash"),
+    ],
+)
+def test_misuse_in_forward_names_module_and_skip(stashes: tuple, pops: tuple, commands: list, message: str):
+    @skippable(stash=stashes, pop=pops)
+    class Misused(nn.Module):
+        def forward(self, x: Tensor):
+            yield from commands
+            return x
+
+    with pytest.raises((RuntimeError, TypeError), match=f"Misused.*{message}"):
+        Misused()(torch.zeros(1))
+
+
+def test_a_popped_value_is_no_longer_held():
+    import weakref
+
+    model = nn.Sequential(Stash(), Pop())
+    x = torch.ones(2)
+    seen = weakref.ref(x)
+    model(x)
+    del x
+    assert seen() is None
