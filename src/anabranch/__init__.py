@@ -6,6 +6,7 @@ gives. The packages are floors, imports point down only:
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
+- ``parameter_server``: tables larger than a worker, read and updated by id.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -33,6 +34,7 @@ from anabranch.errors import (
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
+from anabranch.parameter_server import RowWiseAdagrad
 from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "PipelineError",
     "ProtocolError",
     "RemoteError",
+    "RowWiseAdagrad",
     "SchemaError",
     "SkipError",
     "TensorSpec",
