@@ -45,7 +45,8 @@ def begin_with(table: RowTable, weights: torch.Tensor) -> None:
     values[:, :WIDTH] = weights
     sums = torch.full((len(weights) if rule.family is Family.ROW_WISE_ADAGRAD else 0,), rule.initial_state)
     stamps = torch.ones(len(weights), dtype=torch.int64)
-    table.restore(RowBlock(torch.arange(len(weights)), values, stamps, sums))
+    usage = torch.empty(0, 2, dtype=torch.int64)
+    table.restore(RowBlock(torch.arange(len(weights)), values, stamps, sums, usage))
 
 
 @pytest.mark.parametrize("kind", ["compiled", "plain"])

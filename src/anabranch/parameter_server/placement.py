@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from anabranch.parameter_server.kernels import Kernels, kernels
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "mixed"]
 
 Ids = NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class Placement:
         if self.shards == 1:
             return np.zeros_like(ids)
         if self.rows is None:
-            return (_mixed(ids, self.key) % np.uint64(self.shards)).astype(np.int64)
+            return (mixed(ids, self.key) % np.uint64(self.shards)).astype(np.int64)
         return self._permuted(ids, forward=True) % self.shards
 
     def places(self, ids: Ids) -> Ids:
@@ -72,7 +72,8 @@ class Placement:
         return out
 
 
-def _mixed(ids: Ids, key: int) -> NDArray[np.uint64]:
+def mixed(ids: Ids, key: int) -> NDArray[np.uint64]:
+    """64 bits of each id in which every bit of id and key has its part."""
     x = ids.view(np.uint64) ^ np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

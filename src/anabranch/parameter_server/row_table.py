@@ -24,6 +24,7 @@ from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.parameter_server._quantile import QUANTILE
+from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
 from anabranch.parameter_server.initial import table_key
 from anabranch.parameter_server.kernels import Crew, as_array, as_tensor, kernels, working_dtype
 from anabranch.parameter_server.placement import Placement
@@ -49,12 +50,14 @@ class RowBlock:
         values: weights, then states: ``[rows, width * (1 + states)]``.
         stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
         sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
+        usage: int64 ``[rows, 2]``, in how many steps a row was used and in which last; ``[0, 2]`` of a fixed table.
     """
 
     ids: Tensor
     values: Tensor
     stamps: Tensor
     sums: Tensor
+    usage: Tensor
 
 
 class RowTable:
@@ -101,10 +104,13 @@ class RowTable:
         # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
         self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
-        vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
-        self._vocabulary: Vocabulary = vocabulary
+        if spec.rows is None:
+            kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
+            self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(self._key), kind)
+        else:
+            self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
         self._storage = RowStorage(
-            vocabulary.rows, self._stride, spec.dtype, with_sums=rule.family is Family.ROW_WISE_ADAGRAD
+            self._vocabulary.rows, self._stride, spec.dtype, with_sums=rule.family is Family.ROW_WISE_ADAGRAD
         )
 
     @property
@@ -152,7 +158,8 @@ class RowTable:
         rows = self._locate(self._ids(ids), training=False)
         if self._catches_up and self._rule.moves_quiet_rows:
             return torch.full((rows.size,), self.step)
-        stamps = np.where(rows >= 0, self._storage.stamps[rows], 0)
+        stamps = np.zeros_like(rows)
+        stamps[rows >= 0] = self._storage.stamps[rows[rows >= 0]]
         return torch.from_numpy(np.maximum(stamps - 1, 0))
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -306,6 +313,7 @@ class RowTable:
                     table[torch.from_numpy(part)],
                     torch.from_numpy(self._storage.stamps[part]),
                     torch.from_numpy(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
+                    torch.from_numpy(self._vocabulary.usage(part)),
                 )
 
     def restore(self, block: RowBlock) -> None:
@@ -316,7 +324,8 @@ class RowTable:
                 f"table {self.spec.name}: rows of {self._stride} {self.spec.dtype} expected, got "
                 f"{tuple(block.values.shape)} {block.values.dtype}"
             )
-        rows = self._locate(ids, training=True)
+        rows = self._vocabulary.restore(ids, block.usage.numpy())
+        self._make_room()
         as_tensor(self._storage.values).view(-1, self._stride)[torch.from_numpy(rows)] = block.values
         self._storage.stamps[rows] = block.stamps.numpy()
         if self._storage.sums.size:
@@ -335,6 +344,16 @@ class RowTable:
         self.step = step
         if self._catches_up:
             self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])
+
+    @property
+    def used(self) -> int:
+        """How many rows have an id."""
+        return self._vocabulary.rows
+
+    @property
+    def evictions(self) -> int:
+        """How many ids have lost their row to another."""
+        return self._vocabulary.evictions
 
     def bytes(self) -> int:
         """Bytes of rows, states and stamps that there is room for."""
@@ -357,4 +376,12 @@ class RowTable:
         return as_array(rounded.to(working_dtype(self.spec.dtype)).contiguous())
 
     def _locate(self, ids: Array, *, training: bool) -> Array:
-        return self._vocabulary.locate(ids, step=self.step, training=training)
+        rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
+        self._make_room()
+        self._storage.stamps[reused] = 0
+        return rows
+
+    def _make_room(self) -> None:
+        if self._vocabulary.rows > self._storage.rows:
+            room = max(self._vocabulary.rows, 2 * self._storage.rows)
+            self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
