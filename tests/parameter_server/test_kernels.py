@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from anabranch.parameter_server import RowOptimizer, RowWiseAdagrad
 from anabranch.parameter_server._quantile import QUANTILE
-from anabranch.parameter_server.kernels import Crew, as_array, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
 
 COMPILED, PLAIN = kernels("compiled"), kernels("plain")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -155,23 +155,28 @@ def test_merged_gradients_are_summed_in_the_order_of_the_lookups(scaled: bool, s
     for module in (COMPILED, PLAIN):
         merged = np.full(15, np.nan, np.float32)
         for first, last in ((0, 2), (2, 5)):
-            module.merge_sums(grads.reshape(-1), 3, source, scales, inverse, merged, first, last)
+            module.merge_sums(grads.reshape(-1), 3, 3, source, scales, inverse, merged, first, last)
         assert (merged.reshape(5, 3) == wanted).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("module", [COMPILED, PLAIN], ids=["compiled", "plain"])
-def test_gather_and_scatter_pass_over_unknown_rows(module: object, dtype: torch.dtype) -> None:
+def test_gather_passes_over_unknown_rows_and_what_lies_between_rows(module: object, dtype: torch.dtype) -> None:
     storage = torch.randn(6, 4).to(dtype)
-    rows = np.array([5, -1, 0])
-    out = torch.zeros(3, 2, dtype=dtype)
-    module.gather(as_array(storage), 4, 1, 2, rows, as_array(out), 0, 3)
-    assert torch.equal(out[[0, 2]], storage[[5, 0], 1:3])
+    out = torch.zeros(3, 5, dtype=dtype)
+    memory, apart = as_rows(out[:, 1:4], 3)
+    module.gather(as_array(storage), 4, 3, np.array([5, -1, 0]), memory, apart, 0, 3)
+    assert torch.equal(out[[0, 2], 1:4], storage[[5, 0], :3])
     assert not out[1].any()
-    target = torch.zeros(6, 4, dtype=dtype)
-    module.scatter(as_array(target), 4, 1, 2, rows, as_array(out), 0, 3)
-    assert torch.equal(target[[5, 0], 1:3], storage[[5, 0], 1:3])
-    assert not target[1:5].any()
+    assert not out[:, [0, 4]].any()
+
+
+@pytest.mark.parametrize("module", [COMPILED, PLAIN], ids=["compiled", "plain"])
+def test_the_first_row_behind_is_found(module: object) -> None:
+    stamps = np.array([3, 0, 2])
+    assert module.first_behind(stamps, np.array([-1, 0, 2]), 2) == -1
+    assert module.first_behind(stamps, np.array([0, -1, 2, 1]), 3) == 2
+    assert module.first_behind(stamps, np.empty(0, np.int64), 9) == -1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -240,27 +240,27 @@ def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> 
 
 
 @_kernel
-def gather(storage: Any, stride: int, offset: int, width: int, rows: Any, out: Any, first: int, last: int) -> None:
-    """Copies ``width`` numbers from ``offset`` of each row; a row of -1 is left as ``out`` has it."""
-    wide, step, start = U(width), U(stride), U(offset)
+def gather(storage: Any, stride: int, width: int, rows: Any, out: Any, out_stride: int, first: int, last: int) -> None:
+    """Copies the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
+    wide, step, apart = U(width), U(stride), U(out_stride)
     for i in range(first, last):
         if i + _PREFETCH < last and rows[i + _PREFETCH] >= 0:
-            _prefetch(storage, U(rows[i + _PREFETCH]) * step + start)
+            _prefetch(storage, U(rows[i + _PREFETCH]) * step)
         if rows[i] >= 0:
-            source, target = U(rows[i]) * step + start, U(i) * wide
+            source, target = U(rows[i]) * step, U(i) * apart
             for j in range(wide):
                 out[target + j] = storage[source + j]
 
 
 @_kernel
-def scatter(storage: Any, stride: int, offset: int, width: int, rows: Any, values: Any, first: int, last: int) -> None:
-    """Copies ``width`` numbers to ``offset`` of each row; a row of -1 is passed over."""
-    wide, step, start = U(width), U(stride), U(offset)
-    for i in range(first, last):
-        if rows[i] >= 0:
-            target, source = U(rows[i]) * step + start, U(i) * wide
-            for j in range(wide):
-                storage[target + j] = values[source + j]
+def first_behind(stamps: Any, rows: Any, needed: int) -> int:
+    """The position of the first row whose stamp is below ``needed``, -1 if there is none; rows of -1 have no stamp."""
+    for i in range(rows.size):
+        if i + _PREFETCH < rows.size and rows[i + _PREFETCH] >= 0:
+            _prefetch(stamps, U(rows[i + _PREFETCH]))
+        if rows[i] >= 0 and stamps[U(rows[i])] < needed:
+            return i
+    return -1
 
 
 @_kernel
@@ -322,20 +322,20 @@ def bag_max(
 
 @_kernel
 def merge_sums(
-    grads: Any, width: int, source: Any, scales: Any, inverse: Any, merged: Any, first: int, last: int
+    grads: Any, stride: int, width: int, source: Any, scales: Any, inverse: Any, merged: Any, first: int, last: int
 ) -> None:
     """Adds up the gradients of each distinct row, in the order of the lookups; this part's rows only.
 
-    Lookup ``i`` belongs to the distinct row ``inverse[i]`` and brings ``grads[source[i]]`` (``grads[i]`` if ``source``
-    is empty) times ``scales[i]`` (1 if ``scales`` is empty).
+    Lookup ``i`` belongs to the distinct row ``inverse[i]`` and brings row ``source[i]`` of the gradients (row ``i`` if
+    ``source`` is empty), which begins at ``stride`` times that, times ``scales[i]`` (1 if ``scales`` is empty).
     """
-    wide = U(width)
+    wide, apart = U(width), U(stride)
     for j in range(U(first) * wide, U(last) * wide):
         merged[j] = 0
     for i in range(inverse.size):
         if first <= inverse[i] < last:
             target = U(inverse[i]) * wide
-            at = U(source[i] if source.size else i) * wide
+            at = U(source[i] if source.size else i) * apart
             if scales.size:
                 scale = scales[i]
                 for j in range(wide):

@@ -85,20 +85,25 @@ def _feistel(values: Array, half: int, key: int, forward: bool) -> Array:
 # --- rows in and out ------------------------------------------------------------------------------------------------
 
 
+def _spaced(flat: Array, stride: int, width: int) -> Array:
+    """Rows of ``width`` numbers that begin ``stride`` apart; the last may end where ``flat`` ends."""
+    rows = (flat.size - width) // stride + 1 if flat.size else 0
+    return np.lib.stride_tricks.as_strided(flat, (rows, width), (stride * flat.itemsize, flat.itemsize))
+
+
 def gather(
-    storage: Array, stride: int, offset: int, width: int, rows: Array, out: Array, first: int, last: int
+    storage: Array, stride: int, width: int, rows: Array, out: Array, out_stride: int, first: int, last: int
 ) -> None:
-    """Copies ``width`` numbers from ``offset`` of each row; a row of -1 is left as ``out`` has it."""
+    """Copies the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
     known = np.flatnonzero(rows[first:last] >= 0) + first
-    out.reshape(-1, width)[known] = storage.reshape(-1, stride)[rows[known], offset : offset + width]
+    _spaced(out, out_stride, width)[known] = storage.reshape(-1, stride)[rows[known], :width]
 
 
-def scatter(
-    storage: Array, stride: int, offset: int, width: int, rows: Array, values: Array, first: int, last: int
-) -> None:
-    """Copies ``width`` numbers to ``offset`` of each row; a row of -1 is passed over."""
-    known = np.flatnonzero(rows[first:last] >= 0) + first
-    storage.reshape(-1, stride)[rows[known], offset : offset + width] = values.reshape(-1, width)[known]
+def first_behind(stamps: Array, rows: Array, needed: int) -> int:
+    """The position of the first row whose stamp is below ``needed``, -1 if there is none; rows of -1 have no stamp."""
+    known = np.flatnonzero(rows >= 0)
+    behind = known[stamps[rows[known]] < needed]
+    return int(behind[0]) if behind.size else -1
 
 
 def bag(
@@ -148,10 +153,18 @@ def bag_max(
 
 
 def merge_sums(
-    grads: Array, width: int, source: Array, scales: Array, inverse: Array, merged: Array, first: int, last: int
+    grads: Array,
+    stride: int,
+    width: int,
+    source: Array,
+    scales: Array,
+    inverse: Array,
+    merged: Array,
+    first: int,
+    last: int,
 ) -> None:
     """Adds up the gradients of each distinct row, in the order of the lookups; this part's rows only."""
-    sums, lookups = merged.reshape(-1, width), grads.reshape(-1, width)
+    sums, lookups = merged.reshape(-1, width), _spaced(grads, stride, width)
     sums[first:last] = 0
     for i, row in enumerate(inverse):
         if first <= row < last:

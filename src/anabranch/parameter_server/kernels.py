@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Crew", "Kernels", "as_array", "as_tensor", "kernels", "working_dtype"]
+__all__ = ["Crew", "Kernels", "as_array", "as_rows", "as_tensor", "kernels", "working_dtype"]
 
 _KERNEL_SECONDS = 600.0  # a kernel touches memory and nothing else; one that runs longer is a defect of ours
 _SMALL = 1 << 15  # numbers below which waking a thread costs more than it brings
@@ -33,7 +33,7 @@ class Kernels(Protocol):
     merge: Callable[..., int]
     place: Callable[..., None]
     gather: Callable[..., None]
-    scatter: Callable[..., None]
+    first_behind: Callable[..., int]
     bag: Callable[..., None]
     bag_max: Callable[..., None]
     merge_sums: Callable[..., None]
@@ -80,6 +80,20 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     """The memory of a contiguous CPU tensor as a flat array; bfloat16, which NumPy does not know, as ``uint16``."""
     flat = tensor.detach().reshape(-1)
     return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
+
+
+def as_rows(tensor: Tensor, width: int) -> tuple[NDArray[Any], int]:
+    """The memory under a CPU tensor of ``[..., width]``, and how far apart its rows begin; copied only if they must be.
+
+    >>> memory, apart = as_rows(torch.zeros(3, 10)[:, 2:6], 4)
+    >>> memory.size, apart
+    (24, 10)
+    """
+    rows = tensor.detach().reshape(-1, width)
+    if rows.stride(1) != 1 or (len(rows) > 1 and rows.stride(0) < width):
+        rows = rows.contiguous()
+    apart = rows.stride(0) if len(rows) > 1 else width
+    return as_array(rows.as_strided(((len(rows) - 1) * apart + width if len(rows) else 0,), (1,))), apart
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:

@@ -26,7 +26,7 @@ from anabranch.errors import SchemaError
 from anabranch.parameter_server._quantile import QUANTILE
 from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
 from anabranch.parameter_server.initial import table_key
-from anabranch.parameter_server.kernels import Crew, as_array, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.parameter_server.storage import RowStorage
@@ -129,28 +129,33 @@ class RowTable:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def pull(self, ids: Tensor, *, training: bool = False) -> Tensor:
+    def pull(self, ids: Tensor, *, training: bool = False, out: Tensor | None = None) -> Tensor:
         """The rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
 
         ``training`` admits ids that a dynamic table has not; otherwise they read as the values they would begin with.
+        The rows are written to ``out`` if it is given, which may be part of a larger tensor.
 
         Raises:
             NotFound: an id that is no row of the table; says which, and where.
             SchemaError: ids that are not int64.
         """
         wanted = self._ids(ids)
+        if out is None:
+            out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
+        elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
+            raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._locate(wanted, training=training)
         self._prepare(rows, wanted)
-        out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
-        flat = as_array(out)
+        memory, apart = as_rows(out, self.spec.width)
         self._crew.run(
             lambda first, last: self._kernels.gather(
-                self._storage.values, self._stride, 0, self.spec.width, rows, flat, first, last
+                self._storage.values, self._stride, self.spec.width, rows, memory, apart, first, last
             ),
             rows.size,
-            flat.size,
+            rows.size * self.spec.width,
         )
-        self._fill_unknown(flat, rows, wanted)
+        if self._may_miss(rows):
+            self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
         return out
 
     def versions(self, ids: Tensor) -> Tensor:
@@ -172,38 +177,35 @@ class RowTable:
             SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
         """
         wanted = self._ids(ids)
-        flat = self._gradients(grads, wanted.size)
+        memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
-        unique, merged, first = self._merge(rows, flat)
+        unique, merged, first = self._merge(rows, memory, apart)
         self._prepare(unique, wanted[first])
         self._step(unique, merged)
 
-    def _merge(self, rows: Array, grads: Array) -> tuple[Array, Array, Array]:
+    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array]:
         """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped."""
         source = _NONE
-        if rows.size and rows.min() < 0:
+        if self._may_miss(rows):
             source = np.flatnonzero(rows >= 0)
             rows = rows[source]
         buckets = np.empty(1 << (2 * rows.size + 1).bit_length(), np.int64)
         unique, inverse = np.empty_like(rows), np.empty_like(rows)
         count = self._kernels.merge(rows, buckets, unique, inverse)
-        unique = unique[:count]
-        if count == rows.size and not source.size:
-            return unique, grads, np.arange(count)
-        merged = np.empty(count * self.spec.width, grads.dtype)
-        scales = np.empty(0, grads.dtype)
+        merged = np.empty(count * self.spec.width, memory.dtype)
+        scales = np.empty(0, memory.dtype)
         self._crew.run(
             lambda first, last: self._kernels.merge_sums(
-                grads, self.spec.width, source, scales, inverse, merged, first, last
+                memory, apart, self.spec.width, source, scales, inverse, merged, first, last
             ),
             count,
-            grads.size,
+            rows.size * self.spec.width,
         )
         if self.spec.dtype == torch.bfloat16:  # a gradient has its parameter's dtype
             merged = torch.from_numpy(merged).bfloat16().float().numpy()
         first = np.empty(count, np.int64)
         first[inverse[::-1]] = np.arange(rows.size)[::-1]
-        return unique, merged, source[first] if source.size else first
+        return unique[:count], merged, source[first] if source.size else first
 
     def _step(self, unique: Array, merged: Array) -> None:
         constants = self._rule.constants(self.step + 1)
@@ -227,16 +229,19 @@ class RowTable:
 
     def _prepare(self, rows: Array, ids: Array) -> None:
         """Begins the rows that have not begun, and brings those that lag up to the table's step."""
-        known = rows
-        if rows.size and rows.min() < 0:
-            at = np.flatnonzero(rows >= 0)
-            known, ids = rows[at], ids[at]
-        stamps = self._storage.stamps[known]
-        if not stamps.all():
-            self._begin(known[stamps == 0], ids[stamps == 0])
-            stamps = self._storage.stamps[known]
-        if self._catches_up and stamps.size and stamps.min() <= self.step:
-            self._catch_up(np.unique(known[stamps <= self.step]))
+        if self._kernels.first_behind(self._storage.stamps, rows, self.step + 1 if self._catches_up else 1) < 0:
+            return
+        known = np.flatnonzero(rows >= 0)
+        rows, ids = rows[known], ids[known]
+        fresh = self._storage.stamps[rows] == 0
+        if fresh.any():
+            self._begin(rows[fresh], ids[fresh])
+        if self._catches_up:
+            self._catch_up(np.unique(rows[self._storage.stamps[rows] <= self.step]))
+
+    def _may_miss(self, rows: Array) -> bool:
+        """Whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        return self.spec.rows is None and bool((rows < 0).any())
 
     def _begin(self, rows: Array, ids: Array) -> None:
         rows, first = np.unique(rows, return_index=True)
@@ -256,10 +261,11 @@ class RowTable:
             rows.size * stride,
         )  # fmt: skip
 
-    def _fill_unknown(self, flat: Array, rows: Array, ids: Array) -> None:
-        if rows.size and rows.min() < 0:
-            unknown = np.flatnonzero(rows < 0)
-            self._write_first_values(flat, self.spec.width, unknown, ids[unknown])
+    def _read_first_values(self, out: Tensor, rows: Array, ids: Array) -> None:
+        unknown = np.flatnonzero(rows < 0)
+        values = torch.empty(unknown.size, self.spec.width, dtype=self.spec.dtype)
+        self._write_first_values(as_array(values), self.spec.width, np.arange(unknown.size), ids[unknown])
+        out[torch.from_numpy(unknown)] = values
 
     def _remember(self, constants: Array) -> None:
         if self.step == len(self._history):
@@ -267,6 +273,8 @@ class RowTable:
         self._history[self.step] = constants
 
     def _catch_up(self, rows: Array) -> None:
+        if not rows.size:
+            return
         since = self._storage.stamps[rows] - 1
         missed = self._history[since.min() : self.step]
         if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
@@ -366,14 +374,14 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: ids are int64, got {ids.dtype}; convert with ids.long()")
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
 
-    def _gradients(self, grads: Tensor, count: int) -> Array:
+    def _gradients(self, grads: Tensor, count: int) -> tuple[Array, int]:
         if grads.numel() != count * self.spec.width or not grads.is_floating_point():
             raise SchemaError(
                 f"table {self.spec.name}: gradients of ({count}, {self.spec.width}) {self.spec.dtype} expected, got "
                 f"{tuple(grads.shape)} {grads.dtype}"
             )
         rounded = grads.detach().cpu().to(self.spec.dtype)
-        return as_array(rounded.to(working_dtype(self.spec.dtype)).contiguous())
+        return as_rows(rounded.to(working_dtype(self.spec.dtype)), self.spec.width)
 
     def _locate(self, ids: Array, *, training: bool) -> Array:
         rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
