@@ -7,6 +7,7 @@ gives. The packages are floors, imports point down only:
 - ``executor``: runs training and evaluation steps; start here.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
+- ``parameter_server``: tables larger than a worker, read and updated by id.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -42,6 +43,7 @@ from anabranch.errors import (
 from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
 from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from anabranch.parameter_server import RowWiseAdagrad
 from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "PipelineError",
     "ProtocolError",
     "RemoteError",
+    "RowWiseAdagrad",
     "SchemaError",
     "SkipError",
     "TensorSpec",

@@ -1,0 +1,208 @@
+"""Embedding tables: one step of gather, merge and update against torch's own modules, and against FBGEMM where it is.
+
+    python benchmarks/tables.py                      # P2 against torch, and cost as tables grow
+    make bench-peers                                 # the same beside FBGEMM, in a virtual environment of its own
+
+26 tables of 100,000 rows of 16, batches of 2,048 Zipf-distributed lookups a table. Every side gets the same ids and the
+same gradients, the sides take turns, and what counts is the ratio of their times. A step is: look the rows up, and
+apply the gradient of each lookup by the optimizer. The dense part of a model is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.parameter_server import Crew, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableSpec
+
+TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+    "RowWiseAdagrad": functools.partial(RowWiseAdagrad, lr=0.01),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.01),
+    "Adam": functools.partial(torch.optim.Adam, lr=0.01),
+}
+Step = Callable[[Tensor, Tensor], None]  # ids [tables, batch], gradients [batch, tables * width]
+
+
+def make_batches(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    generator = np.random.default_rng(0)
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -ZIPF
+    cumulated = np.cumsum(weights / weights.sum())
+    batches = []
+    for _ in range(count):
+        ids = np.searchsorted(cumulated, generator.random((TABLES, BATCH))).clip(max=rows - 1)
+        batches.append((torch.from_numpy(ids), torch.randn(BATCH, TABLES * WIDTH)))
+    return batches
+
+
+def ours(optimizer: str, threads: int) -> Step:
+    rule = RowOptimizer.from_factory(OPTIMIZERS[optimizer])
+    spec = functools.partial(TableSpec, rows=ROWS, width=WIDTH, initial=Normal(0, 0.01))
+    tables = [RowTable(spec(f"t{k}"), rule) for k in range(TABLES)]
+    crew = Crew(threads)
+
+    def step(ids: Tensor, grads: Tensor) -> None:
+        out = torch.empty(BATCH, TABLES, WIDTH)
+        given = grads.view(BATCH, TABLES, WIDTH)
+
+        def pull(first: int, last: int) -> None:
+            for k in range(first, last):
+                tables[k].pull(ids[k], training=True, out=out[:, k])
+
+        def push(first: int, last: int) -> None:
+            for k in range(first, last):
+                tables[k].push(ids[k], given[:, k])
+
+        crew.run(pull, TABLES, 1 << 20)
+        crew.run(push, TABLES, 1 << 20)
+
+    return step
+
+
+def torch_bags(optimizer: str, threads: int) -> Step:
+    bags = torch.nn.ModuleList([torch.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True) for _ in range(TABLES)])
+    made = (
+        OPTIMIZERS[optimizer](bags.parameters())
+        if optimizer != "Adam"
+        else torch.optim.SparseAdam(list(bags.parameters()), lr=0.01)
+    )
+    offsets = torch.arange(BATCH)
+
+    def step(ids: Tensor, grads: Tensor) -> None:
+        made.zero_grad()
+        out = torch.cat([bag(ids[k], offsets) for k, bag in enumerate(bags)], dim=1)
+        out.backward(grads)
+        made.step()
+
+    return step
+
+
+def fbgemm(optimizer: str, threads: int) -> Step:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    kinds = {
+        "Adagrad": EmbOptimType.EXACT_ADAGRAD,
+        "RowWiseAdagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "SGD": EmbOptimType.EXACT_SGD,
+        "Adam": EmbOptimType.ADAM,
+    }
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(ROWS, WIDTH, EmbeddingLocation.HOST, ComputeDevice.CPU)] * TABLES,
+        optimizer=kinds[optimizer],
+        learning_rate=0.01,
+        weights_precision=SparseType.FP32,
+    )
+    tables.init_embedding_weights_uniform(-0.01, 0.01)
+    offsets = torch.arange(TABLES * BATCH + 1)
+
+    def step(ids: Tensor, grads: Tensor) -> None:
+        tables(ids.reshape(-1), offsets).backward(grads)
+
+    return step
+
+
+def alternate(sides: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds a step of each side, taken in turns."""
+    for step in sides.values():
+        for batch in batches[:3]:
+            step(*batch)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, step in sides.items():
+            batch = batches[number % len(batches)]
+            begin = time.perf_counter()
+            step(*batch)
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: {"median": statistics.median(t), "min": min(t)} for name, t in times.items()}
+
+
+def embedding_step(threads: int, rounds: int) -> list[dict[str, object]]:
+    batches = make_batches(8, ROWS)
+    unique = sum(len(torch.unique(row)) for row in batches[0][0])
+    results: list[dict[str, object]] = []
+    for optimizer in OPTIMIZERS:
+        makers = {"anabranch": ours, "torch EmbeddingBag": torch_bags}
+        if has_fbgemm() and optimizer != "Adam":  # its CPU kernels have no Adam
+            makers["fbgemm"] = fbgemm
+        sides = {name: make(optimizer, threads) for name, make in makers.items()}
+        found = alternate(sides, batches, rounds)
+        mine = found["anabranch"]["median"]
+        for name, numbers in found.items():
+            results.append({"optimizer": optimizer, "side": name, **numbers, "ours / theirs": mine / numbers["median"]})
+            print(f"{optimizer:15} {name:20} median {numbers['median']:7.2f} ms  min {numbers['min']:7.2f}  "
+                  f"ours/theirs {mine / numbers['median']:.2f}")  # fmt: skip
+    print(f"{unique} distinct ids a step")
+    return results
+
+
+def growth(largest: int, rounds: int) -> list[dict[str, object]]:
+    """One table of 10^5 rows and more, the same number of lookups: the cost of a step should not grow with the rows."""
+    rule = RowOptimizer.from_factory(OPTIMIZERS["Adagrad"])
+    generator = torch.Generator().manual_seed(0)
+    results: list[dict[str, object]] = []
+    rows = 100_000
+    while rows <= largest:
+        table = RowTable(TableSpec("t", rows, WIDTH, initial=Normal(0, 0.01)), rule)
+        batches = [torch.randint(0, rows, (20_000,), generator=generator) for _ in range(4)]
+        grads = torch.randn(20_000, WIDTH)
+        times = []
+        for number in range(rounds + 4):
+            begin = time.perf_counter()
+            table.pull(batches[number % 4], training=True)
+            table.push(batches[number % 4], grads)
+            times.append((time.perf_counter() - begin) * 1e3)
+        median = statistics.median(times[4:])
+        results.append({"rows": rows, "median": median, "min": min(times[4:])})
+        print(f"{rows:>12,} rows: median {median:.2f} ms for 20,000 lookups")
+        rows *= 10
+    return results
+
+
+def has_fbgemm() -> bool:
+    try:
+        import fbgemm_gpu  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--largest", type=int, default=10_000_000, help="rows of the largest table")
+    parser.add_argument("--out", type=Path, default=None, help="where to write the numbers as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    load = os.getloadavg()
+    found: dict[str, object] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "threads": arguments.threads,
+        "embedding_step": embedding_step(arguments.threads, arguments.rounds),
+        "growth": growth(arguments.largest, arguments.rounds),
+        "load_before_and_after": [load, os.getloadavg()],
+    }
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Tables larger than a worker, kept in rows that are read and updated by id.
+
+Not a key-value store and no database: rows are numbers, and what changes them is an optimizer's step. Open
+``row_table.py`` first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule, and the
+kernels that work on them, compiled (``_compiled.py``) beside their plain forms (``_plain.py``).
+"""
+
+from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
+from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.optimizer import RowWiseAdagrad
+from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.row_table import RowBlock, RowTable
+from anabranch.parameter_server.table_spec import TableSpec
+
+__all__ = [
+    "Constant",
+    "Crew",
+    "Family",
+    "Initial",
+    "Normal",
+    "Placement",
+    "RowBlock",
+    "RowOptimizer",
+    "RowTable",
+    "RowWiseAdagrad",
+    "TableSpec",
+    "Uniform",
+]

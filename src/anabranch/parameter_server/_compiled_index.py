@@ -1,0 +1,192 @@
+"""The index of a dynamic vocabulary, compiled: open addressing, and a heap that knows which row leaves next.
+
+``keys`` and ``slots`` are one hash table of a power of two: an id lies at the first free place from its mixed bits on,
+``slots`` says its row, or -1 where nothing lies. Any int64 is an id. Rows are handed out from 0 up; once they are all
+in use a new id takes the row of another.
+
+``heap`` orders the rows by (uses or 0, last use, row), the least first. Keys only grow, so an entry is brought up to
+date when it reaches the top, not when its row is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from anabranch.parameter_server._compiled import U, _inline, _kernel, _mix
+
+
+@_inline
+def _place(keys: Any, slots: Any, wanted: Any) -> Any:
+    """Where ``wanted`` lies, or would lie."""
+    mask = U(keys.size - 1)
+    at = _mix(U(wanted)) & mask
+    while slots[at] >= 0 and keys[at] != wanted:
+        at = (at + U(1)) & mask
+    return at
+
+
+@_kernel
+def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
+    """The row of each id, -1 for one that is not there."""
+    for i in range(ids.size):
+        out[i] = slots[_place(keys, slots, ids[i])]
+
+
+@_kernel
+def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
+    """Enters distinct new ids under the rows ``first``, ``first + 1``, ..."""
+    for i in range(ids.size):
+        at = _place(keys, slots, ids[i])
+        keys[at] = ids[i]
+        slots[at] = first + i
+
+
+@_inline
+def _remove(keys: Any, slots: Any, leaving: Any) -> None:
+    """Takes an id out and moves those that it had pushed on back, so that no search ends too early."""
+    mask = U(keys.size - 1)
+    hole = _place(keys, slots, leaving)
+    at = hole
+    while True:
+        at = (at + U(1)) & mask
+        if slots[at] < 0:
+            break
+        home = _mix(U(keys[at])) & mask
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            keys[hole], slots[hole] = keys[at], slots[at]
+            hole = at
+    slots[hole] = -1
+
+
+@_inline
+def _less(heap: Any, a: Any, b: Any) -> bool:
+    for k in range(3):
+        if heap[a, k] != heap[b, k]:
+            return bool(heap[a, k] < heap[b, k])
+    return False
+
+
+@_inline
+def _swap(heap: Any, a: Any, b: Any) -> None:
+    for k in range(3):
+        heap[a, k], heap[b, k] = heap[b, k], heap[a, k]
+
+
+@_inline
+def _sink(heap: Any, size: int) -> None:
+    at = 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _less(heap, child + 1, child):
+            child += 1
+        if not _less(heap, child, at):
+            return
+        _swap(heap, at, child)
+        at = child
+
+
+@_inline
+def _add(heap: Any, size: int, uses: int, last_use: int, row: int) -> int:
+    heap[size, 0], heap[size, 1], heap[size, 2] = uses, last_use, row
+    at = size
+    while at and _less(heap, at, (at - 1) // 2):
+        _swap(heap, at, (at - 1) // 2)
+        at = (at - 1) // 2
+    return size + 1
+
+
+@_inline
+def _drop_top(heap: Any, size: int) -> int:
+    _swap(heap, 0, size - 1)
+    _sink(heap, size - 1)
+    return size - 1
+
+
+@_kernel
+def rank(heap: Any, uses: Any, last_use: Any, rows: int, by_frequency: bool) -> int:
+    """Fills the heap with ``rows`` rows; returns its size."""
+    size = 0
+    for row in range(rows):
+        size = _add(heap, size, uses[row] if by_frequency else 0, last_use[row], row)
+    return size
+
+
+@_kernel
+def use(
+    keys: Any,
+    slots: Any,
+    ids_of: Any,
+    uses: Any,
+    last_use: Any,
+    heap: Any,
+    heap_size: int,
+    filled: int,
+    capacity: int,
+    by_frequency: bool,
+    ids: Any,
+    admitted: Any,
+    step: int,
+    out: Any,
+    reused: Any,
+) -> tuple[int, int, int]:
+    """The row of each id in a training step; admits those that ``admitted`` says. A row is used at most once a step.
+
+    Returns how many rows are filled, the size of the heap, and how many rows were taken from other ids: ``reused``
+    lists them. No row that this step has used is taken; without another, a new id is not admitted: its row is -1.
+    """
+    taken = 0
+    for i in range(ids.size):
+        row = slots[_place(keys, slots, ids[i])]
+        out[i] = row
+        if row >= 0 and last_use[row] != step:
+            last_use[row] = step
+            uses[row] += 1
+    aside = 0
+    waiting = np.empty(ids.size + 1, np.int64)
+    for i in range(ids.size):
+        if out[i] >= 0 or not admitted[i]:
+            continue
+        at = _place(keys, slots, ids[i])
+        if slots[at] >= 0:  # admitted a moment ago, further up in this batch
+            out[i] = slots[at]
+            continue
+        row = -1
+        if filled < capacity:
+            row = filled
+            filled += 1
+        else:
+            while heap_size:
+                top = heap[0, 2]
+                now = uses[top] if by_frequency else 0
+                if heap[0, 0] != now or heap[0, 1] != last_use[top]:
+                    heap[0, 0], heap[0, 1] = now, last_use[top]
+                    _sink(heap, heap_size)
+                elif last_use[top] == step:
+                    if not by_frequency:  # the longest unused row is in use, so all are
+                        break
+                    heap_size = _drop_top(heap, heap_size)
+                    if aside == waiting.size:
+                        waiting = np.concatenate((waiting, waiting))
+                    waiting[aside] = top
+                    aside += 1
+                else:
+                    row = top
+                    heap_size = _drop_top(heap, heap_size)
+                    _remove(keys, slots, ids_of[row])
+                    reused[taken] = row
+                    taken += 1
+                    break
+        if row < 0:
+            continue
+        at = _place(keys, slots, ids[i])
+        keys[at], slots[at] = ids[i], row
+        ids_of[row], uses[row], last_use[row] = ids[i], 1, step
+        out[i] = row
+        if heap.shape[0]:
+            heap_size = _add(heap, heap_size, 1 if by_frequency else 0, step, row)
+    for k in range(aside):
+        row = waiting[k]
+        heap_size = _add(heap, heap_size, uses[row] if by_frequency else 0, last_use[row], row)
+    return filled, heap_size, taken

@@ -1,0 +1,392 @@
+"""The table kernels in plain PyTorch and NumPy: what runs without Numba, and what ``_compiled`` is checked against.
+
+The update rules are torch's own fused optimizers, run on copies of the rows. Those copies are padded to whole vector
+registers, because torch's kernels treat the last few elements of a tensor in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+_REGISTER = 64  # elements; a multiple of every vector register's
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+# --- bfloat16 travels as uint16 -------------------------------------------------------------------------------------
+
+
+def _tensor(storage: Array) -> Tensor:
+    tensor = torch.from_numpy(storage)
+    return tensor.view(torch.bfloat16) if storage.dtype == np.uint16 else tensor
+
+
+def _table(storage: Array, stride: int) -> Tensor:
+    return _tensor(storage)[: storage.size // stride * stride].view(-1, stride)
+
+
+def _working(storage: Array) -> torch.dtype:
+    return torch.float64 if storage.dtype == np.float64 else torch.float32
+
+
+# --- ids ------------------------------------------------------------------------------------------------------------
+
+
+def first_outside(ids: Array, rows: int) -> int:
+    """The position of the first id that is no row of ``rows``, -1 if all are."""
+    bad = np.flatnonzero((ids < 0) | (ids >= rows))
+    return int(bad[0]) if bad.size else -1
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def merge(rows: Array, buckets: Array, unique: Array, inverse: Array) -> int:
+    """Numbers the distinct rows in the order they first come; returns how many there are."""
+    distinct, first, back = np.unique(rows, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    unique[: distinct.size] = distinct[order]
+    rank = np.empty_like(order)
+    rank[order] = np.arange(order.size)
+    inverse[:] = rank[back]
+    return int(distinct.size)
+
+
+def place(ids: Array, rows: int, half: int, key: int, out: Array, forward: bool) -> None:
+    """Where a keyed permutation of ``range(rows)`` puts each id; or, not ``forward``, which id it puts there."""
+    out[:] = ids
+    pending = np.arange(ids.size)
+    while pending.size:
+        out[pending] = _feistel(out[pending], half, key, forward)
+        pending = pending[out[pending] >= rows]
+
+
+def _feistel(values: Array, half: int, key: int, forward: bool) -> Array:
+    mask = np.uint64((1 << half) - 1)
+    left, right = values.astype(np.uint64) >> np.uint64(half), values.astype(np.uint64) & mask
+    for turn in range(4) if forward else range(3, -1, -1):
+        salt = np.array([(int(key) + turn * int(_GOLDEN)) % 2**64], np.uint64)
+        if forward:
+            left, right = right, left ^ (_mix(right + salt) & mask)
+        else:
+            left, right = right ^ (_mix(left + salt) & mask), left
+    return ((left << np.uint64(half)) | right).astype(np.int64)
+
+
+# --- rows in and out ------------------------------------------------------------------------------------------------
+
+
+def _spaced(flat: Array, stride: int, width: int) -> Array:
+    """Rows of ``width`` numbers that begin ``stride`` apart; the last may end where ``flat`` ends."""
+    rows = (flat.size - width) // stride + 1 if flat.size else 0
+    return np.lib.stride_tricks.as_strided(flat, (rows, width), (stride * flat.itemsize, flat.itemsize))
+
+
+def gather(
+    storage: Array, stride: int, width: int, rows: Array, out: Array, out_stride: int, first: int, last: int
+) -> None:
+    """Copies the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
+    known = np.flatnonzero(rows[first:last] >= 0) + first
+    _spaced(out, out_stride, width)[known] = storage.reshape(-1, stride)[rows[known], :width]
+
+
+def first_behind(stamps: Array, rows: Array, needed: int) -> int:
+    """The position of the first row whose stamp is below ``needed``, -1 if there is none; rows of -1 have no stamp."""
+    known = np.flatnonzero(rows >= 0)
+    behind = known[stamps[rows[known]] < needed]
+    return int(behind[0]) if behind.size else -1
+
+
+def bag(
+    storage: Array,
+    stride: int,
+    width: int,
+    rows: Array,
+    starts: Array,
+    scales: Array,
+    total: Array,
+    out: Array,
+    first: int,
+    last: int,
+) -> None:
+    """Sums each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros."""
+    table = _table(storage, stride)[:, :width].to(_working(storage))
+    sums = torch.zeros(width, dtype=table.dtype)
+    for b in range(first, last):
+        sums.zero_()
+        for i in range(starts[b], starts[b + 1]):
+            sums += table[rows[i]] * (float(scales[i]) if scales.size else 1.0)
+        _table(out, width)[b] = sums.to(_tensor(out).dtype)
+
+
+def bag_max(
+    storage: Array,
+    stride: int,
+    width: int,
+    rows: Array,
+    starts: Array,
+    out: Array,
+    chosen: Array,
+    first: int,
+    last: int,
+) -> None:
+    """The largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty bag."""
+    table = _table(storage, stride)[:, :width]
+    for b in range(first, last):
+        lookups = rows[starts[b] : starts[b + 1]]
+        if lookups.size:
+            best, where = table[torch.from_numpy(lookups)].max(0)
+            _table(out, width)[b] = best
+            chosen.reshape(-1, width)[b] = where.numpy() + starts[b]
+        else:
+            _table(out, width)[b] = 0
+            chosen.reshape(-1, width)[b] = -1
+
+
+def merge_sums(
+    grads: Array,
+    stride: int,
+    width: int,
+    source: Array,
+    scales: Array,
+    inverse: Array,
+    merged: Array,
+    first: int,
+    last: int,
+) -> None:
+    """Adds up the gradients of each distinct row, in the order of the lookups; this part's rows only."""
+    sums, lookups = merged.reshape(-1, width), _spaced(grads, stride, width)
+    sums[first:last] = 0
+    for i, row in enumerate(inverse):
+        if first <= row < last:
+            values = lookups[source[i] if source.size else i]
+            sums[row] += values * scales[i] if scales.size else values
+
+
+# --- first values ---------------------------------------------------------------------------------------------------
+
+
+def _logarithm(x: Array) -> Array:
+    mantissa, exponent = np.frexp(x)
+    low = mantissa < 0.70710678118654752
+    mantissa, exponent = np.where(low, mantissa * 2, mantissa), exponent - low
+    t = (mantissa - 1.0) / (mantissa + 1.0)
+    square = t * t
+    series = np.zeros_like(t)
+    for k in range(12, -1, -1):
+        series = series * square + 1.0 / (2.0 * k + 1.0)
+    return cast(Array, exponent * 0.6931471805599453 + 2.0 * t * series)
+
+
+def _polynomial(x: Array, coefficients: Array) -> Array:
+    total = np.full_like(x, coefficients[7])
+    for k in range(6, -1, -1):
+        total = total * x + coefficients[k]
+    return total
+
+
+def _quantile(p: Array, coefficients: Array) -> Array:
+    q = p - 0.5
+    near = 0.180625 - q * q
+    middle = q * _polynomial(near, coefficients[0]) / _polynomial(near, coefficients[1])
+    r = np.sqrt(-_logarithm(np.where(q < 0, p, 1.0 - p)))
+    inner = _polynomial(r - 1.6, coefficients[2]) / _polynomial(r - 1.6, coefficients[3])
+    outer = _polynomial(r - 5.0, coefficients[4]) / _polynomial(r - 5.0, coefficients[5])
+    tail = np.where(r <= 5.0, inner, outer)
+    return np.where(np.abs(q) <= 0.425, middle, np.where(q < 0, -tail, tail))
+
+
+def initialise(
+    storage: Array,
+    stride: int,
+    width: int,
+    rows: Array,
+    ids: Array,
+    key: int,
+    kind: int,
+    low: float,
+    high: float,
+    state: float,
+    coefficients: Array,
+    first: int,
+    last: int,
+) -> None:
+    """Gives each row the first values that its id has: 0 ``low``, 1 uniform in [low, high), 2 normal(low, high)."""
+    words = _mix(np.uint64(key) ^ _mix(ids[first:last].view(np.uint64) + _GOLDEN))
+    columns = np.arange(1, width + 1, dtype=np.uint64) * _GOLDEN
+    bits = _mix(words[:, None] + columns)
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    if kind == 0:
+        values = np.full_like(uniform, low)
+    elif kind == 1:
+        values = low + (high - low) * uniform
+    else:
+        values = low + high * _quantile(uniform, coefficients)
+    table, where = _table(storage, stride), torch.from_numpy(rows[first:last])
+    block = torch.full((len(where), stride), state, dtype=_working(storage))
+    block[:, :width] = torch.from_numpy(values).to(block.dtype)
+    table[where] = block.to(table.dtype)
+
+
+# --- the update rules -----------------------------------------------------------------------------------------------
+
+_Update = Callable[[Tensor, Tensor, list[Tensor]], None]
+
+
+def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: _Update) -> None:
+    """Runs ``update(weights, grads, states)`` on widened, padded copies of the rows, and puts them back."""
+    table, where = _table(storage, stride), torch.from_numpy(rows[part])
+    grad = torch.from_numpy(grads).view(-1, width)[part].to(table.dtype).to(_working(storage))
+    size = grad.numel()
+
+    def padded(values: Tensor) -> Tensor:
+        out = torch.zeros(-(-size // _REGISTER) * _REGISTER, dtype=values.dtype)
+        out[:size] = values.reshape(-1)
+        return out
+
+    block = table[where].to(grad.dtype)
+    columns = [padded(block[:, at : at + width]) for at in range(0, stride, width)]
+    update(columns[0], padded(grad), columns[1:])
+    for at, column in enumerate(columns):
+        block[:, at * width : (at + 1) * width] = column[:size].view(-1, width)
+    table[where] = block.to(table.dtype)
+
+
+def _sgd(constants: Array) -> _Update:
+    c = constants.tolist()
+
+    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        torch._fused_sgd_(
+            [weights],
+            [grad],
+            states,
+            weight_decay=c[4],
+            momentum=c[1] if states else 0.0,
+            lr=c[0],
+            dampening=1 - c[2],
+            nesterov=bool(c[3]) and bool(states),
+            maximize=c[5] < 0,
+            is_first_step=bool(c[6]),
+        )
+
+    return update
+
+
+def _adam(constants: Array) -> _Update:
+    c = constants.tolist()
+
+    def fused(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        decoupled = c[7] != 1.0
+        run = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        run(
+            [weights],
+            [grad],
+            states[:1],
+            states[1:],
+            [],
+            [torch.tensor(c[10], dtype=torch.float32)],
+            lr=c[11],
+            beta1=c[9],
+            beta2=c[3],
+            weight_decay=(1 - c[7]) / c[11] if decoupled else c[4],
+            eps=c[6],
+            amsgrad=False,
+            maximize=c[5] < 0,
+        )
+
+    def sparse(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        grad = grad * c[5]
+        states[0] += c[2] * (grad - states[0])
+        states[1] += c[8] * (grad * grad - states[1])
+        weights += c[0] * states[0] / (states[1].sqrt() + c[6])
+
+    return fused if c[10] else sparse
+
+
+def step_sgd(
+    storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
+) -> None:
+    """SGD with momentum, dampening, Nesterov and L2 decay on distinct rows."""
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), _sgd(c))
+
+
+def step_adagrad(
+    storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
+) -> None:
+    """Adagrad on distinct rows."""
+    lr = float(torch.tensor(c[0]).to(_tensor(storage).dtype))
+
+    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        torch._fused_adagrad_(
+            [weights],
+            [grad],
+            states,
+            [torch.tensor(1.0)],
+            lr=lr,
+            lr_decay=0.0,
+            weight_decay=float(c[4]),
+            eps=float(c[1]),
+            maximize=bool(c[5] < 0),
+        )
+
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
+
+
+def step_adam(
+    storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
+) -> None:
+    """Adam, AdamW and SparseAdam on distinct rows."""
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), _adam(c))
+
+
+def step_row_wise_adagrad(
+    storage: Array, stride: int, width: int, sums: Array, rows: Array, grads: Array, c: Array, first: int, last: int
+) -> None:
+    """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
+    where = torch.from_numpy(rows[first:last])
+    totals = torch.from_numpy(sums)
+
+    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        size = len(where) * width
+        w, g = weights[:size].view(-1, width), grad[:size].view(-1, width)
+        g = g * c[5] + w * c[4]
+        total = totals[where] + (g.double().square().sum(1) / width).to(totals.dtype)
+        totals[where] = total
+        w -= g * (c[0] / (total.double().sqrt() + c[1])).to(g.dtype)[:, None]
+
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
+
+
+# --- steps that a row missed ----------------------------------------------------------------------------------------
+
+
+def replay(
+    storage: Array,
+    stride: int,
+    width: int,
+    rows: Array,
+    since: Array,
+    history: Array,
+    adam: bool,
+    may_rest: bool,
+    steady: bool,
+    zeros: Array,
+    before: Array,
+    first: int,
+    last: int,
+) -> None:
+    """Moves each distinct row through the steps ``history[since[i]:]``, one after the other and every one in full."""
+    mine, start = rows[first:last], since[first:last]
+    for k in range(int(start.min(initial=len(history))), len(history)):
+        late = mine[start <= k]
+        update = _adam(history[k]) if adam else _sgd(history[k])
+        _on_rows(storage, stride, width, late, np.zeros(late.size * width, before.dtype), slice(None), update)

@@ -1,0 +1,395 @@
+"""``RowTable``: one shard's part of a table, with the optimizer that moves it.
+
+::
+
+    ids ──locate──> rows ──prepare──> begun and up to date ──gather──> pulled
+                      │                                        grads ──merge──> one a row ──step──> moved, stamped
+                      └── -1: not in the vocabulary; read as its first values, its gradient is dropped
+
+A row begins when it is first used, so a table of any size is made at once. The table counts its optimizer steps, and a
+row's stamp says up to which of them it has been brought. Under an optimizer that also moves rows without a gradient, a
+row that is read has the steps it missed replayed, each with its own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+from anabranch.parameter_server._quantile import QUANTILE
+from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
+from anabranch.parameter_server.initial import table_key
+from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
+from anabranch.parameter_server.storage import RowStorage
+from anabranch.parameter_server.table_spec import TableSpec
+from anabranch.parameter_server.vocabulary import FixedVocabulary, Vocabulary
+
+__all__ = ["RowBlock", "RowTable"]
+
+Array = NDArray[Any]
+_NONE: Array = np.empty(0, np.int64)
+# Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
+_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Some rows of a table as a checkpoint or another shard takes them.
+
+    Attributes:
+        ids: int64 ``[rows]``.
+        values: weights, then states: ``[rows, width * (1 + states)]``.
+        stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
+        sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
+        usage: int64 ``[rows, 2]``, in how many steps a row was used and in which last; ``[0, 2]`` of a fixed table.
+    """
+
+    ids: Tensor
+    values: Tensor
+    stamps: Tensor
+    sums: Tensor
+    usage: Tensor
+
+
+class RowTable:
+    """Rows of numbers by id, and the optimizer that moves them.
+
+    >>> from anabranch.parameter_server import Constant
+    >>> spec = TableSpec("words", rows=10, width=2, initial=Constant(1.0))
+    >>> table = RowTable(spec, RowOptimizer(Family.SGD, lr=0.5))
+    >>> table.push(torch.tensor([3, 5, 3]), torch.ones(3, 2))
+    >>> table.pull(torch.tensor([3, 4, 5]))
+    tensor([[0.0000, 0.0000],
+            [1.0000, 1.0000],
+            [0.5000, 0.5000]])
+
+    Args:
+        spec: the table.
+        rule: its optimizer, which ``rule`` may later be set to with other numbers.
+        shard, shards: which part of the table this is.
+        crew: threads that share the work; without one the caller's alone.
+        kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled where Numba is installed.
+
+    Not safe for several threads at once: a shard lets one at a time in.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        rule: RowOptimizer,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        crew: Crew | None = None,
+        kernels_kind: Literal["compiled", "plain"] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.step = 0
+        self._rule = rule
+        self._kernels = kernels(kernels_kind)
+        self._crew = crew or Crew(1)
+        self._key = np.uint64(table_key(spec.seed, spec.name))
+        self._stride = spec.width * (1 + rule.states)
+        self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
+        self._catches_up = spec.every_row_moves
+        # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
+        self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
+        self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
+        if spec.rows is None:
+            kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
+            self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(self._key), kind)
+        else:
+            self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
+        self._storage = RowStorage(
+            self._vocabulary.rows, self._stride, spec.dtype, with_sums=rule.family is Family.ROW_WISE_ADAGRAD
+        )
+
+    @property
+    def rule(self) -> RowOptimizer:
+        """The optimizer with the numbers of the next step."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: RowOptimizer) -> None:
+        if not self._rule.same_layout(rule):
+            raise ValueError(
+                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers a "
+                f"weight; {rule.family} with {rule.states} would need another table"
+            )
+        self._rule = rule
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def pull(self, ids: Tensor, *, training: bool = False, out: Tensor | None = None) -> Tensor:
+        """The rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
+
+        ``training`` admits ids that a dynamic table has not; otherwise they read as the values they would begin with.
+        The rows are written to ``out`` if it is given, which may be part of a larger tensor.
+
+        Raises:
+            NotFound: an id that is no row of the table; says which, and where.
+            SchemaError: ids that are not int64.
+        """
+        wanted = self._ids(ids)
+        if out is None:
+            out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
+        elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
+            raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
+        rows = self._locate(wanted, training=training)
+        self._prepare(rows, wanted)
+        memory, apart = as_rows(out, self.spec.width)
+        self._crew.run(
+            lambda first, last: self._kernels.gather(
+                self._storage.values, self._stride, self.spec.width, rows, memory, apart, first, last
+            ),
+            rows.size,
+            rows.size * self.spec.width,
+        )
+        if self._may_miss(rows):
+            self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
+        return out
+
+    def versions(self, ids: Tensor) -> Tensor:
+        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that has not yet."""
+        rows = self._locate(self._ids(ids), training=False)
+        if self._catches_up and self._rule.moves_quiet_rows:
+            return torch.full((rows.size,), self.step)
+        stamps = np.zeros_like(rows)
+        stamps[rows >= 0] = self._storage.stamps[rows[rows >= 0]]
+        return torch.from_numpy(np.maximum(stamps - 1, 0))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        """One optimizer step with ``grads``, ``[len(ids), width]``: rows named several times get their sum.
+
+        Raises:
+            NotFound: an id that is no row of the table; says which, and where. Nothing is changed.
+            SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
+        """
+        wanted = self._ids(ids)
+        memory, apart = self._gradients(grads, wanted.size)
+        rows = self._locate(wanted, training=True)
+        unique, merged, first = self._merge(rows, memory, apart)
+        self._prepare(unique, wanted[first])
+        self._step(unique, merged)
+
+    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array]:
+        """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped."""
+        source = _NONE
+        if self._may_miss(rows):
+            source = np.flatnonzero(rows >= 0)
+            rows = rows[source]
+        buckets = np.empty(1 << (2 * rows.size + 1).bit_length(), np.int64)
+        unique, inverse = np.empty_like(rows), np.empty_like(rows)
+        count = self._kernels.merge(rows, buckets, unique, inverse)
+        merged = np.empty(count * self.spec.width, memory.dtype)
+        scales = np.empty(0, memory.dtype)
+        self._crew.run(
+            lambda first, last: self._kernels.merge_sums(
+                memory, apart, self.spec.width, source, scales, inverse, merged, first, last
+            ),
+            count,
+            rows.size * self.spec.width,
+        )
+        if self.spec.dtype == torch.bfloat16:  # a gradient has its parameter's dtype
+            merged = torch.from_numpy(merged).bfloat16().float().numpy()
+        first = np.empty(count, np.int64)
+        first[inverse[::-1]] = np.arange(rows.size)[::-1]
+        return unique[:count], merged, source[first] if source.size else first
+
+    def _step(self, unique: Array, merged: Array) -> None:
+        constants = self._rule.constants(self.step + 1)
+        if self._catches_up:
+            self._remember(constants)
+        self.step += 1
+        run = self._rule_kernel()
+        self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
+        self._storage.stamps[unique] = self.step + 1
+
+    def _rule_kernel(self) -> Any:
+        storage, stride, width = self._storage, self._stride, self.spec.width
+        if self._rule.family is Family.ROW_WISE_ADAGRAD:
+            return lambda *work: self._kernels.step_row_wise_adagrad(storage.values, stride, width, storage.sums, *work)
+        kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
+            self._rule.family, self._kernels.step_adam
+        )
+        return lambda *work: kernel(storage.values, stride, width, *work)
+
+    # --- rows that have not begun, or lag ---------------------------------------------------------------------------
+
+    def _prepare(self, rows: Array, ids: Array) -> None:
+        """Begins the rows that have not begun, and brings those that lag up to the table's step."""
+        if self._kernels.first_behind(self._storage.stamps, rows, self.step + 1 if self._catches_up else 1) < 0:
+            return
+        known = np.flatnonzero(rows >= 0)
+        rows, ids = rows[known], ids[known]
+        fresh = self._storage.stamps[rows] == 0
+        if fresh.any():
+            self._begin(rows[fresh], ids[fresh])
+        if self._catches_up:
+            self._catch_up(np.unique(rows[self._storage.stamps[rows] <= self.step]))
+
+    def _may_miss(self, rows: Array) -> bool:
+        """Whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        return self.spec.rows is None and bool((rows < 0).any())
+
+    def _begin(self, rows: Array, ids: Array) -> None:
+        rows, first = np.unique(rows, return_index=True)
+        self._write_first_values(self._storage.values, self._stride, rows, ids[first])
+        if self._storage.sums.size:
+            self._storage.sums[rows] = self._rule.initial_state
+        self._storage.stamps[rows] = 1
+
+    def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
+        kind, low, high = self.spec.initial.numbers()
+        self._crew.run(
+            lambda first, last: self._kernels.initialise(
+                values, stride, self.spec.width, rows, ids, self._key, kind, low, high, self._rule.initial_state,
+                QUANTILE, first, last,
+            ),
+            rows.size,
+            rows.size * stride,
+        )  # fmt: skip
+
+    def _read_first_values(self, out: Tensor, rows: Array, ids: Array) -> None:
+        unknown = np.flatnonzero(rows < 0)
+        values = torch.empty(unknown.size, self.spec.width, dtype=self.spec.dtype)
+        self._write_first_values(as_array(values), self.spec.width, np.arange(unknown.size), ids[unknown])
+        out[torch.from_numpy(unknown)] = values
+
+    def _remember(self, constants: Array) -> None:
+        if self.step == len(self._history):
+            self._history = np.concatenate([self._history, np.empty_like(self._history)])
+        self._history[self.step] = constants
+
+    def _catch_up(self, rows: Array) -> None:
+        if not rows.size:
+            return
+        since = self._storage.stamps[rows] - 1
+        missed = self._history[since.min() : self.step]
+        if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+            if missed[:, _DECAY].any():
+                self._replay_whole_steps(rows, since)
+        elif self._rule.family is not Family.SGD or missed[:, _DECAY].any() or missed[:, _MOMENTUM].any():
+            self._replay(rows, since, missed)
+        self._storage.stamps[rows] = self.step + 1
+
+    def _replay_whole_steps(self, rows: Array, since: Array) -> None:
+        run = self._rule_kernel()
+        for step in range(int(since.min()), self.step):
+            late = rows[since <= step]
+            run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
+
+    def _replay(self, rows: Array, since: Array, missed: Array) -> None:
+        adam, width = self._rule.family is not Family.SGD, self.spec.width
+        moments = missed[:, [_SHARE, _BETA2]] if adam else missed[:, [_MOMENTUM]]
+        # With L2 decay, or with nothing beside the root, a move may grow again without a gradient.
+        may_rest = not missed[:, _DECAY].any() and (not adam or bool((missed[:, _EPS] > 0).all()))
+        steady = bool((moments == moments[0]).all()) and not (adam and (missed[:, _KEEP] != 1).any())
+        zeros, history = np.zeros(width, self._working), self._history[: self.step]
+        self._crew.run(
+            lambda first, last: self._kernels.replay(
+                self._storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
+                np.empty(width, self._working), first, last,
+            ),
+            rows.size,
+            rows.size * width * len(missed),
+        )  # fmt: skip
+
+    # --- saving, moving ---------------------------------------------------------------------------------------------
+
+    def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
+        """All rows that have begun, as they lie, ``rows`` at a time; ``history`` belongs to them."""
+        in_use = self._vocabulary.in_use()
+        for start in range(0, in_use.size, rows):
+            part = in_use[start : start + rows]
+            part = part[self._storage.stamps[part] > 0]
+            if part.size:
+                table = as_tensor(self._storage.values).view(-1, self._stride)
+                yield RowBlock(
+                    torch.from_numpy(self._vocabulary.ids(part)),
+                    table[torch.from_numpy(part)],
+                    torch.from_numpy(self._storage.stamps[part]),
+                    torch.from_numpy(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
+                    torch.from_numpy(self._vocabulary.usage(part)),
+                )
+
+    def restore(self, block: RowBlock) -> None:
+        """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
+        ids = self._ids(block.ids)
+        if block.values.shape != (ids.size, self._stride) or block.values.dtype != self.spec.dtype:
+            raise SchemaError(
+                f"table {self.spec.name}: rows of {self._stride} {self.spec.dtype} expected, got "
+                f"{tuple(block.values.shape)} {block.values.dtype}"
+            )
+        rows = self._vocabulary.restore(ids, block.usage.numpy())
+        self._make_room()
+        as_tensor(self._storage.values).view(-1, self._stride)[torch.from_numpy(rows)] = block.values
+        self._storage.stamps[rows] = block.stamps.numpy()
+        if self._storage.sums.size:
+            self._storage.sums[rows] = block.sums.numpy()
+
+    @property
+    def history(self) -> Tensor:
+        """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows."""
+        return torch.from_numpy(self._history[: self.step if self._catches_up else 0].copy())
+
+    def resume(self, step: int, history: Tensor) -> None:
+        """Sets the count of steps, and their constants, that restored rows go on from."""
+        expected = (step if self._catches_up else 0, CONSTANTS)
+        if history.shape != expected or history.dtype != torch.float64:
+            raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
+        self.step = step
+        if self._catches_up:
+            self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])
+
+    @property
+    def used(self) -> int:
+        """How many rows have an id."""
+        return self._vocabulary.rows
+
+    @property
+    def evictions(self) -> int:
+        """How many ids have lost their row to another."""
+        return self._vocabulary.evictions
+
+    def bytes(self) -> int:
+        """Bytes of rows, states and stamps that there is room for."""
+        return self._storage.bytes()
+
+    # --- what comes in ----------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Tensor) -> Array:
+        if ids.dtype != torch.int64:
+            raise SchemaError(f"table {self.spec.name}: ids are int64, got {ids.dtype}; convert with ids.long()")
+        return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
+
+    def _gradients(self, grads: Tensor, count: int) -> tuple[Array, int]:
+        if grads.numel() != count * self.spec.width or not grads.is_floating_point():
+            raise SchemaError(
+                f"table {self.spec.name}: gradients of ({count}, {self.spec.width}) {self.spec.dtype} expected, got "
+                f"{tuple(grads.shape)} {grads.dtype}"
+            )
+        rounded = grads.detach().cpu().to(self.spec.dtype)
+        return as_rows(rounded.to(working_dtype(self.spec.dtype)), self.spec.width)
+
+    def _locate(self, ids: Array, *, training: bool) -> Array:
+        rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
+        self._make_room()
+        self._storage.stamps[reused] = 0
+        return rows
+
+    def _make_room(self) -> None:
+        if self._vocabulary.rows > self._storage.rows:
+            room = max(self._vocabulary.rows, 2 * self._storage.rows)
+            self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))

@@ -1,0 +1,191 @@
+"""A dynamic table against a dictionary: who is admitted, who leaves, and what rows hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from anabranch.errors import NotFound
+from anabranch.parameter_server import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+
+IDS = st.lists(
+    st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
+)
+
+
+class _Oracle:
+    """The same table as a dictionary of id -> [value, uses, last use, row], every rule spelled out."""
+
+    def __init__(self, capacity: int | None, by_frequency: bool) -> None:
+        self.rows: dict[int, list[float]] = {}
+        self.capacity, self.by_frequency = capacity, by_frequency
+
+    def use(self, ids: list[int], step: int) -> None:
+        for wanted in ids:
+            if wanted in self.rows and self.rows[wanted][2] != step:
+                self.rows[wanted][1] += 1
+                self.rows[wanted][2] = step
+        for wanted in ids:
+            if wanted in self.rows:
+                continue
+            row = len(self.rows)
+            if self.capacity is not None and len(self.rows) == self.capacity:
+                free = [known for known in self.rows if self.rows[known][2] != step]
+                if not free:
+                    continue
+                order = {
+                    known: (self.by_frequency * uses, last, at) for known, (_, uses, last, at) in self.rows.items()
+                }
+                loser = min(free, key=order.__getitem__)
+                row = int(self.rows.pop(loser)[3])
+            self.rows[wanted] = [1.0, 1, step, row]
+
+
+class _Machine(RuleBasedStateMachine):
+    kind = "compiled"
+
+    @initialize(capacity=st.sampled_from([None, 1, 3, 4, 7]), eviction=st.sampled_from(["age", "frequency"]))
+    def start(self, capacity: int | None, eviction: str) -> None:
+        spec = TableSpec("t", None, 2, initial=Constant(1.0), capacity=capacity, eviction=eviction)
+        self.table = RowTable(spec, RowOptimizer(Family.SGD, lr=1.0), kernels_kind=self.kind)
+        self.oracle = _Oracle(capacity, eviction == "frequency")
+
+    @rule(ids=IDS)
+    def pull_in_training(self, ids: list[int]) -> None:
+        self.oracle.use(ids, self.table.step)
+        self.check(ids, self.table.pull(torch.tensor(ids), training=True))
+
+    @rule(ids=IDS)
+    def pull_in_evaluation(self, ids: list[int]) -> None:
+        self.check(ids, self.table.pull(torch.tensor(ids)))
+
+    @rule(ids=IDS)
+    def push(self, ids: list[int]) -> None:
+        self.oracle.use(ids, self.table.step)
+        self.table.push(torch.tensor(ids), torch.full((len(ids), 2), 0.5))
+        for known in ids:
+            if known in self.oracle.rows:
+                self.oracle.rows[known][0] -= 0.5
+
+    @rule()
+    def save_and_load(self) -> None:
+        again = RowTable(self.table.spec, self.table.rule, kernels_kind=self.kind)
+        for block in self.table.blocks(rows=3):
+            again.restore(block)
+        again.resume(self.table.step, self.table.history)
+        self.table = again
+
+    def check(self, ids: list[int], found: torch.Tensor) -> None:
+        for known, row in zip(ids, found, strict=True):
+            wanted = self.oracle.rows[known][0] if known in self.oracle.rows else 1.0
+            assert row.tolist() == [wanted, wanted]
+
+    @invariant()
+    def nothing_else_is_there(self) -> None:
+        if hasattr(self, "table"):
+            found = {int(known) for block in self.table.blocks() for known in block.ids}
+            assert found <= set(self.oracle.rows)
+            assert self.table.used == len(self.oracle.rows)
+
+
+class _PlainMachine(_Machine):
+    kind = "plain"
+
+
+TestCompiledTableAgainstADictionary = _Machine.TestCase
+TestPlainTableAgainstADictionary = _PlainMachine.TestCase
+TestCompiledTableAgainstADictionary.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+TestPlainTableAgainstADictionary.settings = settings(deadline=None, max_examples=40, stateful_step_count=20)
+
+
+def make(kind: str | None = None, **options: object) -> RowTable:
+    spec = TableSpec("t", None, 4, **options)
+    return RowTable(spec, RowOptimizer(Family.ADAGRAD, lr=0.1), kernels_kind=kind)
+
+
+def test_neighbours_beyond_a_double_s_precision_are_two_rows() -> None:
+    table = make()
+    ids = torch.tensor([2**53, 2**53 + 1, -(2**63) + 1, -(2**63)])
+    table.push(ids[:1], torch.ones(1, 4))
+    rows = table.pull(ids)
+    assert len(torch.unique(rows[:, 0])) == 4
+    assert table.versions(ids).tolist() == [1, 0, 0, 0]
+
+
+def test_evaluation_admits_nothing_and_reads_what_training_will_begin_with() -> None:
+    table = make(initial=Normal())
+    ids = torch.tensor([7, -3])
+    first = table.pull(ids)
+    assert table.used == 0
+    assert torch.equal(table.pull(ids, training=True), first)
+    assert table.used == 2
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+def test_admission_is_drawn_with_its_probability_and_the_same_for_the_pull_and_the_push_of_a_step(kind: str) -> None:
+    table = make(kind, admission=0.25)
+    ids = torch.arange(4000)
+    table.pull(ids, training=True)
+    admitted = table.used
+    assert 800 < admitted < 1200
+    table.push(ids, torch.ones(4000, 4))
+    assert table.used == admitted
+    table.pull(ids, training=True)
+    assert table.used > admitted
+
+
+def test_state_and_version_leave_with_the_row() -> None:
+    table = make(capacity=1, initial=Constant(0.0))
+    for known in (1, 1, 2, 1):
+        table.push(torch.tensor([known]), torch.ones(1, 4))
+    fresh = make(initial=Constant(0.0))
+    fresh.push(torch.tensor([1]), torch.ones(1, 4))
+    assert torch.equal(table.pull(torch.tensor([1])), fresh.pull(torch.tensor([1])))
+    assert table.versions(torch.tensor([2])).tolist() == [0]
+    assert table.evictions == 2
+
+
+def test_a_million_ids_are_found_again() -> None:
+    table = make()
+    ids = torch.randint(-(2**62), 2**62, (300_000,))
+    table.pull(ids, training=True)
+    assert table.used == len(torch.unique(ids))
+    table.push(ids[:5], torch.ones(5, 4))
+    assert table.versions(ids[:5]).tolist() == [1] * 5
+
+
+def test_both_kinds_choose_the_same_rows_under_pressure() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for eviction in ("age", "frequency"):
+        tables = [make(kind, capacity=50, eviction=eviction) for kind in ("compiled", "plain")]
+        for _ in range(60):
+            ids = (torch.rand(20, generator=generator) ** 3 * 200).long()
+            for table in tables:
+                table.push(ids, torch.ones(20, 4))
+            blocks = [next(iter(table.blocks())) for table in tables]
+            assert torch.equal(blocks[0].ids, blocks[1].ids)
+            assert torch.equal(blocks[0].values, blocks[1].values)
+
+
+def test_shards_of_a_dynamic_table_share_its_ids() -> None:
+    spec = TableSpec("t", None, 2)
+    rule = RowOptimizer(Family.SGD, lr=1.0)
+    shards = [RowTable(spec, rule, shard=shard, shards=3) for shard in range(3)]
+    ids = torch.randint(-(2**62), 2**62, (3000,))
+    owners = torch.from_numpy(shards[0].placement.owners(ids.numpy()))
+    for shard, table in enumerate(shards):
+        table.pull(ids[owners == shard], training=True)
+        assert 900 < table.used < 1100
+        with pytest.raises(NotFound, match="does not hold"):
+            table.pull(ids[owners != shard])
+
+
+def test_more_rows_than_the_capacity_cannot_be_restored() -> None:
+    table = make()
+    table.pull(torch.arange(5), training=True)
+    for block in table.blocks():
+        with pytest.raises(ValueError, match="capacity of 3"):
+            make(capacity=3).restore(block)

@@ -1,0 +1,271 @@
+"""A table of rows against the plain PyTorch loop: same bits, whichever rows a step touches."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from anabranch.errors import NotFound, SchemaError
+from anabranch.parameter_server import (
+    Constant,
+    Crew,
+    Family,
+    Normal,
+    RowBlock,
+    RowOptimizer,
+    RowTable,
+    RowWiseAdagrad,
+    TableSpec,
+    Uniform,
+)
+
+ROWS, WIDTH = 24, 16  # a multiple of torch's vector registers, so that no element takes another path in its kernels
+DENSE = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "sgd with decay": functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.01),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "nesterov with decay": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "damped momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "adagrad with decay": functools.partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.01, lr_decay=0.01),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "adam with decay": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+
+
+def begin_with(table: RowTable, weights: torch.Tensor) -> None:
+    """Gives the table the weights of a plain one."""
+    rule = table.rule
+    values = torch.full((len(weights), WIDTH * (1 + rule.states)), rule.initial_state, dtype=weights.dtype)
+    values[:, :WIDTH] = weights
+    sums = torch.full((len(weights) if rule.family is Family.ROW_WISE_ADAGRAD else 0,), rule.initial_state)
+    stamps = torch.ones(len(weights), dtype=torch.int64)
+    usage = torch.empty(0, 2, dtype=torch.int64)
+    table.restore(RowBlock(torch.arange(len(weights)), values, stamps, sums, usage))
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+@pytest.mark.parametrize("name", DENSE)
+def test_rows_without_a_gradient_move_as_in_the_plain_loop(name: str, kind: str) -> None:
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
+    optimizer = DENSE[name]([weight], fused=True)
+    schedule = torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 0.001, 0.1, step_size_up=7, cycle_momentum=False
+    )  # a rate that falls and rises again
+    rule = RowOptimizer.from_torch(optimizer)
+    table = RowTable(TableSpec("t", ROWS, WIDTH, every_row_moves=True), rule, kernels_kind=kind)
+    begin_with(table, weight.detach())
+    for step in range(60):
+        ids = torch.randint(0, 8 if step < 50 else ROWS, (6,))
+        target = torch.randn(6, WIDTH)
+        assert torch.equal(table.pull(ids, training=True), weight.detach()[ids])
+        optimizer.zero_grad()
+        F.embedding(ids, weight).mul(target).sum().backward()
+        table.rule = RowOptimizer.from_torch(optimizer)
+        table.push(ids, target)
+        optimizer.step()
+        schedule.step()
+    assert torch.equal(table.pull(torch.arange(ROWS)), weight.detach())
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.95, 0.99)])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_row_that_missed_thousands_of_steps_has_the_bits_of_every_step_replayed(
+    kind: type[torch.optim.Adam], betas: tuple[float, float]
+) -> None:
+    missed = 3000
+    decay = 0.1 if kind is torch.optim.AdamW else 0.0
+    weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
+    optimizer = kind([weight], lr=0.01, betas=betas, weight_decay=decay, fused=True)
+    table = RowTable(TableSpec("t", ROWS, WIDTH, every_row_moves=True), RowOptimizer.from_torch(optimizer))
+    begin_with(table, weight.detach())
+    everyone = torch.arange(ROWS)
+    for step in range(missed):
+        if step == missed // 2:  # after a long quiet, a much larger rate
+            optimizer.param_groups[0]["lr"] = 5.0
+        ids = everyone if step < 5 else everyone[:1]
+        grad = torch.randn(len(ids), WIDTH)
+        weight.grad = torch.zeros(ROWS, WIDTH).index_copy(0, ids, grad)
+        table.rule = RowOptimizer.from_torch(optimizer)
+        table.push(ids, grad)
+        optimizer.step()
+    assert torch.equal(table.pull(everyone), weight.detach())
+    found = torch.cat([block.values for block in table.blocks()])
+    assert torch.equal(found[:, WIDTH : 2 * WIDTH], optimizer.state[weight]["exp_avg"])
+    assert torch.equal(found[:, 2 * WIDTH :], optimizer.state[weight]["exp_avg_sq"])
+
+
+def test_a_rate_of_zero_is_no_rest() -> None:
+    weight = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    table = RowTable(TableSpec("t", ROWS, WIDTH, every_row_moves=True), RowOptimizer.from_torch(optimizer))
+    begin_with(table, weight.detach())
+    everyone = torch.arange(ROWS)
+    for step in range(40):
+        optimizer.param_groups[0]["lr"] = 0.0 if 1 <= step < 20 else 0.1
+        ids = everyone if step == 0 else everyone[:1]
+        grad = torch.randn(len(ids), WIDTH)
+        weight.grad = torch.zeros(ROWS, WIDTH).index_copy(0, ids, grad)
+        table.rule = RowOptimizer.from_torch(optimizer)
+        table.push(ids, grad)
+        optimizer.step()
+    assert torch.equal(table.pull(everyone), weight.detach())
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain"])
+def test_touched_rows_only_are_those_of_a_sparse_embedding(kind: str) -> None:
+    plain = torch.nn.Embedding(ROWS, WIDTH, sparse=True)
+    optimizer = RowWiseAdagrad(plain.parameters(), lr=0.1)
+    table = RowTable(TableSpec("t", ROWS, WIDTH), RowOptimizer.from_torch(optimizer), kernels_kind=kind)
+    begin_with(table, plain.weight.detach())
+    for _ in range(10):
+        ids = torch.randint(0, ROWS, (3, 4))
+        grad = torch.randn(3, 4, WIDTH)
+        optimizer.zero_grad()
+        (plain(ids) * grad).sum().backward()
+        optimizer.step()
+        table.push(ids, grad)
+        assert torch.equal(table.pull(ids), plain(ids).detach())
+    assert torch.equal(table.pull(torch.arange(ROWS)), plain.weight.detach())
+
+
+@pytest.mark.parametrize("initial", [Constant(0.5), Uniform(-1, 1), Normal(0, 0.1)])
+def test_a_row_begins_the_same_wherever_it_lies_and_whenever_it_is_used(initial: object) -> None:
+    spec = TableSpec("t", 100, 4, initial=initial, seed=3)
+    rule = RowOptimizer(Family.SGD, lr=0.1)
+    whole = RowTable(spec, rule)
+    ids = torch.arange(100)
+    parts = [RowTable(spec, rule, shard=shard, shards=3) for shard in range(3)]
+    owners = torch.from_numpy(parts[0].placement.owners(ids.numpy()))
+    for shard, part in enumerate(parts):
+        mine = ids[owners == shard]
+        part.push(mine[:1], torch.zeros(1, 4))  # a step later
+        assert torch.equal(part.pull(mine), whole.pull(mine))
+    assert torch.equal(whole.pull(ids.flip(0)), whole.pull(ids).flip(0))
+    other = RowTable(TableSpec("t", 100, 4, initial=initial, seed=4), rule)
+    assert torch.equal(other.pull(ids), whole.pull(ids)) == isinstance(initial, Constant)
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**53, -(2**63)])
+def test_an_id_outside_is_refused_by_name_and_changes_nothing(bad: int) -> None:
+    table = RowTable(TableSpec("users", ROWS, WIDTH), RowOptimizer(Family.SGD, lr=0.1))
+    before = table.pull(torch.arange(ROWS))
+    ids = torch.tensor([0, bad])
+    with pytest.raises(NotFound, match=rf"table users has ids 0 to {ROWS - 1}; ids\[1\] is {bad}"):
+        table.push(ids, torch.ones(2, WIDTH))
+    with pytest.raises(NotFound):
+        table.pull(ids)
+    assert torch.equal(table.pull(torch.arange(ROWS)), before)
+    assert table.step == 0
+
+
+def test_ids_and_gradients_of_other_kinds_are_refused() -> None:
+    table = RowTable(TableSpec("users", ROWS, WIDTH), RowOptimizer(Family.SGD, lr=0.1))
+    with pytest.raises(SchemaError, match="int64"):
+        table.pull(torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(SchemaError, match=r"\(1, 16\)"):
+        table.push(torch.tensor([1]), torch.ones(1, WIDTH + 1))
+    with pytest.raises(SchemaError):
+        table.push(torch.tensor([1]), torch.ones(1, WIDTH, dtype=torch.int64))
+    with pytest.raises(ValueError, match="Adam"):
+        table.rule = RowOptimizer(Family.ADAM, lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
+    table = RowTable(TableSpec("t", ROWS, WIDTH, dtype=dtype, initial=Constant(1)), RowOptimizer(Family.SGD, lr=0.5))
+    table.push(torch.tensor([1, 1]), torch.ones(2, WIDTH, dtype=dtype))
+    rows = table.pull(torch.tensor([0, 1]))
+    assert rows.dtype == dtype
+    assert rows[:, 0].tolist() == [1, 0]
+
+
+def test_versions_say_when_a_row_last_changed() -> None:
+    table = RowTable(TableSpec("t", ROWS, WIDTH), RowOptimizer(Family.SGD, lr=0.5))
+    for row in (3, 4, 3):
+        table.push(torch.tensor([row]), torch.ones(1, WIDTH))
+    table.pull(torch.tensor([5]))
+    assert table.versions(torch.tensor([3, 4, 5, 6])).tolist() == [3, 2, 0, 0]
+
+
+def test_restored_rows_go_on_as_if_nothing_had_happened() -> None:
+    rule = RowOptimizer.from_factory(DENSE["adam"])
+    spec = TableSpec("t", ROWS, WIDTH, every_row_moves=True)
+    table = RowTable(spec, rule)
+    steps = [(torch.randint(0, ROWS, (5,)), torch.randn(5, WIDTH)) for _ in range(12)]
+    for ids, grads in steps[:6]:
+        table.push(ids, grads)
+    again = RowTable(spec, rule)
+    for block in table.blocks(rows=7):
+        again.restore(block)
+    again.resume(table.step, table.history)
+    for ids, grads in steps[6:]:
+        table.push(ids, grads)
+        again.push(ids, grads)
+    everyone = torch.arange(ROWS)
+    assert torch.equal(again.pull(everyone), table.pull(everyone))
+
+
+def test_the_same_bits_come_from_one_thread_and_from_three() -> None:
+    rule = RowOptimizer.from_factory(DENSE["adam"])
+    ids, grads = torch.randint(0, 4000, (6000,)), torch.randn(6000, WIDTH)
+    found = []
+    for threads in (1, 3):
+        with Crew(threads) as crew:
+            table = RowTable(TableSpec("t", 4000, WIDTH), rule, crew=crew)
+            table.push(ids, grads)
+            found.append(table.pull(torch.arange(4000)))
+    assert torch.equal(*found)
+
+
+def test_a_rule_that_tables_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        RowOptimizer.from_factory(functools.partial(torch.optim.LBFGS, lr=0.1))
+    with pytest.raises(ValueError, match="amsgrad"):
+        RowOptimizer.from_factory(functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True))
+    rule = RowOptimizer.from_factory(DENSE["nesterov with decay"])
+    assert RowOptimizer.from_dict(rule.to_dict()) == rule
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"name": "../etc"}, "no table name"),
+        ({"rows": 0}, "rows=0"),
+        ({"width": 0}, "width=0"),
+        ({"dtype": torch.int64}, "int64"),
+        ({"capacity": 0, "rows": None}, "capacity=0"),
+        ({"capacity": 5}, "dynamic"),
+        ({"eviction": "luck"}, "luck"),
+        ({"admission": 0.0, "rows": None}, "admission"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(fault: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TableSpec(**{"name": "t", "rows": 3, "width": 2} | fault)
+
+
+def test_a_spec_travels_as_plain_values() -> None:
+    spec = TableSpec("t", None, 3, torch.bfloat16, Uniform(-1, 1), 5, capacity=7, eviction="frequency", admission=0.5)
+    assert TableSpec.from_dict(spec.to_dict()) == spec
+    with pytest.raises(ValueError, match="int64"):
+        TableSpec.from_dict(spec.to_dict() | {"dtype": "int64"})
+
+
+def test_hot_ids_spread_over_shards() -> None:
+    spec = TableSpec("t", 100_000, 1)
+    table = RowTable(spec, RowOptimizer(Family.SGD, lr=0.1), shards=4)
+    ranks = np.arange(1, 100_001, dtype=np.float64)
+    weights = ranks**-1.05
+    generator = np.random.default_rng(0)
+    asked = np.zeros(4)
+    for _ in range(20):
+        batch = np.unique(generator.choice(100_000, 2048, p=weights / weights.sum()))
+        asked += np.bincount(table.placement.owners(batch), minlength=4)
+    assert asked.max() <= 1.2 * asked.mean()
