@@ -106,6 +106,7 @@ class Executor:
         except BaseException:
             self.close()
             raise
+        self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
         self._empty_epochs = 0
         self._eval_runs: dict[str, int] = {}
         self._patterns: dict[str, Structure] = {}
@@ -182,7 +183,7 @@ class Executor:
         """
         self._check_open()
         step = self._step(name)
-        wanted = Fetch(fetch, step.model)
+        wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         began = time.monotonic()
         try:
             if isinstance(step, TrainStep):

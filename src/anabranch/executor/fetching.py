@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -28,9 +28,10 @@ class Fetch:
             raise TypeError(f"fetch is a list of names, got the text {names!r}; write fetch=[{names!r}]")
         self.names = None if names is None else list(names)
         self._outputs: Mapping[str, Structure] = {}
+        self._model = model
+        self._modules: dict[str, nn.Module] = {}
         if not self.names:
             return
-        self._model = model
         modules = dict(model.named_modules())
         self._modules = {name: modules[name] for name in self.names if name and name in modules}
         parameters = dict(model.named_parameters())
@@ -40,12 +41,12 @@ class Fetch:
             if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
         }
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Records the outputs of the submodules asked for while the block runs forward."""
-        if not self.names or not self._modules:
-            yield
-            return
+        return self._recording() if self._modules else nullcontext()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
         with record_outputs(self._modules) as outputs:
             yield
         self._outputs = outputs

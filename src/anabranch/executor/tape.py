@@ -29,6 +29,8 @@ from anabranch.tensors import Structure
 
 __all__ = ["Ran", "TapeEngine"]
 
+_NOTHING: Mapping[str, Tensor] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:
@@ -219,7 +221,12 @@ class TapeEngine:
 
 
 def _loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
-    loss, returned = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+    returned: object = _NOTHING
+    loss = answer
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, returned = answer
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(loss).__name__}")
     if loss.numel() != 1:
@@ -227,11 +234,9 @@ def _loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
             f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
             "reduction='mean', or loss.sum() with reduction='sum'"
         )
-    if not isinstance(returned, Mapping):
-        raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
-    return loss.reshape(()), returned
+    return loss if loss.ndim == 0 else loss.reshape(()), cast("Mapping[str, Tensor]", returned)
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

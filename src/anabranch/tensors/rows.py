@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.tensors.structures import Structure, flatten, map_structure, paths
+from anabranch.tensors.structures import Structure, flatten, paths, unflatten
 
 __all__ = ["as_tensors", "count_rows"]
 
@@ -34,19 +34,25 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
             [0., 0., 0.]]), 'name': 'kept'}
 
     Arrays share memory with the result where torch can. A sparse matrix becomes a ``torch.sparse_csr`` tensor. Leaves
-    of other types are kept as they are.
+    of other types are kept as they are, and a batch that is right already is returned itself.
     """
+    leaves, treedef = flatten(batch)
+    changed = False
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if device is None or leaf.device == device:
+                continue
+            leaves[index] = leaf.to(device, non_blocking=True)
+            changed = True
+        elif isinstance(leaf, np.ndarray | _SparseMatrix):
+            tensor = _from_numpy(leaf) if isinstance(leaf, np.ndarray) else _from_scipy(leaf)
+            leaves[index] = tensor if device is None else tensor.to(device)
+            changed = True
+    return unflatten(treedef, leaves) if changed else batch
 
-    def convert(leaf: object) -> object:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
-        elif not isinstance(leaf, Tensor) and isinstance(leaf, _SparseMatrix):
-            leaf = _from_scipy(leaf)
-        if isinstance(leaf, Tensor) and device is not None and leaf.device != device:
-            return leaf.to(device, non_blocking=True)
-        return leaf
 
-    return map_structure(convert, batch)
+def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _from_scipy(matrix: _SparseMatrix) -> Tensor:
@@ -69,16 +75,24 @@ def count_rows(batch: Structure) -> int:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
     leaves, _ = flatten(batch)
-    with_rows = [
-        (path, leaf) for path, leaf in zip(paths(batch), leaves, strict=True) if isinstance(leaf, Tensor) and leaf.ndim
-    ]
-    rows = {leaf.shape[0] for _, leaf in with_rows}
-    if len(rows) == 1:
-        return rows.pop()
-    if not rows:
+    rows = -1
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            if rows not in (-1, leaf.shape[0]):
+                raise ValueError(_disagreement(batch, leaves))
+            rows = leaf.shape[0]
+    if rows < 0:
         raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
-    shapes = ", ".join(f"{path or 'batch'} {tuple(leaf.shape)}" for path, leaf in with_rows)
-    raise ValueError(
+    return rows
+
+
+def _disagreement(batch: Structure, leaves: list[object]) -> str:
+    shapes = ", ".join(
+        f"{path or 'batch'} {tuple(leaf.shape)}"
+        for path, leaf in zip(paths(batch), leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.ndim
+    )
+    return (
         f"the batch's tensors disagree in rows (dim 0): {shapes}; make them agree, or give TrainStep "
         "rows=callable(batch) -> weight"
     )

@@ -1,0 +1,62 @@
+"""P5: a training step of two workers, the executor's AllReduce against DistributedDataParallel.
+
+::
+
+    anabranch run --workers 2 benchmarks/data_parallel.py [--only NAME ...] [--rounds N] [--out DIR]
+
+One thread a worker, gloo, the same fused Adam on both sides, which take turns in one process a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measure import alternate, compare, machine, report
+from models import CASES, Case
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch as ab
+
+
+def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    batch = case.batch()
+    ours, theirs = case.model(), case.model()
+    parallel = DistributedDataParallel(theirs)
+    optimizer = torch.optim.Adam(theirs.parameters(), fused=True)
+    step = ab.TrainStep(ours, case.loss, torch.optim.Adam(ours.parameters(), fused=True))
+
+    def ddp() -> None:
+        optimizer.zero_grad()
+        case.loss(parallel, batch).backward()
+        optimizer.step()
+
+    with ab.Executor(step, comm_mode="AllReduce", engine="tape") as executor:
+        sides = {"DistributedDataParallel": ddp, "executor, tape": lambda: executor.run(batch=batch)}
+        seconds = alternate(sides, rounds=rounds, calls=calls, before=dist.barrier)
+    return compare(seconds, "DistributedDataParallel")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    before = machine()
+    results = {
+        name: compare_case(CASES[name], arguments.rounds, calls=10 if "med" in name or "256" in name else 50)
+        for name in arguments.only
+    }
+    if dist.get_rank() == 0:
+        report("data_parallel", before, results, arguments.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

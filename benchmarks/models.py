@@ -1,0 +1,109 @@
+"""The models that training steps are measured on, small enough to show overhead and large enough not to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss, and a batch for it."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.feed_forward(self.after(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, layers: int, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+class WideAndDeep(nn.Module):
+    def __init__(self, rows: int = 20_000, fields: int = 8, width: int = 16) -> None:
+        super().__init__()
+        self.wide = nn.EmbeddingBag(rows, 1, mode="sum")
+        self.deep = nn.Embedding(rows, width)
+        self.mlp = mlp(fields * width, 64, 32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.wide(ids) + self.mlp(self.deep(ids).flatten(1)))[:, 0]
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def click(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    ids, clicked = batch
+    return F.binary_cross_entropy_with_logits(model(ids), clicked)
+
+
+def vectors(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randint(0, classes, (rows,))
+
+
+def tokens(rows: int, context: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 256, (rows, context)), torch.randint(0, 256, (rows, context))
+
+
+CASES = {
+    "mlp_small": Case(lambda: mlp(64, 128, 128, 10), classify, lambda: vectors(32, 64, 10)),
+    "mlp_deep": Case(lambda: mlp(*[64] * 13), classify, lambda: vectors(32, 64, 64)),
+    "transformer_d64_l2": Case(lambda: Transformer(64, 2), next_token, lambda: tokens(8, 32)),
+    "wide_and_deep_20k": Case(
+        WideAndDeep,
+        click,
+        lambda: (torch.randint(0, 20_000, (256, 8)), torch.randint(0, 2, (256,)).float()),
+    ),
+    "mlp_med": Case(lambda: mlp(512, 1024, 1024, 512), classify, lambda: vectors(256, 512, 512)),
+    "transformer_d256_l4": Case(lambda: Transformer(256, 4), next_token, lambda: tokens(8, 64)),
+}

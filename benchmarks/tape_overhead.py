@@ -1,0 +1,54 @@
+"""What the executor's tape engine costs over a hand-written PyTorch loop, one worker.
+
+::
+
+    python benchmarks/tape_overhead.py [--only NAME ...] [--rounds N] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from measure import alternate, compare, machine, report
+from models import CASES, Case
+
+import anabranch as ab
+
+
+def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    torch.manual_seed(0)
+    batch = case.batch()
+    ours, theirs = case.model(), case.model()
+    optimizer = torch.optim.Adam(theirs.parameters(), fused=True)
+
+    def loop() -> None:
+        optimizer.zero_grad()
+        case.loss(theirs, batch).backward()
+        optimizer.step()
+
+    step = ab.TrainStep(ours, case.loss, torch.optim.Adam(ours.parameters(), fused=True))
+    with ab.Executor(step, engine="tape") as executor:
+        sides = {"loop": loop, "executor, tape": lambda: executor.run(batch=batch)}
+        seconds = alternate(sides, rounds=rounds, calls=calls)
+    return compare(seconds, "loop")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = machine()
+    results = {
+        name: compare_case(CASES[name], arguments.rounds, calls=10 if "med" in name or "256" in name else 50)
+        for name in arguments.only
+    }
+    report("tape_overhead", before, results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
