@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_others_end(ranks:
     ranks.processes[1].send_signal(signal.SIGSTOP)
     stopped = time.time()
     for rank in (0, 2):
-        facts, stderr = ranks.facts(rank, timeout=30)
+        facts, stderr = ranks.facts(rank, timeout=60)
         assert facts["type"] == "PeerLost"
         assert facts["peer"] == "rank 1"
         assert facts["step"] == 1
@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
     ranks.processes[1].wait(5)
     killed = time.time()
     for rank in (0, 2):
-        facts, _ = ranks.facts(rank, timeout=30)
+        facts, _ = ranks.facts(rank, timeout=60)
         assert facts["type"] == "PeerLost"
         assert facts["peer"] == "rank 1"
         assert facts["ended"] - killed < 2.0
@@ -124,17 +124,17 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", [("raise", 2)], indirect=True)
 def test_a_rank_that_raises_ends_the_others(ranks: Ranks) -> None:
-    facts, _ = ranks.facts(0, timeout=30)
+    facts, _ = ranks.facts(0, timeout=60)
     assert facts["type"] == "PeerLost"
     assert facts["peer"] == "rank 1"
-    _, stderr = ranks.processes[1].communicate(timeout=30)
+    _, stderr = ranks.processes[1].communicate(timeout=60)
     assert "a mistake of rank 1" in stderr
 
 
 @pytest.mark.parametrize("ranks", [("slow", 2)], indirect=True)
 def test_a_slow_rank_is_waited_for_until_the_deadline_and_no_longer(ranks: Ranks) -> None:
     ranks.wait_until_ready()
-    facts, _ = ranks.facts(0, timeout=30)
+    facts, _ = ranks.facts(0, timeout=60)
     assert facts["type"] == "DeadlineExceeded"
     assert facts["peer"] == "rank 1"
     assert 3.0 <= facts["elapsed"] < 4.0

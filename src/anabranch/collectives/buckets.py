@@ -17,6 +17,9 @@ bucket, and the bucket is also the accumulator over several runs: nothing is cop
 
 A parameter that first turns out to have a sparse gradient in a dense bucket is exchanged after it, on every rank
 alike, and has ``SparseRows`` of its own from then on.
+
+The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
+a message of its own would cost more than all the gradients do.
 """
 
 from __future__ import annotations
@@ -39,19 +42,20 @@ _BUCKET_BYTES = 8 << 20
 class _DenseBucket:
     """Some parameters' gradients in one flat tensor, and the all-reduce that sums it."""
 
-    def __init__(self, members: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, members: list[tuple[str, Tensor]], header: int) -> None:
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = self.parameters[0].new_zeros(elements + 2 * count, requires_grad=False)
+        self.flat = self.parameters[0].new_zeros(elements + 2 * count + header, requires_grad=False)
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
             self.slots.append(self.flat[at : at + parameter.numel()].view(parameter.shape))
             at += parameter.numel()
         self.gradients = self.flat[:elements]
-        self._flags = self.flat[elements:]
+        self._flags = self.flat[elements : elements + 2 * count]
+        self.header = self.flat[elements + 2 * count :]
         self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
         self.sparse: dict[int, SparseRows] = {}
         self.written: set[int] = set()
@@ -97,6 +101,12 @@ class _DenseBucket:
             self._flags.copy_(torch.tensor(flags, dtype=self.flat.dtype))
         self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
+    def arrive(self) -> None:
+        """Returns when the sums over the workers are there."""
+        if self.pending is not None:
+            self.pending.finish()
+            self.pending = None
+
     def flags(self, workers: Workers | None) -> tuple[list[bool], list[bool]]:
         """Which parameters have a dense, and which a sparse gradient on any worker."""
         count = len(self.parameters)
@@ -118,7 +128,11 @@ class GradientBuckets:
         parameters: name and parameter, in the model's order, the same on every worker.
         workers: whom to sum with; ``None`` accumulates over runs only.
         sparse: names of the parameters known to have sparse gradients.
+        header: how many numbers of the caller's the first bucket carries beside the gradients.
         bucket_bytes: a bucket is closed once it holds that many.
+
+    Attributes:
+        carries_header: whether there is such a bucket: one of float32 or float64, so that the numbers are not rounded.
     """
 
     def __init__(
@@ -127,11 +141,13 @@ class GradientBuckets:
         workers: Workers | None,
         *,
         sparse: Iterable[str] = (),
+        header: int = 0,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._parameters = dict(parameters)
         self._workers = workers
         self._sparse_names = set(sparse)
+        self._header = header
         self._bucket_bytes = bucket_bytes
         self._weight = 1.0
         self._launching = True
@@ -157,12 +173,14 @@ class GradientBuckets:
         for members in open_members.values():
             if members:
                 self._close_bucket(members)
+        self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0
         # Launched in this order: the dense buckets, then the tables, whose gradients come last from a first layer.
         self._launched = 0
         self._tables_arrived: set[str] = set()
 
     def _close_bucket(self, members: list[tuple[str, Tensor]]) -> None:
-        bucket = _DenseBucket(list(members))
+        first = not self._buckets and members[0][1].dtype in (torch.float32, torch.float64)
+        bucket = _DenseBucket(list(members), self._header if first else 0)
         self._buckets.append(bucket)
         for index, parameter in enumerate(bucket.parameters):
             self._where[parameter] = (bucket, index)
@@ -174,8 +192,10 @@ class GradientBuckets:
         for table in self._tables:
             table.clear()
 
-    def start_run(self, weight: float, *, last: bool, step: int | None = None) -> None:
+    def start_run(self, weight: float, *, last: bool, header: Tensor | None = None, step: int | None = None) -> None:
         """Begins one run, whose gradients count ``weight`` times; the ``last`` of a window launches its buckets."""
+        if header is not None:
+            self._buckets[0].header.copy_(header)
         self._weight = weight
         self._launching = last and self._workers is not None
         self._step = step
@@ -230,6 +250,13 @@ class GradientBuckets:
         self._launched += 1
         report("bucket.launched", index=index, step=self._step)
 
+    def header(self) -> Tensor:
+        """The header's sums over the workers; launches the bucket that carries it if backward has not."""
+        if self._launched == 0:
+            self._launch(0)
+        self._buckets[0].arrive()
+        return self._buckets[0].header
+
     def launch_rest(self) -> None:
         """Launches what backward has not completed; called when backward has ended."""
         if self._launching:
@@ -240,8 +267,7 @@ class GradientBuckets:
         """Ends the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
         found_sparse: set[str] = set()
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.finish()
+            bucket.arrive()
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
             for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):

@@ -24,7 +24,7 @@ from anabranch.errors import BoundaryError
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
-from anabranch.executor.window import Header, Total
+from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
 from anabranch.tensors import Structure
 
 __all__ = ["Ran", "TapeEngine"]
@@ -62,10 +62,10 @@ class TapeEngine:
         self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
-        self._header: Header | None = None
         self._manager = GradManager()
-        if self._workers is not None:
-            self._header = Header(self._workers, self._parameters[0].device)
+        self._device = self._parameters[0].device
+        self.asked_to_stop = False
+        self.stopping = False
 
     def _lay_out(self) -> None:
         """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
@@ -74,7 +74,9 @@ class TapeEngine:
             return
         self._layout = layout
         named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
-        self._buckets = GradientBuckets(named, self._workers, sparse=_sparse_tables(self.step.model))
+        self._buckets = GradientBuckets(
+            named, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
+        )
         self._manager = GradManager(timeout=self._workers.timeout if self._workers is not None else 1800.0)
         self._manager.attach(named.values(), callbacks=cast(Callback, self._buckets.ready))
 
@@ -92,14 +94,27 @@ class TapeEngine:
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             with self._window_kept_whole():
-                if self._header is not None:
-                    self._header.start(loss, weight, self.runs)
-                self._buckets.start_run(weight, last=self._closes_window(), step=self.runs)
+                totals = self._start_run(loss, weight)
                 self._manager.backward(loss)
                 self._buckets.launch_rest()
-                total = Total(weight, 0.0, 1) if self._header is None else self._header.total()
-                self._end_run(total.rows)
-        return Ran(loss.detach() if self._header is None else self._loss_of(total), returned)
+                total = totals.wait_for()
+                self._finish_run(total)
+        return Ran(loss.detach() if self._workers is None else self._loss_of(total), returned)
+
+    def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
+        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
+        assert self._buckets is not None
+        last = self._closes_window()
+        share = header(loss, weight, active=active, stopping=self.asked_to_stop, device=self._device)
+        if last and self._workers is not None and self._buckets.carries_header:
+            self._buckets.start_run(weight, last=last, header=share, step=self.runs)
+            return Totals(self._buckets.header)
+        self._buckets.start_run(weight, last=last, step=self.runs)
+        return Totals.alone(share, self._workers, self.runs)
+
+    def _finish_run(self, total: Total) -> None:
+        self.stopping = self.stopping or total.stopping > 0
+        self._end_run(total.rows)
 
     def run_idle(self) -> Ran | None:
         """A run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
@@ -108,16 +123,12 @@ class TapeEngine:
 
     def _add_nothing(self, *, active: bool) -> Ran | None:
         assert self._buckets is not None
-        total = Total(0.0, 0.0, int(active))
         with self._window_kept_whole():
-            if self._header is not None:
-                self._header.start(None, 0.0, self.runs, active=active)
-                total = self._header.total()
+            total = self._start_run(None, 0.0, active=active).wait_for()
             if not total.active:
                 return None
-            self._buckets.start_run(0.0, last=self._closes_window(), step=self.runs)
             self._buckets.launch_rest()
-            self._end_run(total.rows)
+            self._finish_run(total)
         return Ran(self._loss_of(total), {})
 
     @contextmanager
@@ -197,7 +208,7 @@ class TapeEngine:
 
     def _loss_of(self, total: Total) -> Tensor:
         value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
-        return torch.tensor(value, dtype=self._loss_dtype, device=self._parameters[0].device)
+        return torch.tensor(value, dtype=self._loss_dtype, device=self._device)
 
     # The window under way, for a checkpoint in the middle of it.
 

@@ -3,58 +3,82 @@
 Under ``reduction="mean"`` a run's gradient is a mean over its rows, so it enters the sum times its rows, and the sum is
 divided by all rows of the window: over its runs, over the workers. Under ``"sum"`` gradients add up as they are.
 
-The total is not known when backward starts, so a header goes ahead of the gradients while backward runs::
+The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
-    float64 [ rows, loss * rows, 1 if this worker has a batch ]      summed over the workers
+    [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop ]
+
+Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from anabranch.collectives import Pending, Workers
+from anabranch.collectives import Workers
 
-__all__ = ["Header", "Total"]
+__all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
+
+HEADER_SIZE = 5
+_PART = 4096
+_LOSS = 2
 
 
+@dataclass(frozen=True, slots=True)
 class Total:
-    """What a run amounts to over all workers: its rows, its loss, and how many workers had a batch."""
+    """What a run amounts to over all workers.
 
-    __slots__ = ("active", "loss", "rows")
+    Attributes:
+        rows: what the run weighs.
+        loss: the sum of the workers' losses, each times its rows.
+        active: how many workers had a batch.
+        stopping: how many were asked to stop.
+    """
 
-    def __init__(self, rows: float, loss: float, active: int) -> None:
-        self.rows = rows
-        self.loss = loss
-        self.active = active
+    rows: float
+    loss: float
+    active: int
+    stopping: int
 
 
-class Header:
-    """One run's rows and loss on their way around the workers."""
+def header(loss: Tensor | None, rows: float, *, active: bool, stopping: bool, device: torch.device) -> Tensor:
+    """This worker's share; a worker without rows has no loss."""
+    high = math.floor(rows / _PART)
+    on_host = device.type == "cpu"
+    weighted = loss.item() * rows if loss is not None and on_host else 0.0
+    share = [high, rows - high * _PART, weighted, float(active), float(stopping)]
+    values = torch.tensor(share, dtype=torch.float64, device=device)
+    if loss is not None and not on_host:  # without waiting for the device
+        values[_LOSS] = loss.detach() * rows
+    return values
 
-    def __init__(self, workers: Workers, device: torch.device) -> None:
-        self._workers = workers
-        self._device = device
-        self._values: Tensor | None = None
-        self._pending: Pending | None = None
 
-    def start(self, loss: Tensor | None, rows: float, step: int, *, active: bool = True) -> None:
-        """Sends this worker's share; one whose loader has ended is not ``active`` and has no loss."""
-        if loss is None:
-            values = torch.tensor([rows, 0.0, float(active)], dtype=torch.float64, device=self._device)
-        elif self._device.type == "cpu":
-            values = torch.tensor([rows, loss.item() * rows, 1.0], dtype=torch.float64)
-        else:  # without waiting for the device
-            values = torch.tensor([rows, 0.0, 1.0], dtype=torch.float64, device=self._device)
-            values[1] = loss.detach() * rows
-        self._values = values
-        self._pending = self._workers.start_all_reduce(values, operation="all_reduce of rows and loss", step=step)
+class Totals:
+    """A run's totals, on their way around the workers."""
 
-    def total(self) -> Total:
-        """The sums over all workers."""
-        assert self._pending is not None
-        assert self._values is not None
-        self._pending.finish()
-        rows, loss, active = self._values.tolist()
-        self._pending = self._values = None
-        return Total(rows, loss, int(active))
+    __slots__ = ("_arrived",)
+
+    def __init__(self, arrived: Callable[[], Tensor]) -> None:
+        self._arrived = arrived
+
+    @classmethod
+    def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
+        """Sends a header in a message of its own; without workers it is the total already."""
+        if workers is None:
+            return cls(lambda: share)
+        pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)
+
+        def arrived() -> Tensor:
+            pending.finish()
+            return share
+
+        return cls(arrived)
+
+    def wait_for(self) -> Total:
+        """The totals, once they are there."""
+        high, low, loss, active, stopping = self._arrived().tolist()
+        return Total(high * _PART + low, loss, int(active), int(stopping))
