@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ class Case:
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -10,6 +10,7 @@ lock to let go of it, and ends the process if the interpreter is gone by then.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.events import report
@@ -83,7 +86,7 @@ class Workers:
         if self._owns_job:
             backend = "gloo" if self.on_host else "nccl"
             # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout + _BACKEND_GRACE))
+            _meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
         self._group = dist.group.WORLD if group is None else group
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
@@ -239,6 +242,23 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+# How often this process has met the others; the same on all of them, as they run the same program.
+_meetings = itertools.count()
+
+
+def _meet_peers(backend: str, timeout: timedelta) -> None:
+    """Initialises the job's process group from the environment, as ``init_process_group`` does, under keys of its own.
+
+    Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
+    workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would
+    now and then find an address that nobody listens at any more.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = PrefixStore(f"anabranch/{attempt}/{next(_meetings)}", store)
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
 
 
 def _store() -> Store:

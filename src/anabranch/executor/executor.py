@@ -334,6 +334,27 @@ class Executor:
                 file.write(line + "\n")
         return difference
 
+    # Stopping together.
+
+    def request_stop(self) -> None:
+        """Asks all workers to stop after a run that all of them make; may be called from a signal handler.
+
+        The request travels with the next training run, so that every worker sees ``stopping`` after the same one and
+        can save with the others::
+
+            signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
+            while not executor.stopping:
+                executor.run("train")
+            executor.save(path)
+        """
+        for engine in self._engines.values():
+            engine.asked_to_stop = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a worker asked to stop before the last training run; the same on all workers."""
+        return any(engine.stopping for engine in self._engines.values())
+
     # Checkpoints.
 
     def save(self, path: str | os.PathLike[str]) -> None:

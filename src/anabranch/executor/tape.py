@@ -150,6 +150,7 @@ class TapeEngine:
             self._manager.backward(loss)
         self.runs += 1
         self._update()
+        self.stopping = self.asked_to_stop
         return Ran(loss.detach(), returned)
 
     def _begin_run(self) -> None:

@@ -1,0 +1,38 @@
+"""The workers of a job as a group: met, met again, and asked for what each of them has."""
+
+from __future__ import annotations
+
+import pytest
+
+from anabranch.collectives import Workers
+from anabranch.testing import LocalJob
+
+AGAIN = """
+import json, torch
+import anabranch as ab
+from anabranch.collectives import Workers
+
+found = []
+for _ in range(3):
+    with Workers() as workers:
+        total = workers.all_reduce(torch.tensor([float(workers.rank)])).item()
+        texts = workers.all_gather_bytes(b"x" * workers.rank)
+        tensors = [torch.full((2,), float(workers.rank)), torch.full((), workers.rank)]
+        workers.broadcast(tensors)
+        found.append([total, [len(text) for text in texts], [tensor.sum().item() for tensor in tensors]])
+    assert not torch.distributed.is_initialized()
+print(json.dumps({"found": found, "bytes": workers.bytes_sent}))
+"""
+
+
+def test_workers_may_meet_again_after_they_have_parted() -> None:
+    for found in LocalJob(3).run_source(AGAIN).check().results:
+        assert found["found"] == [[3.0, [0, 1, 2], [0.0, 0]]] * 3
+        assert found["bytes"] > 0
+
+
+def test_without_a_job_there_is_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK"):
+        Workers()

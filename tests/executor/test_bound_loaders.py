@@ -1,0 +1,200 @@
+"""Loaders bound to steps: epochs, workers whose loaders end apart, forked loader workers, and exact resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+
+class Squares(Dataset[dict[str, Tensor]]):
+    """Each sample is computed with torch, as it would be in a forked worker."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.full((3,), float(index))
+        return {"x": x, "y": (x @ x)[None] / 100}
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return (model(batch["x"]) - batch["y"]).square().mean(), {"first": batch["x"][:, 0]}
+
+
+def program(seed: int = 0, **loaders: Any) -> tuple[nn.Module, ab.Executor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    steps = {
+        "train": ab.TrainStep(model, squared, torch.optim.SGD(model.parameters(), lr=0.01)),
+        "validate": ab.EvalStep(model, lambda model, batch: {"first": batch["x"][:, 0]}),
+    }
+    return model, ab.Executor(steps, dataloaders=loaders)
+
+
+def seen(executor: ab.Executor, runs: int, name: str = "train") -> list[list[float]]:
+    return [executor.run(name)["first"].tolist() for _ in range(runs)]
+
+
+def test_a_bound_loader_gives_epoch_after_epoch() -> None:
+    _, executor = program(train=DataLoader(Squares(), 4))
+    with executor:
+        assert executor.batch_num("train") == 3
+        epoch = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert seen(executor, 6) == epoch + epoch
+
+
+@pytest.mark.parametrize("step", ["train", "validate"])
+def test_a_loader_without_batches_is_refused(step: str) -> None:
+    _, executor = program(**{step: []})
+    with executor, pytest.raises(ValueError, match=f"the loader of '{step}' yields no batches"):
+        executor.run(step)
+
+
+def test_a_loader_without_a_length_has_no_batch_num() -> None:
+    def batches() -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield {"x": torch.ones(2, 3), "y": torch.ones(2, 1)}
+
+    _, executor = program(train=batches())
+    with executor:
+        executor.run("train")
+        with pytest.raises(ValueError, match="'train' has no length"):
+            executor.batch_num("train")
+
+
+def test_bound_batches_are_the_plain_loops_random_numbers_included() -> None:
+    """Shuffling, dropout and loading share a generator: it is drawn from in the plain loop's order."""
+    model, executor = program(train=DataLoader(Squares(), 4, shuffle=True))
+    with executor:
+        torch.manual_seed(1)
+        ours = seen(executor, 6)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    theirs = []
+    for _ in range(2):
+        for batch in DataLoader(Squares(), 4, shuffle=True):
+            optimizer.zero_grad()
+            loss, returned = squared(plain, batch)
+            loss.backward()
+            optimizer.step()
+            theirs.append(returned["first"].tolist())
+    assert ours == theirs
+    for (key, value), other in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_forked_loader_workers_survive_our_threads() -> None:
+    _, executor = program(
+        train=DataLoader(Squares(), 4, num_workers=2), validate=DataLoader(Squares(), 5, num_workers=1)
+    )
+    with executor:
+        for _ in range(2):
+            assert seen(executor, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+            assert seen(executor, 2, "validate") == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 2, 3, 4])
+def test_a_shuffled_loader_goes_on_exactly_where_it_was(tmp_path: Path, saved_after: int) -> None:
+    model, executor = program(train=DataLoader(Squares(), 4, shuffle=True))
+    with executor:
+        seen(executor, saved_after)
+        executor.save(tmp_path)
+        expected = seen(executor, 7 - saved_after)
+    other, resumed = program(seed=9, train=DataLoader(Squares(), 4, shuffle=True))
+    with resumed:
+        assert resumed.resume(tmp_path)
+        assert seen(resumed, 7 - saved_after) == expected
+    for (key, value), trained in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, trained), key
+
+
+UNEQUAL = """
+import json, torch
+from torch import nn
+import anabranch as ab
+
+rank = ab.job().rank
+counts = [5, 2, 3][rank]
+batches = [{"x": torch.full((2, 1), float(10 * rank + index)).double()} for index in range(counts)]
+torch.manual_seed(0)
+model = nn.Linear(1, 1).double()
+steps = {
+    "train": ab.TrainStep(model, lambda m, b: m(b["x"]).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-4)),
+    "validate": ab.EvalStep(model, lambda m, b: {"rows": b["x"]}),
+}
+with ab.Executor(steps, comm_mode="AllReduce", dataloaders={"train": batches, "validate": batches}) as executor:
+    number = executor.batch_num("train")
+    losses = [executor.run("train")["loss"].item() for _ in range(2 * number)]
+    rows = [executor.run("validate")["rows"].flatten().tolist() for _ in range(number + 1)]
+print(json.dumps({"number": number, "losses": losses, "rows": rows, "weight": model.weight.item()}))
+"""
+
+
+def test_an_epoch_ends_when_every_workers_loader_has_ended() -> None:
+    results = LocalJob(3).run_source(UNEQUAL).check().results
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    losses = []
+    for index in [*range(5), *range(5)]:
+        values = [10 * rank + index for rank, count in enumerate([5, 2, 3]) if index < count]
+        x = torch.tensor(values).double().repeat_interleave(2)[:, None]
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for rank, found in enumerate(results):
+        assert found["number"] == 5
+        assert found["losses"] == pytest.approx(losses, rel=1e-12)
+        assert found["weight"] == pytest.approx(model.weight.item(), rel=1e-12)
+        own = [[10 * rank + index] * 2 for index in range([5, 2, 3][rank])]
+        assert found["rows"] == own + [[]] * (5 - len(own)) + own[:1]
+
+
+MAP_STYLE = """
+import json, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+import anabranch as ab
+
+path, runs, save = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "save"
+rank, world = ab.job().rank, ab.job().world_size
+data = [{"x": torch.tensor([float(index)])} for index in range(24)]
+sampler = DistributedSampler(data, world, rank, shuffle=True, seed=5)
+loader = DataLoader(data, batch_size=12 // world // 2, sampler=sampler)
+model = nn.Linear(1, 1)
+step = ab.TrainStep(model, lambda m, b: (m(b["x"]).square().mean(), {"x": b["x"]}),
+                    torch.optim.SGD(model.parameters(), lr=1e-4))
+with ab.Executor({"train": step}, comm_mode="AllReduce", dataloaders={"train": loader}) as executor:
+    executor.resume(path)
+    rows = [sorted(executor.run("train")["x"].flatten().tolist()) for _ in range(runs)]
+    if save:
+        executor.save(path)
+print(json.dumps({"rows": rows}))
+"""
+
+
+def test_a_map_style_loader_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    def run(workers: int, path: Path, runs: int, save: bool) -> list[list[float]]:
+        arguments = [str(path), str(runs), "save" if save else "no"]
+        results = LocalJob(workers).run_source(MAP_STYLE, *arguments).check().results
+        return [sorted(chain(*(found["rows"][index] for found in results))) for index in range(runs)]
+
+    whole = run(2, tmp_path / "whole", 4, False)
+    assert sorted(chain(*whole)) == list(range(24))
+    run(2, tmp_path / "cut", 2, True)
+    assert run(1, tmp_path / "cut", 2, False) == whole[2:]
