@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
-from anabranch.executor import loading
+from anabranch.executor import loading, positions
 from anabranch.executor.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 
@@ -331,6 +331,47 @@ def test_resuming_a_map_style_dataset_loads_nothing_that_was_handed_out(opened: 
     assert len(dataset.loaded) == 2
 
 
+def test_what_was_asked_of_a_loader_holds_for_the_rest_of_the_epoch_too() -> None:
+    def collate(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples)
+
+    def start(worker: int) -> None:
+        pass
+
+    options = {
+        "num_workers": 2,
+        "collate_fn": collate,
+        "timeout": 7.0,
+        "worker_init_fn": start,
+        "multiprocessing_context": "spawn",
+        "generator": seeded(),
+        "prefetch_factor": 5,
+    }
+    whole = DataLoader(Squares(), batch_size=2, pin_memory=True, **options)  # type: ignore[arg-type]
+    rest = positions._with_sampler(whole, positions._Rest(whole, 0, True))
+    assert rest.dataset is whole.dataset
+    for name in (*options, "pin_memory"):
+        assert getattr(rest, name) == getattr(whole, name), name
+
+
+def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., BoundLoader]) -> None:
+    class Bad(Squares):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 5:
+                raise Broken
+            return super().__getitem__(index)
+
+    first = opened(DataLoader(Bad(), batch_size=2))
+    take(first, 2)
+    with pytest.raises(Broken):
+        first.next_batch()
+    state = first.state()
+    assert numbers(first.next_batch()) == [36, 49]
+    again = opened(DataLoader(Bad(), batch_size=2))
+    again.restore([state])
+    assert numbers(again.next_batch()) == [36, 49]
+
+
 def test_another_batch_size_goes_on_at_the_same_sample(opened: Callable[..., BoundLoader]) -> None:
     first = opened(DataLoader(Squares(), batch_size=2))
     take(first, 2)
@@ -392,6 +433,44 @@ def test_another_number_of_workers_reads_the_rest_of_the_epoch_once(
     order = list(sampler)
     found = read_all(second)
     assert sorted(found) == sorted(order[: len(found)])
+
+
+class Dealt(Sampler[int]):
+    """Deals samples out in turn, without repeating some to make the shares equal."""
+
+    def __init__(self, rank: int, num_replicas: int, count: int) -> None:
+        self.rank, self.num_replicas, self.count = rank, num_replicas, count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.count, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.count, self.num_replicas))
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_shares_of_unequal_length_are_dealt_out_anew_too(after: int, opened: Callable[..., BoundLoader]) -> None:
+    def dealt(rank: int, world_size: int) -> BoundLoader:
+        sampler = Dealt(rank, world_size, 17)
+        dataset = TensorDataset(torch.arange(17))
+        return opened(DataLoader(dataset, batch_size=3, sampler=sampler), rank=rank, world_size=world_size)
+
+    first = [dealt(rank, 3) for rank in range(3)]  # shares of 6, 6 and 5 samples: the last batch of rank 2 is short
+    read = [value for _ in range(2) for value in read_all(first)]
+    assert sorted(read) == list(range(17))
+    second = [dealt(rank, after) for rank in range(after)]
+    for loader in second:
+        loader.restore([loader.state() for loader in first])
+    assert read_all(second) == []
+    for loader in [*first, *second]:
+        loader.start_epoch()
+    assert sorted(read_all(first)) == list(range(9))
+    for loader in second:
+        loader.restore([loader.state() for loader in first])
+    rest: list[float] = []
+    while part := read_all(second):
+        rest += part
+    assert sorted(rest) == list(range(9, 17))
 
 
 def test_numbers_of_workers_may_change_again_and_again(opened: Callable[..., BoundLoader]) -> None:
