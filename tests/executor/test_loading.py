@@ -41,6 +41,11 @@ def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1, prefetch
     return BoundLoader(loader, rank=rank, world_size=world_size, prefetch=prefetch)
 
 
+@pytest.fixture(autouse=True)
+def _every_fetch_is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_WORTH_A_THREAD", -1.0)
+
+
 @pytest.fixture
 def opened() -> Iterator[Callable[..., BoundLoader]]:
     loaders: list[BoundLoader] = []
@@ -451,26 +456,27 @@ class Dealt(Sampler[int]):
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_shares_of_unequal_length_are_dealt_out_anew_too(after: int, opened: Callable[..., BoundLoader]) -> None:
     def dealt(rank: int, world_size: int) -> BoundLoader:
-        sampler = Dealt(rank, world_size, 17)
-        dataset = TensorDataset(torch.arange(17))
-        return opened(DataLoader(dataset, batch_size=3, sampler=sampler), rank=rank, world_size=world_size)
+        sampler = Dealt(rank, world_size, 16)
+        dataset = TensorDataset(torch.arange(16))
+        return opened(DataLoader(dataset, batch_size=5, sampler=sampler), rank=rank, world_size=world_size)
 
-    first = [dealt(rank, 3) for rank in range(3)]  # shares of 6, 6 and 5 samples: the last batch of rank 2 is short
+    first = [dealt(rank, 3) for rank in range(3)]  # shares of 6, 5 and 5: rank 0 has a batch of one more
     read = [value for _ in range(2) for value in read_all(first)]
-    assert sorted(read) == list(range(17))
+    assert sorted(read) == list(range(16))
+    assert first[1].next_batch() is ENDED
     second = [dealt(rank, after) for rank in range(after)]
     for loader in second:
         loader.restore([loader.state() for loader in first])
     assert read_all(second) == []
     for loader in [*first, *second]:
         loader.start_epoch()
-    assert sorted(read_all(first)) == list(range(9))
+    assert sorted(read_all(first)) == list(range(15))
     for loader in second:
         loader.restore([loader.state() for loader in first])
     rest: list[float] = []
     while part := read_all(second):
         rest += part
-    assert sorted(rest) == list(range(9, 17))
+    assert rest == [15]
 
 
 def test_numbers_of_workers_may_change_again_and_again(opened: Callable[..., BoundLoader]) -> None:
@@ -624,6 +630,31 @@ def test_at_most_one_batch_is_fetched_ahead(opened: Callable[..., BoundLoader]) 
     assert loader._pending is not None
     loader._pending.result(30)
     assert len(source.fetched) == 5
+
+
+def test_a_thread_is_started_once_fetches_usually_take_longer_than_handing_over(
+    opened: Callable[..., BoundLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def act(index: int) -> None:
+        nonlocal now
+        now += 100.0 if len(source.fetched) in (1, 3) or len(source.fetched) >= 7 else 0.0
+
+    class Clock:
+        def monotonic(self) -> float:
+            return now
+
+    monkeypatch.setattr(loading, "_WORTH_A_THREAD", 3e-4)
+    monkeypatch.setattr(loading, "time", Clock())
+    source = Watched(count=12, act=act)
+    loader = opened(source)
+    here = threading.get_ident()
+    drain(loader)
+    assert [thread == here for thread in source.fetched] == [True] * 9 + [False] * 3
+    loader.start_epoch()
+    drain(loader)
+    assert [thread == here for thread in source.fetched[12:]] == [True] * 2 + [False] * 10
 
 
 def test_without_prefetch_no_thread_is_started(opened: Callable[..., BoundLoader]) -> None:
