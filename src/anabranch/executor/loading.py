@@ -193,8 +193,7 @@ class BoundLoader:
         """A fetch in the calling thread, which shows whether others are worth a thread."""
         began = time.monotonic()
         batch = self._watched()
-        if self._fetched >= _WATCHED:  # the first of an epoch is no measure: the loader starts
-            self._usual_seconds += 0.1 * (min(time.monotonic() - began, _CAP) - self._usual_seconds)
+        self._usual_seconds += 0.1 * (min(time.monotonic() - began, _CAP) - self._usual_seconds)
         return batch
 
     def _watched(self) -> Structure:
