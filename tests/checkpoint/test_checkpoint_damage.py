@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import struct
 import time
 import tracemalloc
@@ -127,6 +129,35 @@ def test_a_damaged_newest_gives_way_to_the_highest_whole_step_of_all_directories
     assert (found.step, found.path.name) == (20, "b")
     [warning] = warnings_of(caplog)
     assert f"generation 2 in {tmp_path / 'a'} is damaged" in warning
+
+
+def test_a_directory_that_cannot_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "open", 1)
+    save(tmp_path / "closed", 2)
+    real = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if path == tmp_path / "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    found = checkpoint.read_newest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "closed cannot be read: Permission denied; taking generation 1" in warnings_of(caplog)[0]
+    with pytest.raises(CheckpointError, match="closed cannot be read: Permission denied"):
+        checkpoint.read(tmp_path / "closed")
+
+
+def test_a_file_in_place_of_the_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        checkpoint.read(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot save step 1 to .*file: .*File exists"):
+        save(tmp_path / "file", 1)
 
 
 Fields = dict[str, object]

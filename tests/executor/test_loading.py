@@ -32,13 +32,18 @@ from torch.utils.data import (
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
-from anabranch.executor import loading
+from anabranch.executor import loading, positions
 from anabranch.executor.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 
 
 def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1, prefetch: bool = True) -> BoundLoader:
     return BoundLoader(loader, rank=rank, world_size=world_size, prefetch=prefetch)
+
+
+@pytest.fixture(autouse=True)
+def _every_fetch_is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_WORTH_A_THREAD", -1.0)
 
 
 @pytest.fixture
@@ -256,7 +261,7 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 6, 9])
+@pytest.mark.parametrize("steps", [0, 1, 3, 6, 9])
 def test_a_restart_goes_on_with_the_next_batch(
     kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
 ) -> None:
@@ -331,6 +336,47 @@ def test_resuming_a_map_style_dataset_loads_nothing_that_was_handed_out(opened: 
     assert len(dataset.loaded) == 2
 
 
+def test_what_was_asked_of_a_loader_holds_for_the_rest_of_the_epoch_too() -> None:
+    def collate(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples)
+
+    def start(worker: int) -> None:
+        pass
+
+    options = {
+        "num_workers": 2,
+        "collate_fn": collate,
+        "timeout": 7.0,
+        "worker_init_fn": start,
+        "multiprocessing_context": "spawn",
+        "generator": seeded(),
+        "prefetch_factor": 5,
+    }
+    whole = DataLoader(Squares(), batch_size=2, pin_memory=True, **options)  # type: ignore[arg-type]
+    rest = positions._with_sampler(whole, positions._Rest(whole, 0, True))
+    assert rest.dataset is whole.dataset
+    for name in (*options, "pin_memory"):
+        assert getattr(rest, name) == getattr(whole, name), name
+
+
+def test_a_batch_that_could_not_be_made_counts_as_read(opened: Callable[..., BoundLoader]) -> None:
+    class Bad(Squares):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 5:
+                raise Broken
+            return super().__getitem__(index)
+
+    first = opened(DataLoader(Bad(), batch_size=2))
+    take(first, 2)
+    with pytest.raises(Broken):
+        first.next_batch()
+    state = first.state()
+    assert numbers(first.next_batch()) == [36, 49]
+    again = opened(DataLoader(Bad(), batch_size=2))
+    again.restore([state])
+    assert numbers(again.next_batch()) == [36, 49]
+
+
 def test_another_batch_size_goes_on_at_the_same_sample(opened: Callable[..., BoundLoader]) -> None:
     first = opened(DataLoader(Squares(), batch_size=2))
     take(first, 2)
@@ -392,6 +438,45 @@ def test_another_number_of_workers_reads_the_rest_of_the_epoch_once(
     order = list(sampler)
     found = read_all(second)
     assert sorted(found) == sorted(order[: len(found)])
+
+
+class Dealt(Sampler[int]):
+    """Deals samples out in turn, without repeating some to make the shares equal."""
+
+    def __init__(self, rank: int, num_replicas: int, count: int) -> None:
+        self.rank, self.num_replicas, self.count = rank, num_replicas, count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self.count, self.num_replicas))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.count, self.num_replicas))
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_shares_of_unequal_length_are_dealt_out_anew_too(after: int, opened: Callable[..., BoundLoader]) -> None:
+    def dealt(rank: int, world_size: int) -> BoundLoader:
+        sampler = Dealt(rank, world_size, 16)
+        dataset = TensorDataset(torch.arange(16))
+        return opened(DataLoader(dataset, batch_size=5, sampler=sampler), rank=rank, world_size=world_size)
+
+    first = [dealt(rank, 3) for rank in range(3)]  # shares of 6, 5 and 5: rank 0 has a batch of one more
+    read = [value for _ in range(2) for value in read_all(first)]
+    assert sorted(read) == list(range(16))
+    assert first[1].next_batch() is ENDED
+    second = [dealt(rank, after) for rank in range(after)]
+    for loader in second:
+        loader.restore([loader.state() for loader in first])
+    assert read_all(second) == []
+    for loader in [*first, *second]:
+        loader.start_epoch()
+    assert sorted(read_all(first)) == list(range(15))
+    for loader in second:
+        loader.restore([loader.state() for loader in first])
+    rest: list[float] = []
+    while part := read_all(second):
+        rest += part
+    assert rest == [15]
 
 
 def test_numbers_of_workers_may_change_again_and_again(opened: Callable[..., BoundLoader]) -> None:
@@ -545,6 +630,31 @@ def test_at_most_one_batch_is_fetched_ahead(opened: Callable[..., BoundLoader]) 
     assert loader._pending is not None
     loader._pending.result(30)
     assert len(source.fetched) == 5
+
+
+def test_a_thread_is_started_once_fetches_usually_take_longer_than_handing_over(
+    opened: Callable[..., BoundLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def act(index: int) -> None:
+        nonlocal now
+        now += 100.0 if len(source.fetched) in (1, 3) or len(source.fetched) >= 7 else 0.0
+
+    class Clock:
+        def monotonic(self) -> float:
+            return now
+
+    monkeypatch.setattr(loading, "_WORTH_A_THREAD", 3e-4)
+    monkeypatch.setattr(loading, "time", Clock())
+    source = Watched(count=12, act=act)
+    loader = opened(source)
+    here = threading.get_ident()
+    drain(loader)
+    assert [thread == here for thread in source.fetched] == [True] * 9 + [False] * 3
+    loader.start_epoch()
+    drain(loader)
+    assert [thread == here for thread in source.fetched[12:]] == [True] * 2 + [False] * 10
 
 
 def test_without_prefetch_no_thread_is_started(opened: Callable[..., BoundLoader]) -> None:

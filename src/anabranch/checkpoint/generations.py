@@ -130,7 +130,7 @@ def claim(directory: Path) -> Iterator[None]:
 def _names(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

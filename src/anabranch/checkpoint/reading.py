@@ -136,7 +136,12 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
                 return
 
     for directory in directories:
-        offer(directory, iter(complete_generations(directory)))
+        try:
+            generations = complete_generations(directory)
+        except OSError as error:
+            reasons.append(f"{directory} cannot be read: {error.strerror}")
+        else:
+            offer(directory, iter(generations))
     while heap:
         _, _, directory, generations, generation, manifest = heapq.heappop(heap)
         try:

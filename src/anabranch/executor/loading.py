@@ -8,7 +8,8 @@ by fetching the first two batches of an epoch in the calling thread and looking 
 - Nothing may change a batch that was handed out: some loaders fill the same memory again and again.
 - ``iter(loader)`` is called in the calling thread always: it draws, and may fork workers.
 
-A loader that fails the first two is fetched in the calling thread for good, and the log says how to cure it.
+A loader that fails the first two is fetched in the calling thread for good, and the log says how to cure it. So is one
+whose fetches are over before a thread could hand the batch over, silently and until they take longer.
 
 The position that is saved is that of the batches handed out; what was fetched ahead does not count.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, cast
@@ -36,6 +38,10 @@ __all__ = ["BoundLoader", "ENDED"]
 _log = logging.getLogger("anabranch.executor")
 
 _WATCHED = 2  # fetches at the start of an epoch that are made in the calling thread
+# Handing a batch from thread to thread takes 0.06 to 0.2 ms: no gain if fetches take less than this many seconds. The
+# usual time is a running mean, in which one fetch counts a tenth, and no more than the cap: a hiccup of the machine.
+_WORTH_A_THREAD = 3e-4
+_CAP = 1e-3
 _PATIENCE = 60.0  # seconds until the log says that a loader is slow
 
 
@@ -84,6 +90,7 @@ class BoundLoader:
         self._position = position_of(loader, world_size)
         # What is in a list is fetched already.
         self._prefetch = prefetch and not isinstance(loader, list | tuple)
+        self._usual_seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None
         self._closed = False
         self._epoch = 0
@@ -117,7 +124,7 @@ class BoundLoader:
             self._at_start = random_state()
             self._iterator = self._position.begin()
         try:
-            batch = self._received() if self._pending is not None else self._watched()
+            batch = self._received() if self._pending is not None else self._timed()
         except Exception:
             self._taken += 1  # the loader is past the batch that it could not make
             raise
@@ -125,7 +132,7 @@ class BoundLoader:
             self._end()
             return ENDED
         self._taken += 1
-        if self._prefetch and self._fetched >= _WATCHED:
+        if self._prefetch and self._fetched >= _WATCHED and self._usual_seconds > _WORTH_A_THREAD:
             self._fetch_ahead(self._iterator)
         return batch
 
@@ -181,6 +188,13 @@ class BoundLoader:
 
     def _fetch(self, iterator: Iterator[Structure]) -> Structure:
         return next(iterator, ENDED)
+
+    def _timed(self) -> Structure:
+        """A fetch in the calling thread, which shows whether others are worth a thread."""
+        began = time.monotonic()
+        batch = self._watched()
+        self._usual_seconds += 0.1 * (min(time.monotonic() - began, _CAP) - self._usual_seconds)
+        return batch
 
     def _watched(self) -> Structure:
         """A fetch in the calling thread; the first ones of an epoch show whether others may go ahead."""

@@ -144,7 +144,6 @@ class CountedPosition:
 
     def begin(self) -> Iterator[Structure]:
         """Starts an epoch."""
-        self._skipped = 0
         return iter(self._loader)
 
     def next_epoch(self) -> None:
@@ -205,7 +204,6 @@ class MapPosition:
 
     def begin(self) -> Iterator[Structure]:
         """Starts an epoch."""
-        self._skipped = 0
         self._at_start = self._generator_states()
         return iter(self._loader)
 
