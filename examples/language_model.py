@@ -12,9 +12,10 @@ per byte on files it never saw, beside what ``lzma`` needs for the same bytes::
 
 The memory is one large table with a row for every hashed 2-, 3- and 4-gram. A step touches few of its rows, so its
 gradient is sparse and Adagrad updates it; AdamW trains the rest. Killed at any point, the same command goes on from the
-last checkpoint. Read from top to bottom: text, batches, model, training, what is shown, ``main``.
+last checkpoint.
 
-Shapes: B windows, T positions, D width, M what the memory gives a position.
+``_text.py`` has the text and its batches, ``_report.py`` what is shown and kept. Shapes: B windows, T positions, D
+width, M what the memory gives a position.
 """
 
 from __future__ import annotations
@@ -25,140 +26,25 @@ import lzma
 import math
 import shutil
 import sys
-import sysconfig
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from _report import BITS, Curve, Screen
+from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import anabranch as ab
 
-CONTEXT = 256
 WIDTH = 128
 HEADS = 2
 BLOCKS = 4
 MEMORY_WIDTH = 32
 NGRAMS = (2, 3, 4)
-BITS = 1 / math.log(2)  # in a nat
-
-
-# Text. ----------------------------------------------------------------------------------------------------------------
-
-NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-HELD_OUT_FILES = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Bytes to train on, bytes to be measured on, and where they come from."""
-
-    train: bytes
-    held_out: bytes
-    source: str
-
-    @property
-    def fingerprint(self) -> int:
-        return zlib.crc32(self.held_out, zlib.crc32(self.train))
-
-
-def standard_library() -> Text:
-    """Python's own sources without their tests; 40 files, chosen by a hash of their path, are held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in root.rglob("*.py") if not NOT_SOURCES & set(path.relative_to(root).parts)]
-    return split_files({path.relative_to(root).as_posix(): path for path in paths}, HELD_OUT_FILES, f"{root}/**/*.py")
-
-
-def text_of(given: list[Path]) -> Text:
-    """Files, and all files under directories: one in twenty is held out, or the last twentieth of a lone file."""
-    files: dict[str, Path] = {}
-    for path in given:
-        if not path.exists():
-            raise ValueError(f"--text {path}: there is no such file or directory")
-        found = [path] if path.is_file() else [inner for inner in path.rglob("*") if is_text(path, inner)]
-        files.update(
-            {(inner.relative_to(path) if inner != path else Path(path.name)).as_posix(): inner for inner in found}
-        )
-    source = " ".join(map(str, given))
-    if len(files) != 1:
-        return split_files(files, max(1, len(files) // 20), source)
-    text = next(iter(files.values())).read_bytes()
-    cut = len(text) - len(text) // 20
-    return Text(text[:cut], text[cut:], source)
-
-
-def is_text(root: Path, path: Path) -> bool:
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
-    return path.is_file() and not hidden
-
-
-def split_files(files: Mapping[str, Path], held_out: int, source: str) -> Text:
-    """Holds out the files whose names have the lowest hashes: the same ones on every machine."""
-    by_hash = sorted(files, key=lambda name: (zlib.crc32(name.encode()), name))
-
-    def read(names: list[str]) -> bytes:
-        return b"".join(files[name].read_bytes() for name in sorted(names))
-
-    return Text(read(by_hash[held_out:]), read(by_hash[:held_out]), source)
-
-
-def check_size(text: Text) -> Text:
-    if len(text.train) <= CONTEXT or not text.held_out:
-        raise ValueError(
-            f"too little text in {text.source}: {len(text.train)} bytes to train on and {len(text.held_out)} held out; "
-            f"training needs more than {CONTEXT}, and at least one must be held out: give more or longer files"
-        )
-    return text
-
-
-# Batches. -------------------------------------------------------------------------------------------------------------
-
-
-class Windows:
-    """Endless batches of random windows of the text, (B, CONTEXT + 1) bytes: each predicts the next byte.
-
-    The windows of a step depend on the seed and the step alone, and every worker takes its share of them: any number
-    of workers sees the same batch.
-    """
-
-    def __init__(self, text: bytes, batch: int, seed: int, rank: int, workers: int) -> None:
-        self.step = 0
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._batch = batch
-        self._seed = seed
-        self._rank = rank
-        self._workers = workers
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            generator = torch.Generator().manual_seed(self._seed << 32 | self.step)
-            starts = torch.randint(len(self._text) - CONTEXT, (self._batch, 1), generator=generator)
-            self.step += 1
-            yield self._text[starts[self._rank :: self._workers] + torch.arange(CONTEXT + 1)].long()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.step = state["step"]
-
-
-def windows_in_order(text: bytes, rows: int = 16) -> list[Tensor]:
-    """Batches in which every byte of the text is predicted once; the first from a line feed."""
-    padded = torch.frombuffer(bytearray(b"\n" + text), dtype=torch.uint8).long()
-    whole = len(text) // CONTEXT
-    batches = list(padded.unfold(0, CONTEXT + 1, CONTEXT)[:whole].split(rows)) if whole else []
-    rest = padded[None, whole * CONTEXT :]
-    return [*batches, rest] if rest.shape[1] > 1 else batches
 
 
 # The model. -----------------------------------------------------------------------------------------------------------
@@ -188,22 +74,35 @@ class NgramMemory(nn.Module):
 class Block(nn.Module):
     """Causal attention, then a feed-forward layer, each added to what came in: (B, T, D) -> (B, T, D)."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.attended = nn.Linear(WIDTH, WIDTH, bias=False)
         self.feed_forward_norm = nn.LayerNorm(WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        half = WIDTH // HEADS // 2
+        angles = torch.arange(CONTEXT)[:, None] * 1000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         query, key, value = (
             part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part in self.query_key_value(self.attention_norm(hidden_BTD)).chunk(3, -1)
         )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = F.scaled_dot_product_attention(self.turned(query), self.turned(key), value, is_causal=True)
         hidden_BTD = hidden_BTD + self.attended(attended.transpose(1, 2).flatten(2))
         return hidden_BTD + self.feed_forward(self.feed_forward_norm(hidden_BTD))
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Each pair of numbers turned by an angle that grows with the position: products then depend on distances."""
+        cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
+        first, second = heads.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 class LanguageModel(nn.Module):
@@ -214,19 +113,19 @@ class LanguageModel(nn.Module):
         memory_width = MEMORY_WIDTH * len(NGRAMS)
         self.memory = NgramMemory(memory_rows)
         self.bytes = nn.Embedding(256, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.read_memory = nn.Linear(memory_width, WIDTH)
+        self.read_memory = nn.Linear(2 * memory_width, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH + memory_width, 256)
         nn.init.normal_(self.bytes.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, text_BT: Tensor) -> Tensor:
         memory_BTM = self.memory(text_BT)
-        hidden_BTD = self.bytes(text_BT) + self.positions.weight[: text_BT.shape[1]] + self.read_memory(memory_BTM)
+        # The n-grams that end one byte earlier, too: attention can look for them, and finds what followed them there.
+        earlier_BTM = F.pad(memory_BTM, (0, 0, 1, 0))[:, :-1]
+        hidden_BTD = self.bytes(text_BT) + self.read_memory(torch.cat([memory_BTM, earlier_BTM], -1))
         hidden_BTD = self.norm(self.blocks(hidden_BTD))
-        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))
+        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))  # type: ignore[no-any-return]
 
 
 # Training. ------------------------------------------------------------------------------------------------------------
@@ -282,106 +181,6 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], rank: int, worke
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
 
 
-# What is shown and kept. ----------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Curve:
-    """How training went so far, kept in a file beside the checkpoint together with the settings that led there."""
-
-    settings: dict[str, int]
-    losses: list[float] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": self.settings, "losses": self.losses, "held_out": self.held_out}))
-        temporary.replace(path)
-
-    def continue_from(self, path: Path, step: int) -> None:
-        """Takes up what the file says of the steps before ``step``."""
-        saved = json.loads(path.read_text())
-        self.losses = saved["losses"][:step]
-        self.held_out = [(at, bits) for at, bits in saved["held_out"] if at <= step]
-
-    def draw(self, path: Path, lzma_bits: float) -> str:
-        """Draws the curve if matplotlib is there; says what came of it."""
-        try:
-            import matplotlib
-        except ImportError:
-            return "no picture of the loss curve: matplotlib is missing (pip install 'anabranch[examples]')"
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        bits = [value * BITS for value in self.losses]
-        span = max(1, len(bits) // 50)
-        smooth = [sum(part) / len(part) for part in (bits[max(0, i - span) : i + 1] for i in range(len(bits)))]
-        steps = range(1, len(bits) + 1)
-        axes.plot(steps, bits, color="tab:blue", alpha=0.2, linewidth=0.8)
-        axes.plot(steps, smooth, color="tab:blue", label="training batches")
-        axes.plot(*zip(*self.held_out, strict=True), "o-", color="tab:orange", label="held-out text")
-        axes.axhline(lzma_bits, color="tab:gray", linestyle="--", label=f"lzma -9e: {lzma_bits:.2f}")
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=(min(1.0, *smooth), min(8.0, max(bits))))
-        axes.legend()
-        axes.grid(alpha=0.3)
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        return f"loss curve: {path}"
-
-
-class Screen:
-    """What rank 0 shows: a bar on a terminal, a line an evaluation everywhere. Other ranks show nothing."""
-
-    def __init__(self, steps: int, done: int, bytes_per_step: int, *, shown: bool) -> None:
-        self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
-        self._steps = steps
-        self._bytes_per_step = bytes_per_step
-        self._rate = 0.0
-        self._loss = self._held_out = math.nan
-        self._last = time.monotonic()
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            expand=True,
-            disable=not (shown and self.console.is_terminal),
-        )
-        self._task = self._bar.add_task("training", total=steps, completed=done, figures="")
-
-    def __enter__(self) -> Screen:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def trained(self, step: int, loss_of_batch: float) -> None:
-        now = time.monotonic()
-        rate = 1 / max(1e-9, now - self._last)
-        self._rate = rate if not self._rate else 0.95 * self._rate + 0.05 * rate
-        self._last = now
-        self._loss = loss_of_batch
-        self._bar.update(self._task, completed=step, figures=self._figures())
-
-    def evaluated(self, step: int, held_out: float) -> None:
-        self._held_out = held_out
-        self._bar.update(self._task, figures=self._figures())
-        left = (self._steps - step) / self._rate if self._rate else 0.0
-        self.console.print(f"step {step}/{self._steps}  {self._figures()}  {left:.0f} s left")
-        self._last = time.monotonic()
-
-    def _figures(self) -> str:
-        speed = f"{self._rate:.1f} steps/s  {self._rate * self._bytes_per_step / 1e3:.0f} kB/s"
-        held_out = "" if math.isnan(self._held_out) else f", held out {self._held_out:.3f}"
-        return f"{speed}  loss {self._loss:.3f}  bits/byte {self._loss * BITS:.3f}{held_out}"
-
-
 # The run. -------------------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +217,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
     arguments = parser.parse_args(given)
     try:
-        arguments.text = check_size(text_of(arguments.text) if arguments.text else standard_library())
+        arguments.text = text_of(arguments.text) if arguments.text else standard_library()
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return arguments
@@ -479,8 +278,8 @@ def run(arguments: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         with Screen(steps, done, arguments.batch * CONTEXT, shown=job.rank == 0) as screen:
             parameters = sum(value.numel() for value in model.parameters())
             screen.console.print(
-                f"{parameters / 1e6:.1f} million parameters, {len(text.train) / 1e6:.2f} MB of text from {text.source}, "
-                f"{len(text.held_out) / 1e6:.2f} MB more held out, {workers} worker(s), {mode}"
+                f"{parameters / 1e6:.1f} million parameters; {len(text.train) / 1e6:.2f} MB of text ({text.source}), "
+                f"{len(text.held_out) / 1e6:.2f} MB more held out; workers: {workers}, communication: {mode}"
             )
             if done:
                 screen.console.print(f"going on from the checkpoint after step {done}")
@@ -521,6 +320,8 @@ def run(arguments: argparse.Namespace, job: ab.Job) -> dict[str, object]:
 
 
 def main() -> int:
+    # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
+    torch.sparse.check_sparse_tensor_invariants.disable()
     arguments, job = parse_arguments(), ab.job()
     try:
         result = run(arguments, job)
