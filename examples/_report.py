@@ -64,7 +64,7 @@ class Screen:
     """What rank 0 shows: a bar on a terminal, a line an evaluation everywhere. Other ranks show nothing."""
 
     def __init__(self, steps: int, done: int, bytes_per_step: int, *, shown: bool) -> None:
-        self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not shown)
         self._steps = steps
         self._bytes_per_step = bytes_per_step
         self._rate = 0.0

@@ -319,10 +319,10 @@ def run(arguments: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     }
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    arguments, job = parse_arguments(), ab.job()
+    arguments, job = parse_arguments(given), ab.job()
     try:
         result = run(arguments, job)
     except KeyboardInterrupt:
