@@ -71,10 +71,9 @@ class Screen:
         self._loss = self._held_out = math.nan
         self._last = time.monotonic()
         self._bar = Progress(
-            TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=self.console,
             expand=True,
@@ -91,6 +90,10 @@ class Screen:
     ) -> None:
         self._bar.stop()
 
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(line)
+
     def trained(self, step: int, loss_of_batch: float) -> None:
         now = time.monotonic()
         rate = 1 / max(1e-9, now - self._last)
@@ -103,10 +106,10 @@ class Screen:
         self._held_out = held_out
         self._bar.update(self._task, figures=self._figures())
         left = (self._steps - step) / self._rate if self._rate else 0.0
-        self.console.print(f"step {step}/{self._steps}  {self._figures()}  {left:.0f} s left")
+        self.say(f"step {step}/{self._steps}  {self._figures()}  {left:.0f} s left")
         self._last = time.monotonic()
 
     def _figures(self) -> str:
         speed = f"{self._rate:.1f} steps/s  {self._rate * self._bytes_per_step / 1e3:.0f} kB/s"
-        held_out = "" if math.isnan(self._held_out) else f", held out {self._held_out:.3f}"
-        return f"{speed}  loss {self._loss:.3f}  bits/byte {self._loss * BITS:.3f}{held_out}"
+        bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
+        return f"{speed}  loss {self._loss:.3f}{bits}"

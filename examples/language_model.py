@@ -28,6 +28,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -163,7 +164,7 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
             {"params": [value for value in others if value.ndim > 1], "weight_decay": 0.1},
             {"params": [value for value in others if value.ndim == 1], "weight_decay": 0.0},
         ],
-        lr=3e-3,
+        lr=5e-3,
         betas=(0.9, 0.98),
         fused=True,
     )
@@ -171,20 +172,52 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
     return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
 
 
-def bits_per_byte(executor: ab.Executor, batches: list[Tensor], rank: int, workers: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The workers that train one model together: this one's rank, how many they are, where they keep the model."""
+
+    mode: str
+    rank: int
+    workers: int
+    out: Path
+
+
+def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
     """What the model needs for the bytes of all batches; every worker measures its share of them."""
     total = torch.zeros((), dtype=torch.float64)
-    for batch in batches[rank::workers]:
+    for batch in batches[team.rank :: team.workers]:
         total += executor.run("validate", batch)["nats"]
-    if workers > 1:
+    if team.workers > 1:
         dist.all_reduce(total)
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
+
+
+def train_on(
+    executor: ab.Executor, team: Team, curve: Curve, screen: Screen, held_out: list[Tensor], options: argparse.Namespace
+) -> float:
+    """Trains to the last step, measuring and saving on the way; returns the seconds that the steps alone took."""
+    seconds = 0.0
+    evaluate_every = options.evaluate_every or max(1, options.steps // 10)
+    save_every = options.save_every or max(1, options.steps // 4)
+    for step in range(len(curve.losses) + 1, options.steps + 1):
+        began = time.monotonic()
+        curve.losses.append(executor.run("train")["loss"].item())
+        seconds += time.monotonic() - began
+        screen.trained(step, curve.losses[-1])
+        if step % evaluate_every == 0 or step == options.steps:
+            curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
+            screen.evaluated(step, curve.held_out[-1][1])
+        if step % save_every == 0 or step == options.steps:
+            if team.rank == 0:
+                curve.save(team.out / "curve.json")
+            executor.save(team.out / "checkpoint")
+    return seconds
 
 
 # The run. -------------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
+def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     def at_least_one(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
             raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
@@ -215,98 +248,79 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
     how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
-    arguments = parser.parse_args(given)
+    options = parser.parse_args(given)
     try:
-        arguments.text = text_of(arguments.text) if arguments.text else standard_library()
+        options.text = text_of(options.text) if options.text else standard_library()
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    return arguments
+    return options
 
 
-def refuse_other_run(arguments: argparse.Namespace, out: Path, settings: dict[str, int]) -> None:
-    """A checkpoint goes on exactly as it began, or not at all."""
-    if not (out / "checkpoint").exists():
+def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
+    mode = options.comm_mode or ("AllReduce" if job.world_size > 1 else "None")
+    if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
+        return Team(mode, 0, 1, options.out / f"worker-{job.rank}")
+    return Team(mode, job.rank, job.world_size, options.out)
+
+
+def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
+    """Makes the place for the model. What lies there goes on exactly as it began, or not at all."""
+    checkpoint, kept = team.out / "checkpoint", team.out / "curve.json"
+    team.out.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        if team.rank == 0:
+            shutil.rmtree(checkpoint, ignore_errors=True)
         return
-    try:
-        saved = json.loads((out / "curve.json").read_text())["settings"]
-    except (OSError, ValueError, KeyError):
-        saved = {}
+    if not checkpoint.exists():
+        return
+    saved = json.loads(kept.read_text())["settings"] if kept.exists() else {}
     changed = [name for name in settings if saved.get(name) != settings[name]]
     if changed:
+        was = ", ".join(f"{name} was {saved.get(name)}, now {settings[name]}" for name in changed)
         sys.exit(
-            f"{out} holds another run: {', '.join(f'{name} was {saved.get(name)}' for name in changed)}, now "
-            f"{', '.join(str(settings[name]) for name in changed)}. Give the same arguments to go on with it, another "
-            "--out to keep it, or --fresh to start anew"
+            f"{team.out} holds another run: {was}. Give the same arguments to go on with it, another --out to keep it, "
+            "or --fresh to start anew"
         )
 
 
-def run(arguments: argparse.Namespace, job: ab.Job) -> dict[str, object]:
+def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
+    """Trains, measures and reports; returns what the last line says."""
     began = time.monotonic()
-    steps, text = arguments.steps, arguments.text
-    mode = arguments.comm_mode or ("AllReduce" if job.world_size > 1 else "None")
-    together = mode != "None" and job.world_size > 1
-    rank, workers = (job.rank, job.world_size) if together else (0, 1)
-    out = arguments.out if together or job.world_size == 1 else arguments.out / f"worker-{job.rank}"
-    curve = Curve(
-        {"steps": steps, "batch": arguments.batch, "seed": arguments.seed, "memory rows": arguments.memory_rows}
-        | {"text": text.fingerprint}
-    )
-    if arguments.fresh:
-        if rank == 0:
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    else:
-        refuse_other_run(arguments, out, curve.settings)
-    out.mkdir(parents=True, exist_ok=True)
-
-    torch.manual_seed(arguments.seed)
-    model = LanguageModel(arguments.memory_rows)
-    train = training_step(model, steps)
+    text, team = options.text, team_of(options, job)
+    curve = Curve({name: getattr(options, name) for name in ("steps", "batch", "seed", "memory_rows")})
+    curve.settings["text"] = text.fingerprint
+    prepare(team, curve.settings, fresh=options.fresh)
+    torch.manual_seed(options.seed)
+    model = LanguageModel(options.memory_rows)
+    train = training_step(model, options.steps)
+    held_out = windows_in_order(text.held_out)
     with ab.Executor(
         {"train": train, "validate": ab.EvalStep(model, predicted)},
-        comm_mode=None if mode == "None" else mode,
-        dataloaders={"train": Windows(text.train, arguments.batch, arguments.seed, rank, workers)},
+        comm_mode=None if team.mode == "None" else team.mode,
+        dataloaders={"train": Windows(text.train, options.batch, options.seed, team.rank, team.workers)},
     ) as executor:
         done = 0
-        if not arguments.fresh and executor.resume(out / "checkpoint"):
+        if not options.fresh and executor.resume(team.out / "checkpoint"):
             done = train.schedulers[0].last_epoch
-            curve.continue_from(out / "curve.json", done)
-        everything = windows_in_order(text.held_out)
-        a_part = everything[:: max(1, len(everything) // 8)]
-        evaluate_every = arguments.evaluate_every or max(1, steps // 10)
-        save_every = arguments.save_every or max(1, steps // 4)
-
-        with Screen(steps, done, arguments.batch * CONTEXT, shown=job.rank == 0) as screen:
-            parameters = sum(value.numel() for value in model.parameters())
-            screen.console.print(
-                f"{parameters / 1e6:.1f} million parameters; {len(text.train) / 1e6:.2f} MB of text ({text.source}), "
-                f"{len(text.held_out) / 1e6:.2f} MB more held out; workers: {workers}, communication: {mode}"
+            curve.continue_from(team.out / "curve.json", done)
+        with Screen(options.steps, done, options.batch * CONTEXT, shown=job.rank == 0) as screen:
+            screen.say(
+                f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
+                f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
+                f"workers: {job.world_size}, communication: {team.mode}; bits/byte are those of held-out text",
+                *([f"going on from the checkpoint after step {done}"] if done else []),
             )
-            if done:
-                screen.console.print(f"going on from the checkpoint after step {done}")
-            training_began = time.monotonic()
-            for step in range(done + 1, steps + 1):
-                curve.losses.append(executor.run("train")["loss"].item())
-                screen.trained(step, curve.losses[-1])
-                if step % evaluate_every == 0 or step == steps:
-                    curve.held_out.append((step, bits_per_byte(executor, a_part, rank, workers)))
-                    screen.evaluated(step, curve.held_out[-1][1])
-                if step % save_every == 0 or step == steps:
-                    if rank == 0:
-                        curve.save(out / "curve.json")
-                    executor.save(out / "checkpoint")
-            training_seconds = time.monotonic() - training_began
-        screen.console.print(f"measuring all {len(text.held_out):,} held-out bytes")
-        bits = bits_per_byte(executor, everything, rank, workers)
+            seconds = train_on(executor, team, curve, screen, held_out[:: max(1, len(held_out) // 8)], options)
+        screen.say(f"measuring all {len(text.held_out):,} held-out bytes")
+        bits = bits_per_byte(executor, held_out, team)
     lzma_bits = 8 * len(lzma.compress(text.held_out, preset=9 | lzma.PRESET_EXTREME)) / len(text.held_out)
     if job.rank == 0:
-        screen.console.print(
-            f"\nbits per byte of held-out text\n  lzma -9e    {lzma_bits:.3f}\n  this model  {bits:.3f}\n"
-        )
-        screen.console.print(curve.draw(out / "loss.png", lzma_bits))
+        screen.say("", f"lzma -9e    {lzma_bits:.3f} bits/byte", f"this model  {bits:.3f} bits/byte", "")
+        screen.say(curve.draw(team.out / "loss.png", lzma_bits))
     return {
-        "steps": steps,
-        "seed": arguments.seed,
-        "comm_mode": mode,
+        "steps": options.steps,
+        "seed": options.seed,
+        "comm_mode": team.mode,
         "workers": job.world_size,
         "loss": curve.losses[-1],
         "bits_per_byte": bits,
@@ -314,17 +328,17 @@ def run(arguments: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "held_out_bytes": len(text.held_out),
         "resumed_from": done,
         "seconds": round(time.monotonic() - began, 2),
-        "steps_per_second": round((steps - done) / max(1e-9, training_seconds), 2),
-        "out": str(out),
+        "steps_per_second": round((options.steps - done) / max(1e-9, seconds), 2),
+        "out": str(team.out),
     }
 
 
 def main(given: list[str] | None = None) -> int:
     # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    arguments, job = parse_arguments(given), ab.job()
+    options, job = parse_options(given), ab.job()
     try:
-        result = run(arguments, job)
+        result = run(options, job)
     except KeyboardInterrupt:
         if job.rank == 0:
             print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
