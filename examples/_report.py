@@ -45,14 +45,17 @@ class Curve:
 
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         bits = [value * BITS for value in self.losses]
-        span = max(1, len(bits) // 50)
-        smooth = [sum(part) / len(part) for part in (bits[max(0, i - span) : i + 1] for i in range(len(bits)))]
+        widths = [1 + min(step // 4, len(bits) // 50) for step in range(len(bits))]
+        smooth = [sum(bits[step + 1 - width : step + 1]) / width for step, width in enumerate(widths)]
         steps = range(1, len(bits) + 1)
         axes.plot(steps, bits, color="tab:blue", alpha=0.2, linewidth=0.8)
         axes.plot(steps, smooth, color="tab:blue", label="training batches")
-        axes.plot(*zip(*self.held_out, strict=True), "o-", color="tab:orange", label="held-out text")
+        axes.plot(*zip(*self.held_out, strict=True), "o-", color="tab:orange", label="part of the held-out text")
         axes.axhline(lzma_bits, color="tab:gray", linestyle="--", label=f"lzma -9e: {lzma_bits:.2f}")
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=(min(1.0, *smooth), min(8.0, max(bits))))
+        axes.set(xlabel="step", ylabel="bits per byte", yscale="log")
+        ticks = [1, 1.5, 2, 3, 4, 6, 8]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+        axes.set_yticks([], minor=True)
         axes.legend()
         axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120)

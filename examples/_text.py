@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 CONTEXT = 256
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -78,33 +79,29 @@ def split_files(names: Mapping[Path, str], held_out: int, source: str) -> Text:
     return Text(read(by_hash[held_out:]), read(by_hash[:held_out]), source)
 
 
-class Windows:
-    """Endless batches of random windows of the text, (B, CONTEXT + 1) bytes: each predicts the next byte.
+class Windows(Dataset[Tensor]):
+    """Random windows of the text, as many as training takes, (CONTEXT + 1,) bytes each: every byte predicts the next.
 
-    The windows of a step depend on the seed and the step alone, and every worker takes its share of them: any number
-    of workers sees the same batch.
+    Which they are depends on the seed alone, so that any number of workers can share them out.
     """
 
-    def __init__(self, text: bytes, batch: int, seed: int, rank: int, workers: int) -> None:
-        self.step = 0
+    def __init__(self, text: bytes, count: int, seed: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._batch = batch
-        self._seed = seed
-        self._rank = rank
-        self._workers = workers
+        generator = torch.Generator().manual_seed(seed)
+        self._starts = torch.randint(len(text) - CONTEXT, (count,), generator=generator).tolist()
 
-    def __iter__(self) -> Iterator[Tensor]:
-        while True:
-            generator = torch.Generator().manual_seed(self._seed << 32 | self.step)
-            starts = torch.randint(len(self._text) - CONTEXT, (self._batch, 1), generator=generator)
-            self.step += 1
-            yield self._text[starts[self._rank :: self._workers] + torch.arange(CONTEXT + 1)].long()
+    def __len__(self) -> int:
+        return len(self._starts)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
+    def __getitem__(self, index: int) -> Tensor:
+        start = self._starts[index]
+        return self._text[start : start + CONTEXT + 1].long()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.step = state["step"]
+
+def shared_out(windows: Windows, batch: int, rank: int, workers: int) -> DataLoader[Tensor]:
+    """This worker's windows of every batch: the whole batch is the same for any number of workers."""
+    sampler = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
+    return DataLoader(windows, batch_size=batch // workers, sampler=sampler)
 
 
 def windows_in_order(text: bytes, rows: int = 16) -> list[Tensor]:

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _report import BITS, Curve, Screen
-from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
+from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -150,11 +150,6 @@ def warm_up_and_cool_down(steps: int, warm_up: int = 50) -> Callable[[int], floa
     return share
 
 
-def cool_down(steps: int) -> Callable[[int], float]:
-    """Adagrad slows down by itself; only the last third of the way it is slowed down further."""
-    return lambda step: min(1.0, max(0.02, 3 * (1 - step / steps)))
-
-
 def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
     memory = list(model.memory.parameters())
     others = [value for name, value in model.named_parameters() if not name.startswith("memory.")]
@@ -168,8 +163,8 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
         betas=(0.9, 0.98),
         fused=True,
     )
-    schedulers = [LambdaLR(adagrad, cool_down(steps)), LambdaLR(adamw, warm_up_and_cool_down(steps))]
-    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
+    # Adagrad slows down by itself.
+    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=LambdaLR(adamw, warm_up_and_cool_down(steps)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +232,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level language model on real text.", allow_abbrev=False)
     add = parser.add_argument
     add("--steps", type=at_least_one, default=1000, help="optimizer steps (%(default)s)")
-    add("--batch", type=at_least_one, default=8, help=f"windows of {CONTEXT} bytes a step, all workers' (%(default)s)")
+    add("--batch", type=at_least_one, help=f"windows of {CONTEXT} bytes a step, of all workers together (8 or so)")
     add("--seed", type=seed, default=0, help="of the initial model and the batches (%(default)s)")
     add("--out", type=Path, default=Path("runs/language_model"), help="checkpoint and picture go there (%(default)s)")
     add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
@@ -254,6 +249,14 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
+
+
+def batch_of(options: argparse.Namespace, team: Team) -> int:
+    """How many windows a step has: a multiple of the workers."""
+    batch = options.batch or -(-8 // team.workers) * team.workers
+    if batch % team.workers:
+        sys.exit(f"--batch {batch} cannot be shared equally by {team.workers} workers; give a multiple of it")
+    return int(batch)
 
 
 def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
@@ -287,23 +290,25 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     """Trains, measures and reports; returns what the last line says."""
     began = time.monotonic()
     text, team = options.text, team_of(options, job)
-    curve = Curve({name: getattr(options, name) for name in ("steps", "batch", "seed", "memory_rows")})
+    batch = batch_of(options, team)
+    curve = Curve({"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows})
     curve.settings["text"] = text.fingerprint
     prepare(team, curve.settings, fresh=options.fresh)
     torch.manual_seed(options.seed)
     model = LanguageModel(options.memory_rows)
     train = training_step(model, options.steps)
+    windows = Windows(text.train, options.steps * batch, options.seed)
     held_out = windows_in_order(text.held_out)
     with ab.Executor(
         {"train": train, "validate": ab.EvalStep(model, predicted)},
         comm_mode=None if team.mode == "None" else team.mode,
-        dataloaders={"train": Windows(text.train, options.batch, options.seed, team.rank, team.workers)},
+        dataloaders={"train": shared_out(windows, batch, team.rank, team.workers)},
     ) as executor:
         done = 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
             done = train.schedulers[0].last_epoch
             curve.continue_from(team.out / "curve.json", done)
-        with Screen(options.steps, done, options.batch * CONTEXT, shown=job.rank == 0) as screen:
+        with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0) as screen:
             screen.say(
                 f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
@@ -339,6 +344,9 @@ def main(given: list[str] | None = None) -> int:
     options, job = parse_options(given), ab.job()
     try:
         result = run(options, job)
+    except ab.CheckpointError as error:
+        print(f"{error}; --fresh starts anew", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         if job.rank == 0:
             print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -18,7 +18,7 @@ from anabranch.testing import LocalJob
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "language_model.py"
 TIMINGS = {"seconds", "steps_per_second", "resumed_from", "out"}
-SMALL = ("--steps", "4", "--batch", "3", "--memory-rows", "512")
+SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512")
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
@@ -56,7 +56,7 @@ def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_te
     assert result["workers"] == 1
     assert result["comm_mode"] == "None"
     assert 0 < result["lzma_bits_per_byte"] < 8
-    assert 0 < result["bits_per_byte"] < 9
+    assert 0 < result["bits_per_byte"] < 12
     assert result["held_out_bytes"] == 600
     assert len(curve(out)["losses"]) == 4
     assert curve(out)["losses"][-1] == result["loss"]
@@ -66,7 +66,11 @@ def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_te
 
 def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_path, capsys):
     results = [
-        without_timings(run_here(capsys, *SMALL, "--text", small_text, "--out", tmp_path / str(number), "--seed", seed))
+        without_timings(
+            run_here(
+                capsys, *SMALL, "--steps", 2, "--text", small_text, "--out", tmp_path / str(number), "--seed", seed
+            )
+        )
         for number, seed in enumerate((0, 0, 1))
     ]
     assert results[0] == results[1]
@@ -88,7 +92,7 @@ def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monke
         return real_loss(model, batch)
 
     monkeypatch.setattr(language_model, "loss", spying_loss)
-    run_here(capsys, "--steps", 12, "--batch", 16, "--memory-rows", 64, "--text", small_text, "--out", tmp_path / "out")
+    run_here(capsys, "--steps", 10, "--batch", 12, "--memory-rows", 64, "--text", small_text, "--out", tmp_path / "out")
     assert trained == set(range(48)) - held_out
 
 
@@ -188,6 +192,38 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_killed_on_two_workers_it_goes_on_with_one(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
+    moved = [*arguments, "--out", str(tmp_path / "moved")]
+    job = LocalJob(workers=2, timeout=110).run_source(
+        f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(EXAMPLES)!r})
+        import language_model
+
+        def killed_in_step_3(screen, step, loss):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        language_model.Screen.trained = killed_in_step_3
+        language_model.main({moved!r})
+        """
+    )
+    assert any(job.exit_codes)
+    gone_on = run_here(capsys, *moved)
+    assert gone_on["resumed_from"] == 2
+    undisturbed = run_here(capsys, *arguments, "--out", tmp_path / "undisturbed")
+    assert curve(tmp_path / "moved")["losses"] == pytest.approx(curve(tmp_path / "undisturbed")["losses"], rel=1e-5)
+    assert gone_on["bits_per_byte"] == pytest.approx(undisturbed["bits_per_byte"], rel=1e-5)
+
+
+def test_a_batch_that_workers_cannot_share_equally_is_refused(small_text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = refused(capsys, "--batch", 8, "--text", small_text, "--out", tmp_path / "out")
+    assert "--batch 8 cannot be shared equally by 3 workers" in message
+
+
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
     command = [sys.executable, "-m", "anabranch.cli", "run", "--workers", "2", str(SCRIPT), "--steps", "100000"]
     command += ["--evaluate-every", "1", "--memory-rows", "64", "--text", str(small_text), "--out", str(tmp_path / "o")]
@@ -209,28 +245,18 @@ def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path)
 # Parts.
 
 
-def test_a_step_has_the_same_windows_whatever_the_number_of_workers():
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_a_step_has_the_same_windows_whatever_the_number_of_workers(workers):
     import _text
 
-    text = bytes(range(256)) * 8
-    whole = next(iter(_text.Windows(text, 5, seed=1, rank=0, workers=1)))
-    shards = [next(iter(_text.Windows(text, 5, seed=1, rank=rank, workers=3))) for rank in range(3)]
-    assert whole.shape == (5, _text.CONTEXT + 1)
-    assert [len(shard) for shard in shards] == [2, 2, 1]
-    assert sorted(map(tuple, whole.tolist())) == sorted(tuple(row) for shard in shards for row in shard.tolist())
-
-
-def test_windows_go_on_from_a_saved_position():
-    import _text
-
-    windows = _text.Windows(bytes(range(256)) * 8, 2, seed=1, rank=0, workers=1)
-    batches = iter(windows)
-    next(batches)
-    state = windows.state_dict()
-    expected = next(batches)
-    other = _text.Windows(bytes(range(256)) * 8, 2, seed=1, rank=0, workers=1)
-    other.load_state_dict(state)
-    assert torch.equal(next(iter(other)), expected)
+    windows = _text.Windows(bytes(range(256)) * 8, 24, seed=1)
+    alone = list(_text.shared_out(windows, 6, rank=0, workers=1))
+    shares = [list(_text.shared_out(windows, 6, rank=rank, workers=workers)) for rank in range(workers)]
+    assert len(alone) == 4
+    for step, batch in enumerate(alone):
+        assert batch.shape == (6, _text.CONTEXT + 1)
+        together = torch.cat([share[step] for share in shares])
+        assert sorted(batch.tolist()) == sorted(together.tolist())
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 256 * 16, 256 * 33 + 5])
