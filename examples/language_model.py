@@ -150,6 +150,11 @@ def warm_up_and_cool_down(steps: int, warm_up: int = 50) -> Callable[[int], floa
     return share
 
 
+def cool_down(steps: int) -> Callable[[int], float]:
+    """Adagrad slows down by itself; it is slowed down further at the very end only."""
+    return lambda step: min(1.0, max(0.2, (1 - step / steps) / 0.15))
+
+
 def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
     memory = list(model.memory.parameters())
     others = [value for name, value in model.named_parameters() if not name.startswith("memory.")]
@@ -163,8 +168,8 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
         betas=(0.9, 0.98),
         fused=True,
     )
-    # Adagrad slows down by itself.
-    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=LambdaLR(adamw, warm_up_and_cool_down(steps)))
+    schedulers = [LambdaLR(adagrad, cool_down(steps)), LambdaLR(adamw, warm_up_and_cool_down(steps))]
+    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +236,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Trains a byte-level language model on real text.", allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=at_least_one, default=1000, help="optimizer steps (%(default)s)")
+    add("--steps", type=at_least_one, default=800, help="optimizer steps (%(default)s)")
     add("--batch", type=at_least_one, help=f"windows of {CONTEXT} bytes a step, of all workers together (8 or so)")
     add("--seed", type=seed, default=0, help="of the initial model and the batches (%(default)s)")
     add("--out", type=Path, default=Path("runs/language_model"), help="checkpoint and picture go there (%(default)s)")

@@ -65,12 +65,9 @@ def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_te
 
 
 def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--steps", 2, "--text", small_text]
     results = [
-        without_timings(
-            run_here(
-                capsys, *SMALL, "--steps", 2, "--text", small_text, "--out", tmp_path / str(number), "--seed", seed
-            )
-        )
+        without_timings(run_here(capsys, *arguments, "--out", tmp_path / str(number), "--seed", seed))
         for number, seed in enumerate((0, 0, 1))
     ]
     assert results[0] == results[1]
