@@ -116,15 +116,18 @@ def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text
         sys.path.insert(0, {str(EXAMPLES)!r})
         import language_model
 
-        def killed_in_step_5(screen, step, loss):
-            if step == 5:
+        def killed_before_the_second_save(executor, path, real_save=language_model.ab.Executor.save, calls=[]):
+            calls.append(path)
+            if len(calls) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+            real_save(executor, path)
 
-        language_model.Screen.trained = killed_in_step_5
+        language_model.ab.Executor.save = killed_before_the_second_save
         language_model.main({killed!r})
         """
     )
     assert job.exit_codes == (-signal.SIGKILL,)
+    assert len(curve(tmp_path / "killed")["losses"]) == 6, "the curve is ahead of the checkpoint"
 
     gone_on = run_here(capsys, *killed)
     assert gone_on["resumed_from"] == 3
@@ -190,10 +193,11 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_killed_on_two_workers_it_goes_on_with_one(small_text, tmp_path, capsys):
+@pytest.mark.parametrize("workers_after", [1, 2])
+def test_killed_on_two_workers_it_goes_on_with_any_number(workers_after, small_text, tmp_path, capsys):
     arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
     moved = [*arguments, "--out", str(tmp_path / "moved")]
-    job = LocalJob(workers=2, timeout=110).run_source(
+    killed = LocalJob(workers=2, timeout=110).run_source(
         f"""
         import os, signal, sys
         sys.path.insert(0, {str(EXAMPLES)!r})
@@ -207,12 +211,19 @@ def test_killed_on_two_workers_it_goes_on_with_one(small_text, tmp_path, capsys)
         language_model.main({moved!r})
         """
     )
-    assert any(job.exit_codes)
-    gone_on = run_here(capsys, *moved)
+    assert any(killed.exit_codes)
+    undisturbed = [*arguments, "--out", str(tmp_path / "undisturbed")]
+    same = LocalJob(workers=2, timeout=110).run(SCRIPT, *undisturbed).check().results[0]
+    gone_on = LocalJob(workers=workers_after, timeout=110).run(SCRIPT, *moved).check().results[0]
+    assert same is not None
+    assert gone_on is not None
     assert gone_on["resumed_from"] == 2
-    undisturbed = run_here(capsys, *arguments, "--out", tmp_path / "undisturbed")
-    assert curve(tmp_path / "moved")["losses"] == pytest.approx(curve(tmp_path / "undisturbed")["losses"], rel=1e-5)
-    assert gone_on["bits_per_byte"] == pytest.approx(undisturbed["bits_per_byte"], rel=1e-5)
+    if workers_after == 2:
+        assert curve(tmp_path / "moved") == curve(tmp_path / "undisturbed")
+        assert without_timings(gone_on) == without_timings(same)
+    else:
+        assert curve(tmp_path / "moved")["losses"] == pytest.approx(curve(tmp_path / "undisturbed")["losses"], rel=1e-5)
+        assert gone_on["bits_per_byte"] == pytest.approx(same["bits_per_byte"], rel=1e-5)
 
 
 def test_a_batch_that_workers_cannot_share_equally_is_refused(small_text, tmp_path, capsys, monkeypatch):
