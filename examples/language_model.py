@@ -85,6 +85,9 @@ class Block(nn.Module):
         self.attended = nn.Linear(WIDTH, WIDTH, bias=False)
         self.feed_forward_norm = nn.LayerNorm(WIDTH)
         self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        for weight in self.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.01)  # a block adds little at first
         half = WIDTH // HEADS // 2
         angles = torch.arange(CONTEXT)[:, None] * 1000.0 ** (-torch.arange(half) / half)
         self.register_buffer("cos", angles.cos(), persistent=False)
