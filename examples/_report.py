@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -70,9 +69,8 @@ class Screen:
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not shown)
         self._steps = steps
         self._bytes_per_step = bytes_per_step
-        self._rate = 0.0
+        self._seconds = 0.0  # a step's, averaged over the last twenty or so
         self._loss = self._held_out = math.nan
-        self._last = time.monotonic()
         self._bar = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -97,22 +95,17 @@ class Screen:
         for line in lines:
             self.console.print(line)
 
-    def trained(self, step: int, loss_of_batch: float) -> None:
-        now = time.monotonic()
-        rate = 1 / max(1e-9, now - self._last)
-        self._rate = rate if not self._rate else 0.95 * self._rate + 0.05 * rate
-        self._last = now
+    def trained(self, step: int, loss_of_batch: float, seconds: float) -> None:
+        self._seconds = 0.95 * self._seconds + 0.05 * seconds if self._seconds else seconds
         self._loss = loss_of_batch
         self._bar.update(self._task, completed=step, figures=self._figures())
 
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
         self._bar.update(self._task, figures=self._figures())
-        left = (self._steps - step) / self._rate if self._rate else 0.0
-        self.say(f"step {step}/{self._steps}  {self._figures()}  {left:.0f} s left")
-        self._last = time.monotonic()
+        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds:.0f} s left")
 
     def _figures(self) -> str:
-        speed = f"{self._rate:.1f} steps/s  {self._rate * self._bytes_per_step / 1e3:.0f} kB/s"
+        rate = 1 / max(1e-9, self._seconds)
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
-        return f"{speed}  loss {self._loss:.3f}{bits}"
+        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}"

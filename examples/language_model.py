@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
         earlier_BTM = F.pad(memory_BTM, (0, 0, 1, 0))[:, :-1]
         hidden_BTD = self.bytes(text_BT) + self.read_memory(torch.cat([memory_BTM, earlier_BTM], -1))
         hidden_BTD = self.norm(self.blocks(hidden_BTD))
-        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))  # type: ignore[no-any-return]
+        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))
 
 
 # Training. ------------------------------------------------------------------------------------------------------------
@@ -205,8 +205,9 @@ def train_on(
     for step in range(len(curve.losses) + 1, options.steps + 1):
         began = time.monotonic()
         curve.losses.append(executor.run("train")["loss"].item())
-        seconds += time.monotonic() - began
-        screen.trained(step, curve.losses[-1])
+        step_seconds = time.monotonic() - began
+        seconds += step_seconds
+        screen.trained(step, curve.losses[-1], step_seconds)
         if step % evaluate_every == 0 or step == options.steps:
             curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
             screen.evaluated(step, curve.held_out[-1][1])

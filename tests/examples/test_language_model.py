@@ -142,7 +142,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_the_last_checkpoint(small_text, tmp
 
     arguments = [*SMALL, "--save-every", "2", "--text", str(small_text), "--out", str(tmp_path / "out")]
 
-    def interrupted_in_step_3(screen, step, loss):
+    def interrupted_in_step_3(screen, step, *others):
         if step == 3:
             raise KeyboardInterrupt
 
@@ -203,7 +203,7 @@ def test_killed_on_two_workers_it_goes_on_with_any_number(workers_after, small_t
         sys.path.insert(0, {str(EXAMPLES)!r})
         import language_model
 
-        def killed_in_step_3(screen, step, loss):
+        def killed_in_step_3(screen, step, *others):
             if step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
