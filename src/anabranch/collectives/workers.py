@@ -87,7 +87,7 @@ class Workers:
             backend = "gloo" if self.on_host else "nccl"
             # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
             _meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
-        self._group = dist.group.WORLD if group is None else group
+        self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
@@ -234,6 +234,9 @@ class Workers:
         if self._owns_job and dist.is_initialized():
             self._owns_job = False
             dist.destroy_process_group()
+            # Gloo's threads end with the last reference. One that lets go of a tensor after the interpreter has ended
+            # would end the process with SIGABRT.
+            self._group = None
 
     def __enter__(self) -> Workers:
         return self

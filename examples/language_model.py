@@ -1,0 +1,369 @@
+"""A byte-level language model of real text, trained by one process or by several.
+
+    python examples/language_model.py                          # one process
+    anabranch run --workers 2 examples/language_model.py       # two, their gradients averaged
+
+It learns to predict the next byte of the Python standard library's sources (or of ``--text``), and is measured in bits
+per byte on files it never saw, beside what ``lzma`` needs for the same bytes::
+
+    bytes ──> byte embedding ───────────────(+)──> 4 causal blocks ──> norm ──┐
+      └─────> n-gram memory ──> linear ──────┘                             (concat) ──> head ──> next byte
+                    └──────────────────────── long skip ──────────────────────┘
+
+The memory is one large table with a row for every hashed 2-, 3- and 4-gram. A step touches few of its rows, so its
+gradient is sparse and Adagrad updates it; AdamW trains the rest. Killed at any point, the same command goes on from the
+last checkpoint.
+
+``_text.py`` has the text and its batches, ``_report.py`` what is shown and kept. Shapes: B windows, T positions, D
+width, M what the memory gives a position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _report import BITS, Curve, Screen
+from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import anabranch as ab
+
+WIDTH = 128
+HEADS = 2
+BLOCKS = 4
+MEMORY_WIDTH = 32
+NGRAMS = (2, 3, 4)
+
+
+# The model. -----------------------------------------------------------------------------------------------------------
+
+
+class NgramMemory(nn.Module):
+    """A learned row for every hashed n-gram that ends at a position, (B, T) -> (B, T, M); unlucky ones share a row."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, MEMORY_WIDTH, sparse=True)
+        nn.init.normal_(self.table.weight, std=0.02)
+
+    def forward(self, text_BT: Tensor) -> Tensor:
+        positions = text_BT.shape[1]
+        padded = F.pad(text_BT, (max(NGRAMS) - 1, 0))
+        gram = text_BT
+        slots = []
+        for n in NGRAMS:
+            start = max(NGRAMS) - n
+            gram = gram << 8 | padded[:, start : start + positions]
+            mixed = (gram + (n << 32)) * 0x2545F4914F6CDD1D  # wraps around; its high bits depend on all bytes
+            slots.append((mixed >> 32) % self.table.num_embeddings)
+        return self.table(torch.stack(slots, -1)).flatten(2)
+
+
+class Block(nn.Module):
+    """Causal attention, then a feed-forward layer, each added to what came in: (B, T, D) -> (B, T, D)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.attended = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        for weight in self.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=0.01)  # a block adds little at first
+        half = WIDTH // HEADS // 2
+        angles = torch.arange(CONTEXT)[:, None] * 1000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.query_key_value(self.attention_norm(hidden_BTD)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(self.turned(query), self.turned(key), value, is_causal=True)
+        hidden_BTD = hidden_BTD + self.attended(attended.transpose(1, 2).flatten(2))
+        return hidden_BTD + self.feed_forward(self.feed_forward_norm(hidden_BTD))
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Each pair of numbers turned by an angle that grows with the position: products then depend on distances."""
+        cos, sin = self.cos[: heads.shape[-2]], self.sin[: heads.shape[-2]]
+        first, second = heads.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+class LanguageModel(nn.Module):
+    """Bytes (B, T) -> scores of the 256 bytes that may come next, (B, T, 256)."""
+
+    def __init__(self, memory_rows: int) -> None:
+        super().__init__()
+        memory_width = MEMORY_WIDTH * len(NGRAMS)
+        self.memory = NgramMemory(memory_rows)
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.read_memory = nn.Linear(2 * memory_width, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH + memory_width, 256)
+        nn.init.normal_(self.bytes.weight, std=0.02)
+
+    def forward(self, text_BT: Tensor) -> Tensor:
+        memory_BTM = self.memory(text_BT)
+        # The n-grams that end one byte earlier, too: attention can look for them, and finds what followed them there.
+        earlier_BTM = F.pad(memory_BTM, (0, 0, 1, 0))[:, :-1]
+        hidden_BTD = self.bytes(text_BT) + self.read_memory(torch.cat([memory_BTM, earlier_BTM], -1))
+        hidden_BTD = self.norm(self.blocks(hidden_BTD))
+        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))
+
+
+# Training. ------------------------------------------------------------------------------------------------------------
+
+
+def loss(model: nn.Module, text: Tensor) -> Tensor:
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def predicted(model: nn.Module, text: Tensor) -> dict[str, Tensor]:
+    scores, target = model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
+    return {"nats": F.cross_entropy(scores, target, reduction="sum").double()}
+
+
+def warm_up_and_cool_down(steps: int, warm_up: int = 50) -> Callable[[int], float]:
+    """The share of the learning rate at a step: a straight rise, then half a cosine down to nearly nothing."""
+
+    def share(step: int) -> float:
+        return min(1.0, (step + 1) / warm_up) * (0.02 + 0.98 * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2)
+
+    return share
+
+
+def cool_down(steps: int) -> Callable[[int], float]:
+    """Adagrad slows down by itself; it is slowed down further at the very end only."""
+    return lambda step: min(1.0, max(0.2, (1 - step / steps) / 0.15))
+
+
+def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
+    memory = list(model.memory.parameters())
+    others = [value for name, value in model.named_parameters() if not name.startswith("memory.")]
+    adagrad = torch.optim.Adagrad(memory, lr=0.2)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [value for value in others if value.ndim > 1], "weight_decay": 0.1},
+            {"params": [value for value in others if value.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=5e-3,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    schedulers = [LambdaLR(adagrad, cool_down(steps)), LambdaLR(adamw, warm_up_and_cool_down(steps))]
+    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The workers that train one model together: this one's rank, how many they are, where they keep the model."""
+
+    mode: str
+    rank: int
+    workers: int
+    out: Path
+
+
+def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
+    """What the model needs for the bytes of all batches; every worker measures its share of them."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches[team.rank :: team.workers]:
+        total += executor.run("validate", batch)["nats"]
+    if team.workers > 1:
+        dist.all_reduce(total)
+    return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
+
+
+def train_on(
+    executor: ab.Executor, team: Team, curve: Curve, screen: Screen, held_out: list[Tensor], options: argparse.Namespace
+) -> float:
+    """Trains to the last step, measuring and saving on the way; returns the seconds that the steps alone took."""
+    seconds = 0.0
+    evaluate_every = options.evaluate_every or max(1, options.steps // 10)
+    save_every = options.save_every or max(1, options.steps // 4)
+    for step in range(len(curve.losses) + 1, options.steps + 1):
+        began = time.monotonic()
+        curve.losses.append(executor.run("train")["loss"].item())
+        step_seconds = time.monotonic() - began
+        seconds += step_seconds
+        screen.trained(step, curve.losses[-1], step_seconds)
+        if step % evaluate_every == 0 or step == options.steps:
+            curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
+            screen.evaluated(step, curve.held_out[-1][1])
+        if step % save_every == 0 or step == options.steps:
+            if team.rank == 0:
+                curve.save(team.out / "curve.json")
+            executor.save(team.out / "checkpoint")
+    return seconds
+
+
+# The run. -------------------------------------------------------------------------------------------------------------
+
+
+def parse_options(given: list[str] | None = None) -> argparse.Namespace:
+    def at_least_one(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
+        return int(text)
+
+    def seed(text: str) -> int:
+        if not text.isdecimal() or int(text) >= 2**31:
+            raise argparse.ArgumentTypeError(f"a whole number from 0 to 2**31 - 1, not {text!r}")
+        return int(text)
+
+    def comm_mode(text: str) -> str:
+        modes = {"none": "None", "allreduce": "AllReduce"}
+        if text.lower() not in modes:
+            raise argparse.ArgumentTypeError(f"one of {', '.join(modes.values())}, not {text!r}")
+        return modes[text.lower()]
+
+    parser = argparse.ArgumentParser(description="Trains a byte-level language model on real text.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--steps", type=at_least_one, default=800, help="optimizer steps (%(default)s)")
+    add("--batch", type=at_least_one, help=f"windows of {CONTEXT} bytes a step, of all workers together (8 or so)")
+    add("--seed", type=seed, default=0, help="of the initial model and the batches (%(default)s)")
+    add("--out", type=Path, default=Path("runs/language_model"), help="checkpoint and picture go there (%(default)s)")
+    add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
+    add("--comm-mode", type=comm_mode, help="None or AllReduce (AllReduce if there are several workers)")
+    add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
+    add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a tenth of all steps)")
+    add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
+    how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
+    options = parser.parse_args(given)
+    try:
+        options.text = text_of(options.text) if options.text else standard_library()
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return options
+
+
+def batch_of(options: argparse.Namespace, team: Team) -> int:
+    """How many windows a step has: a multiple of the workers."""
+    batch = options.batch or -(-8 // team.workers) * team.workers
+    if batch % team.workers:
+        sys.exit(f"--batch {batch} cannot be shared equally by {team.workers} workers; give a multiple of it")
+    return int(batch)
+
+
+def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
+    mode = options.comm_mode or ("AllReduce" if job.world_size > 1 else "None")
+    if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
+        return Team(mode, 0, 1, options.out / f"worker-{job.rank}")
+    return Team(mode, job.rank, job.world_size, options.out)
+
+
+def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
+    """Makes the place for the model. What lies there goes on exactly as it began, or not at all."""
+    checkpoint, kept = team.out / "checkpoint", team.out / "curve.json"
+    team.out.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        if team.rank == 0:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        return
+    if not checkpoint.exists():
+        return
+    saved = json.loads(kept.read_text())["settings"] if kept.exists() else {}
+    changed = [name for name in settings if saved.get(name) != settings[name]]
+    if changed:
+        was = ", ".join(f"{name} was {saved.get(name)}, now {settings[name]}" for name in changed)
+        sys.exit(
+            f"{team.out} holds another run: {was}. Give the same arguments to go on with it, another --out to keep it, "
+            "or --fresh to start anew"
+        )
+
+
+def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
+    """Trains, measures and reports; returns what the last line says."""
+    began = time.monotonic()
+    text, team = options.text, team_of(options, job)
+    batch = batch_of(options, team)
+    curve = Curve({"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows})
+    curve.settings["text"] = text.fingerprint
+    prepare(team, curve.settings, fresh=options.fresh)
+    torch.manual_seed(options.seed)
+    model = LanguageModel(options.memory_rows)
+    train = training_step(model, options.steps)
+    windows = Windows(text.train, options.steps * batch, options.seed)
+    held_out = windows_in_order(text.held_out)
+    with ab.Executor(
+        {"train": train, "validate": ab.EvalStep(model, predicted)},
+        comm_mode=None if team.mode == "None" else team.mode,
+        dataloaders={"train": shared_out(windows, batch, team.rank, team.workers)},
+    ) as executor:
+        done = 0
+        if not options.fresh and executor.resume(team.out / "checkpoint"):
+            done = train.schedulers[0].last_epoch
+            curve.continue_from(team.out / "curve.json", done)
+        with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0) as screen:
+            screen.say(
+                f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
+                f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
+                f"workers: {job.world_size}, communication: {team.mode}; bits/byte are those of held-out text",
+                *([f"going on from the checkpoint after step {done}"] if done else []),
+            )
+            seconds = train_on(executor, team, curve, screen, held_out[:: max(1, len(held_out) // 8)], options)
+        screen.say(f"measuring all {len(text.held_out):,} held-out bytes")
+        bits = bits_per_byte(executor, held_out, team)
+    lzma_bits = 8 * len(lzma.compress(text.held_out, preset=9 | lzma.PRESET_EXTREME)) / len(text.held_out)
+    if job.rank == 0:
+        screen.say("", f"lzma -9e    {lzma_bits:.3f} bits/byte", f"this model  {bits:.3f} bits/byte", "")
+        screen.say(curve.draw(team.out / "loss.png", lzma_bits))
+    return {
+        "steps": options.steps,
+        "seed": options.seed,
+        "comm_mode": team.mode,
+        "workers": job.world_size,
+        "loss": curve.losses[-1],
+        "bits_per_byte": bits,
+        "lzma_bits_per_byte": lzma_bits,
+        "held_out_bytes": len(text.held_out),
+        "resumed_from": done,
+        "seconds": round(time.monotonic() - began, 2),
+        "steps_per_second": round((options.steps - done) / max(1e-9, seconds), 2),
+        "out": str(team.out),
+    }
+
+
+def main(given: list[str] | None = None) -> int:
+    # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    options, job = parse_options(given), ab.job()
+    try:
+        result = run(options, job)
+    except ab.CheckpointError as error:
+        print(f"{error}; --fresh starts anew", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if job.rank == 0:
+            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if job.rank == 0:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

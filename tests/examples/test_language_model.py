@@ -1,0 +1,367 @@
+"""The language model example: the same curve on any number of workers, exact resuming, honest measuring."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.testing import LocalJob
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "language_model.py"
+TIMINGS = {"seconds", "steps_per_second", "resumed_from", "out"}
+SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512")
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    import language_model
+
+    assert language_model.main([str(argument) for argument in arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def curve(out: Path) -> dict[str, list[object]]:
+    return json.loads((out / "curve.json").read_text())
+
+
+def without_timings(result: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in result.items() if key not in TIMINGS}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    import language_model
+
+    with pytest.raises(SystemExit) as stopped:
+        language_model.main([str(argument) for argument in arguments])
+    assert stopped.value.code != 0
+    return capsys.readouterr().err + str(stopped.value.code)
+
+
+# One process.
+
+
+def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_text, tmp_path, capsys):
+    out = tmp_path / "out"
+    result = run_here(capsys, *SMALL, "--text", small_text, "--out", out, "--seed", 3)
+    assert result["steps"] == 4
+    assert result["seed"] == 3
+    assert result["workers"] == 1
+    assert result["comm_mode"] == "None"
+    assert 0 < result["lzma_bits_per_byte"] < 8
+    assert 0 < result["bits_per_byte"] < 12
+    assert result["held_out_bytes"] == 600
+    assert len(curve(out)["losses"]) == 4
+    assert curve(out)["losses"][-1] == result["loss"]
+    assert (out / "loss.png").stat().st_size > 1000
+    assert (out / "checkpoint").is_dir()
+
+
+def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--steps", 2, "--text", small_text]
+    results = [
+        without_timings(run_here(capsys, *arguments, "--out", tmp_path / str(number), "--seed", seed))
+        for number, seed in enumerate((0, 0, 1))
+    ]
+    assert results[0] == results[1]
+    assert results[0]["loss"] != results[2]["loss"]
+
+
+def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monkeypatch):
+    import _text
+    import language_model
+
+    text = _text.text_of([small_text])
+    held_out = set(text.held_out)
+    assert len(held_out) == 2, "one whole file of 24"
+    trained: set[int] = set()
+    real_loss = language_model.loss
+
+    def spying_loss(model, batch):
+        trained.update(batch.unique().tolist())
+        return real_loss(model, batch)
+
+    monkeypatch.setattr(language_model, "loss", spying_loss)
+    run_here(capsys, "--steps", 10, "--batch", 12, "--memory-rows", 64, "--text", small_text, "--out", tmp_path / "out")
+    assert trained == set(range(48)) - held_out
+
+
+def test_without_matplotlib_it_says_so_and_goes_on(small_text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    import language_model
+
+    out = tmp_path / "out"
+    assert language_model.main([*SMALL, "--text", str(small_text), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "matplotlib is missing (pip install 'anabranch[examples]')" in printed
+    assert not (out / "loss.png").exists()
+
+
+# Going on.
+
+
+def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--steps", "7", "--save-every", "3", "--evaluate-every", "2", "--text", str(small_text)]
+    killed = [*arguments, "--out", str(tmp_path / "killed")]
+    job = LocalJob(timeout=110).run_source(
+        f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(EXAMPLES)!r})
+        import language_model
+
+        def killed_before_the_second_save(executor, path, real_save=language_model.ab.Executor.save, calls=[]):
+            calls.append(path)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real_save(executor, path)
+
+        language_model.ab.Executor.save = killed_before_the_second_save
+        language_model.main({killed!r})
+        """
+    )
+    assert job.exit_codes == (-signal.SIGKILL,)
+    assert len(curve(tmp_path / "killed")["losses"]) == 6, "the curve is ahead of the checkpoint"
+
+    gone_on = run_here(capsys, *killed)
+    assert gone_on["resumed_from"] == 3
+    undisturbed = run_here(capsys, *arguments, "--out", tmp_path / "undisturbed")
+    assert undisturbed["resumed_from"] == 0
+    assert without_timings(gone_on) == without_timings(undisturbed)
+    assert curve(tmp_path / "killed") == curve(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_says_how_to_go_on_and_leaves_the_last_checkpoint(small_text, tmp_path, capsys, monkeypatch):
+    import language_model
+
+    arguments = [*SMALL, "--save-every", "2", "--text", str(small_text), "--out", str(tmp_path / "out")]
+
+    def interrupted_in_step_3(screen, step, *others):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(language_model.Screen, "trained", interrupted_in_step_3)
+        assert language_model.main(arguments) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run_here(capsys, *arguments)["resumed_from"] == 2
+
+
+def test_a_finished_run_is_measured_again_and_fresh_starts_anew(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--text", small_text, "--out", tmp_path / "out"]
+    first = run_here(capsys, *arguments)
+    again = run_here(capsys, *arguments)
+    anew = run_here(capsys, *arguments, "--fresh")
+    assert again["resumed_from"] == 4
+    assert anew["resumed_from"] == 0
+    assert without_timings(first) == without_timings(again) == without_timings(anew)
+
+
+def test_a_checkpoint_of_other_settings_is_refused_with_the_cure(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--text", small_text, "--out", tmp_path / "out"]
+    run_here(capsys, *arguments)
+    message = refused(capsys, *arguments, "--seed", 9)
+    assert "seed was 0, now 9" in message
+    assert "--fresh" in message
+
+
+# Several workers.
+
+
+def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
+    job = LocalJob(workers=2, timeout=110).run(SCRIPT, *arguments, "--out", str(tmp_path / "two")).check()
+    two = job.results[0]
+    one = run_here(capsys, *arguments, "--out", tmp_path / "one")
+    assert two is not None
+    assert two["comm_mode"] == "AllReduce"
+    assert two["workers"] == 2
+    assert job.results[1] is None, "only rank 0 reports"
+    assert curve(tmp_path / "two")["losses"] == pytest.approx(curve(tmp_path / "one")["losses"], rel=1e-5)
+    for (step, bits), (same_step, same_bits) in zip(
+        curve(tmp_path / "two")["held_out"], curve(tmp_path / "one")["held_out"], strict=True
+    ):
+        assert step == same_step
+        assert bits == pytest.approx(same_bits, rel=1e-5)
+    assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers_after", [1, 2])
+def test_killed_on_two_workers_it_goes_on_with_any_number(workers_after, small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--save-every", "2", "--text", str(small_text)]
+    moved = [*arguments, "--out", str(tmp_path / "moved")]
+    killed = LocalJob(workers=2, timeout=110).run_source(
+        f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(EXAMPLES)!r})
+        import language_model
+
+        def killed_in_step_3(screen, step, *others):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        language_model.Screen.trained = killed_in_step_3
+        language_model.main({moved!r})
+        """
+    )
+    assert any(killed.exit_codes)
+    undisturbed = [*arguments, "--out", str(tmp_path / "undisturbed")]
+    same = LocalJob(workers=2, timeout=110).run(SCRIPT, *undisturbed).check().results[0]
+    gone_on = LocalJob(workers=workers_after, timeout=110).run(SCRIPT, *moved).check().results[0]
+    assert same is not None
+    assert gone_on is not None
+    assert gone_on["resumed_from"] == 2
+    if workers_after == 2:
+        assert curve(tmp_path / "moved") == curve(tmp_path / "undisturbed")
+        assert without_timings(gone_on) == without_timings(same)
+    else:
+        assert curve(tmp_path / "moved")["losses"] == pytest.approx(curve(tmp_path / "undisturbed")["losses"], rel=1e-5)
+        assert gone_on["bits_per_byte"] == pytest.approx(same["bits_per_byte"], rel=1e-5)
+
+
+def test_a_batch_that_workers_cannot_share_equally_is_refused(small_text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = refused(capsys, "--batch", 8, "--text", small_text, "--out", tmp_path / "out")
+    assert "--batch 8 cannot be shared equally by 3 workers" in message
+
+
+def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
+    command = [sys.executable, "-m", "anabranch.cli", "run", "--workers", "2", str(SCRIPT), "--steps", "100000"]
+    command += ["--evaluate-every", "1", "--memory-rows", "64", "--text", str(small_text), "--out", str(tmp_path / "o")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step 2/"):
+                    break
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "the same command goes on" in errors
+
+
+# Parts.
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_a_step_has_the_same_windows_whatever_the_number_of_workers(workers):
+    import _text
+
+    windows = _text.Windows(bytes(range(256)) * 8, 24, seed=1)
+    alone = list(_text.shared_out(windows, 6, rank=0, workers=1))
+    shares = [list(_text.shared_out(windows, 6, rank=rank, workers=workers)) for rank in range(workers)]
+    assert len(alone) == 4
+    for step, batch in enumerate(alone):
+        assert batch.shape == (6, _text.CONTEXT + 1)
+        together = torch.cat([share[step] for share in shares])
+        assert sorted(batch.tolist()) == sorted(together.tolist())
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 256 * 16, 256 * 33 + 5])
+def test_measuring_predicts_every_byte_once(length):
+    import _text
+
+    text = bytes(index * 7 % 251 for index in range(length))
+    batches = _text.windows_in_order(text)
+    assert bytes(byte for batch in batches for byte in batch[:, 1:].flatten().tolist()) == text
+
+
+def test_a_byte_is_predicted_from_those_before_it_only():
+    import language_model
+
+    torch.manual_seed(0)
+    model = language_model.LanguageModel(memory_rows=512).eval()
+    text = torch.randint(256, (1, 40))
+    changed = text.clone()
+    changed[0, 25] ^= 1
+    same = (model(text) == model(changed)).all(-1)[0]
+    assert same[:25].all()
+    assert not same[25:].any()
+
+
+def test_the_memory_tells_ngrams_apart_and_knows_them_again():
+    import language_model
+
+    memory = language_model.NgramMemory(rows=2**16)
+    with torch.no_grad():
+        first = memory(torch.tensor([list(b"abcd...abcd")]))[0]
+    width = language_model.MEMORY_WIDTH
+    assert torch.equal(first[3], first[10]), "the same 4 bytes before"
+    assert torch.equal(first[1, :width], first[8, :width]), "the same 2 bytes"
+    assert not torch.equal(first[1, width : 2 * width], first[8, width : 2 * width]), "another 3-gram"
+
+
+def test_the_default_text_is_pythons_library_without_its_tests():
+    import _text
+
+    text = _text.standard_library()
+    assert len(text.train) > 4_000_000
+    assert 50_000 < len(text.held_out) < len(text.train) / 4
+    tests = Path(sysconfig.get_paths()["stdlib"], "test", "support", "__init__.py")
+    if tests.exists():
+        assert tests.read_bytes() not in text.train
+
+
+def test_a_lone_file_is_measured_on_its_end(tmp_path):
+    import _text
+
+    path = tmp_path / "lone.txt"
+    path.write_bytes(b"a" * 950 + b"b" * 50)
+    text = _text.text_of([path])
+    assert text.train == b"a" * 950
+    assert text.held_out == b"b" * 50
+
+
+def test_files_of_the_same_name_in_two_directories_are_both_read(tmp_path):
+    import _text
+
+    for number in range(2):
+        (tmp_path / str(number) / "text").mkdir(parents=True)
+        (tmp_path / str(number) / "text" / "same.txt").write_bytes(bytes([65 + number]) * 600)
+    text = _text.text_of([tmp_path / "0" / "text", tmp_path / "1" / "text"])
+    assert {*text.train, *text.held_out} == {65, 66}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "a whole number of at least 1, not '0'"),
+        (["--batch", "many"], "a whole number of at least 1, not 'many'"),
+        (["--seed", "-1"], "a whole number from 0"),
+        (["--comm-mode", "Gossip"], "one of None, AllReduce, not 'Gossip'"),
+        (["--text", "no/such/place"], "no/such/place: there is no such file"),
+        (["--resume", "--fresh"], "not allowed with"),
+        (["--stepz", "3"], "unrecognized arguments: --stepz"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said, small_text, capsys):
+    assert said in refused(capsys, *([] if "--text" in arguments else ["--text", small_text]), *arguments)
+
+
+def test_too_little_text_is_named(tmp_path, capsys):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"too short")
+    message = refused(capsys, "--text", path)
+    assert "too little text in" in message
+    assert "training needs more than 256" in message
+
+
+def test_the_learning_rate_rises_then_falls_to_almost_nothing():
+    import language_model
+
+    share = language_model.warm_up_and_cool_down(1000)
+    shares = [share(step) for step in range(1001)]
+    assert shares[0] == pytest.approx(0.02, abs=0.01)
+    assert max(shares) == pytest.approx(1.0, abs=0.02)
+    assert shares[-1] == pytest.approx(0.02)
+    assert all(math.isfinite(value) and value > 0 for value in shares)
