@@ -75,11 +75,11 @@ __all__ = [
     "get_grad_managers",
     "job",
     "map_with_parallel_backward",
+    "pop",
     "run_isolated_backward",
     "run_isolated_forward",
-    "testing",
-    "pop",
     "skippable",
     "stash",
+    "testing",
     "verify_skippables",
 ]

@@ -23,11 +23,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
 
-__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_result"]
+__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_node", "watch_result"]
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
@@ -144,6 +145,13 @@ def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]
             call(watched(), grad)
 
     return result.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def watch_node(
+    node: Node, call: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
+) -> RemovableHandle:
+    """Calls with the final gradients of a node's outputs before it runs; what is returned replaces them."""
+    return node.register_prehook(call)
 
 
 @contextmanager
