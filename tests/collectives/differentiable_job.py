@@ -221,4 +221,5 @@ def main() -> None:
         raise SystemExit(1)
 
 
-main()
+if __name__ == "__main__":
+    main()
