@@ -55,6 +55,25 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{node.func.attr}()"
 
 
+# The one file that sets hooks on a user's tensors and modules.
+HOOKS = ROOT / "autodiff" / "hooks.py"
+
+
+def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls of ``register_hook`` and its kin, and of functions that register hooks for all modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if name.startswith("register_") and ("hook" in name):
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_hooks_on_tensors_and_modules_are_set_in_one_file_only(path: Path) -> None:
+    found = list(registered_hooks(ast.parse(path.read_text())))
+    assert bool(found) == (path == HOOKS), found
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_unpickles_or_evaluates_bytes(path: Path) -> None:
     assert list(offences(ast.parse(path.read_text()))) == []
@@ -84,3 +103,11 @@ def test_the_check_sees_what_it_forbids(source: str) -> None:
 @pytest.mark.parametrize("source", ["thread.join()", "future.result()", "event.wait()", "lock.acquire()", "q.get()"])
 def test_the_check_sees_an_unbounded_wait(source: str) -> None:
     assert list(unbounded_waits(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["tensor.register_hook(f)", "module.register_forward_hook(f)", "leaf.register_post_accumulate_grad_hook(f)"],
+)
+def test_the_check_sees_a_hook(source: str) -> None:
+    assert list(registered_hooks(ast.parse(source)))

@@ -23,6 +23,7 @@ from anabranch.autodiff import (
     run_isolated_backward,
     run_isolated_forward,
 )
+from anabranch.collectives import all_reduce, recv, send
 from anabranch.errors import (
     AnabranchError,
     BoundaryError,
@@ -72,14 +73,17 @@ __all__ = [
     "TensorSpec",
     "TrainStep",
     "Unauthorized",
+    "all_reduce",
     "get_grad_managers",
     "job",
     "map_with_parallel_backward",
+    "pop",
+    "recv",
     "run_isolated_backward",
     "run_isolated_forward",
-    "testing",
-    "pop",
+    "send",
     "skippable",
     "stash",
+    "testing",
     "verify_skippables",
 ]

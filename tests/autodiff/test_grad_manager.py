@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 
@@ -203,3 +205,242 @@ def test_a_rank_without_a_loss_calls_backward_with_nothing() -> None:
     manager = ab.GradManager()
     with manager:
         manager.backward()
+
+
+def test_two_tensors_that_share_one_gradient_are_treated_once_each() -> None:
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    manager = ab.GradManager().attach([a, b], lambda tensor, grad: grad.mul_(2))
+    with manager:
+        manager.backward((a + b).sum())
+    assert a.grad.tolist() == b.grad.tolist() == [2.0] * 3
+
+
+def test_a_used_tensor_has_one_final_gradient() -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    manager = ab.GradManager().attach(x, lambda tensor, grad: seen.append(grad.tolist()))
+    with manager:
+        manager.backward((x * 2 + x * 3).sum() + x.sum())
+    assert seen == [[6.0, 6.0]]
+
+
+def test_the_old_grad_stays_visible_while_the_sweep_runs_and_is_restored_after_an_exception() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    a.grad, b.grad = torch.full((2,), 7.0), torch.full((2,), 8.0)
+    held = a.grad, b.grad
+
+    def callback(tensor, grad):
+        assert a.grad is held[0]
+        assert b.grad is held[1]
+        assert a.grad.tolist() == [7.0, 7.0]
+        assert b.grad.tolist() == [8.0, 8.0]
+        if fail[0] and tensor is a:
+            raise KeyError("mine")
+
+    manager = ab.GradManager().attach([a, b], callback)
+    fail = [True]
+    with pytest.raises(KeyError), manager:
+        manager.backward((a * 2 + b * 3).sum())
+    assert a.grad is held[0]
+    assert b.grad is held[1]
+    assert (a.grad.tolist(), b.grad.tolist()) == ([7.0, 7.0], [8.0, 8.0])
+    fail[0] = False
+    with manager:
+        manager.backward((a * 2 + b * 3).sum())
+    assert (a.grad.tolist(), b.grad.tolist()) == ([9.0, 9.0], [11.0, 11.0])
+    assert a.grad is held[0]
+
+
+def test_the_raw_gradient_is_released_as_soon_as_its_callback_has_replaced_it() -> None:
+    first, last = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    raw: list[weakref.ref[torch.Tensor]] = []
+
+    def callback(tensor, grad):
+        assert all(reference() is None for reference in raw)
+        raw.append(weakref.ref(grad))
+        return torch.full((2,), 5.0)
+
+    manager = ab.GradManager().attach([first, last], callback)
+    with manager:
+        manager.backward(((first * 2).exp() * last).sum())
+    assert len(raw) == 2
+    assert first.grad.tolist() == last.grad.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("old", ["dense", "sparse"])
+@pytest.mark.parametrize("new", ["dense", "sparse"])
+def test_dense_and_sparse_gradients_add_up_in_every_combination(old: str, new: str) -> None:
+    def loss(weight, sparse):
+        return nn.functional.embedding(torch.tensor([1, 1, 2]), weight, sparse=sparse == "sparse").sum()
+
+    weight, plain = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
+    manager = ab.GradManager().attach(weight, lambda tensor, grad: None)
+    for kind in (old, new):
+        with manager:
+            manager.backward(loss(weight, kind))
+        loss(plain, kind).backward()
+    assert weight.grad.layout == plain.grad.layout
+    assert torch.equal(weight.grad.to_dense(), plain.grad.to_dense())
+
+
+def test_futures_returned_before_another_callback_raised_are_cancelled_or_waited_for() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    pending, running = concurrent.futures.Future(), concurrent.futures.Future()
+    running.set_running_or_notify_cancel()
+    answers = [pending, running]
+    finisher = threading.Timer(0.05, running.set_result, [torch.ones(2)])
+
+    def callback(tensor, grad):
+        if tensor is c:
+            finisher.start()
+            raise KeyError("mine")
+        return answers.pop(0)
+
+    c = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach([a, b, c], callback)
+    with pytest.raises(KeyError), manager:
+        manager.backward((c * 1 * a * b).sum())
+    assert pending.cancelled()
+    assert running.done()
+    finisher.join(timeout=30)
+    assert a.grad is None
+
+
+def test_a_future_that_fails_raises_its_own_error_and_writes_nothing() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    failed = concurrent.futures.Future()
+    failed.set_exception(ConnectionError("lost"))
+    manager = ab.GradManager().attach([a, b], lambda tensor, grad: failed if tensor is a else None)
+    with pytest.raises(ConnectionError, match="lost"), manager:
+        manager.backward((a + b).sum())
+    assert a.grad is None
+    assert b.grad is None
+
+
+def test_what_a_callback_returns_must_be_a_gradient() -> None:
+    x = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach(x, lambda tensor, grad: 3)
+    with pytest.raises(TypeError, match="got 3"), manager:
+        manager.backward(x.sum())
+    with pytest.raises(TypeError, match="called as callback"):
+        manager.attach(x, [3])
+
+
+def test_a_frozen_parameter_stays_frozen_and_joins_when_it_is_thawed() -> None:
+    net, called = nn.Linear(2, 1), []
+    net.bias.requires_grad_(False)
+    manager = ab.GradManager().attach(net.parameters(), lambda tensor, grad: called.append(tensor is net.bias))
+    for frozen in (True, False):
+        net.bias.requires_grad_(not frozen)
+        with manager:
+            manager.backward(net(torch.ones(1, 2)).sum())
+        assert net.bias.requires_grad == (not frozen)
+        assert (net.bias.grad is None) == frozen
+    assert called.count(True) == 1
+
+
+def test_a_plain_tensor_requires_a_gradient_while_recording_only() -> None:
+    x, seen = torch.ones(2), []
+    manager = ab.GradManager().attach(x, lambda tensor, grad: seen.append(grad.tolist()))
+    for _ in range(2):
+        assert not x.requires_grad
+        with manager:
+            manager.backward((x * 3).sum())
+    assert seen == [[3.0, 3.0]] * 2
+    assert x.grad.tolist() == [6.0, 6.0]
+
+
+def test_gradients_of_an_intermediate_accumulate_over_sessions() -> None:
+    a, seen = torch.ones(1, requires_grad=True), []
+    outer = ab.GradManager()
+    with outer:
+        b = a * 3
+        for _ in range(2):
+            inner = ab.GradManager()
+            with inner:
+                inner.attach(b, lambda tensor, grad: seen.append(grad.item()))
+                inner.backward(b * 2)
+    assert seen == [2.0, 2.0]
+    assert b.grad.item() == 4.0
+
+
+def test_dropping_a_manager_takes_its_hooks_off_and_release_ends_a_session() -> None:
+    x = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach(x, lambda tensor, grad: pytest.fail("dropped"))
+    x.grad = torch.zeros(2)
+    with manager:
+        y = x.sum()
+    with pytest.raises(RuntimeError, match="not recording"):
+        manager.backward(y)
+    del manager
+    gc.collect()
+    assert not x._post_accumulate_grad_hooks
+    x.sum().backward()
+
+
+def test_plain_backward_between_sessions_is_left_alone() -> None:
+    x = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach(x, lambda tensor, grad: grad * 10)
+    with manager:
+        manager.backward(x.sum())
+    x.sum().backward()
+    assert x.grad.tolist() == [11.0, 11.0]
+
+
+def test_a_reentrant_checkpoint_that_splits_a_gradient_is_an_error_that_says_so() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    manager = ab.GradManager().attach(layer.parameters(), lambda tensor, grad: None)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"), manager:
+        manager.backward(checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum())
+    with manager:
+        y = checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+        manager.backward(y.sum())
+    assert layer.weight.grad is not None
+
+
+def test_dy_is_checked_and_roots_may_be_several() -> None:
+    x = torch.ones(2, requires_grad=True)
+    manager = ab.GradManager().attach(x)
+    with manager:
+        manager.backward([x * 2, x * 3, torch.ones(1)], [torch.ones(2), None, None])
+    assert x.grad.tolist() == [5.0, 5.0]
+    for y, dy in ((x * 2, torch.ones(3)), ([x], [None, None])):
+        with pytest.raises(ValueError, match="root"), manager:
+            manager.backward(y, dy)
+
+
+def test_groups_join_in_any_order_and_a_failed_entry_releases_the_others() -> None:
+    x = torch.tensor([0.3], requires_grad=True)
+    managers = [ab.GradManager().attach(x) for _ in range(3)]
+    with managers[0] | (managers[1] | managers[2]):
+        y = torch.cos(x)
+        for manager in managers:
+            manager.backward(y)
+            assert not x.grad.requires_grad
+    managers[1].record()
+    with pytest.raises(RuntimeError, match="recording already"), managers[0] | managers[1]:
+        pass
+    managers[0].record()
+    managers[0].release()
+    managers[1].release()
+
+
+def test_forgotten_tensors_do_not_pile_up_in_a_manager() -> None:
+    manager = ab.GradManager()
+    for _ in range(5):
+        manager.attach(torch.ones(1, requires_grad=True), lambda tensor, grad: None)
+        with manager:
+            pass
+    gc.collect()
+    assert manager.attached_tensors() == []
+    assert not manager._slots
+    assert not manager._watched
+
+
+def test_outputs_of_submodules_are_recorded_on_the_tape_and_the_hooks_leave_with_the_block() -> None:
+    net = model()
+    with ab.autodiff.record_outputs({"first": net[0], "unused": nn.Linear(1, 1)}) as outputs:
+        out = net(torch.randn(2, 4))
+    assert list(outputs) == ["first"]
+    assert outputs["first"].requires_grad
+    assert torch.equal(net[2](net[1](outputs["first"])), out)
+    assert not net[0]._forward_hooks

@@ -102,13 +102,14 @@ class Grad:
         call = None if callback is None else self._calling(callback)
         for tensor in tensors:
             check_differentiable(tensor)
-            given = self._given.get(id(tensor))  # an id is used again once its tensor is dropped
+            key = id(tensor)
+            given = self._given.get(key)  # an id is used again once its tensor is dropped
             if given is not None and given() is tensor:
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was given to session {self._name!r} twice; "
                     "combine the callbacks"
                 )
-            self._given[id(tensor)] = weakref.ref(tensor)
+            self._given[key] = weakref.ref(tensor)
             if not tensor.requires_grad:
                 tensor.requires_grad_()
                 self._leaves.append(tensor)

@@ -225,12 +225,10 @@ class GradManager:
             self.release()
 
     def _run_hooked(self, roots: list[Tensor], gradients: list[Tensor | None], retain: bool, create: bool) -> None:
-        for key, reference in self._watched.items():
+        for reference in self._watched.values():
             leaf = reference()
             if leaf is not None and leaf.grad is not None:
-                slot = self._slots[key]
-                if slot.aside is None:
-                    slot.aside = self._sweep.set_grad_aside(leaf)
+                self._set_grad_aside(leaf)
         sweep = self._sweep
         sweep.begin()
         try:
@@ -248,6 +246,11 @@ class GradManager:
             raise
         finally:
             sweep.clear()
+
+    def _set_grad_aside(self, leaf: Tensor) -> None:
+        slot = self._slots[id(leaf)]
+        if slot.aside is None:
+            slot.aside = self._sweep.set_grad_aside(leaf)
 
     def _resolve(self) -> list[Tensor]:
         """What the callbacks returned last, every future waited for: before anything is written."""

@@ -1,6 +1,6 @@
 """Every hook that the package sets on a user's tensors or modules; no other file registers one.
 
-A leaf's gradient passes three places::
+Modules have ``record_outputs``. A leaf's gradient passes three places::
 
     ... ──> (1) ──> AccumulateGrad ──> .grad ──> (3)
                           (2)
@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
 
-__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_result"]
+__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_node", "watch_result"]
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
@@ -146,22 +147,35 @@ def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]
     return result.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def watch_node(
+    node: Node, call: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
+) -> RemovableHandle:
+    """Calls with the final gradients of a node's outputs before it runs; what is returned replaces them."""
+    return node.register_prehook(call)
+
+
 @contextmanager
 def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
-    """Keeps, under each module's name, what its forward last returned while the block runs."""
-    outputs: dict[str, object] = {}
-    handles: list[RemovableHandle] = []
+    """Collects what the modules return while the block runs, under the names given.
 
-    def keep(name: str, module: nn.Module) -> None:
-        def record(_module: nn.Module, _args: object, output: object) -> None:
+    >>> layer = nn.Identity()
+    >>> with record_outputs({"layer": layer}) as outputs:
+    ...     _ = layer(3)
+    >>> outputs
+    {'layer': 3}
+
+    A module that is called several times keeps its last output; one that is not called has none. Outputs are kept as
+    they are, on the tape.
+    """
+    outputs: dict[str, object] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             outputs[name] = output
 
-        handles.append(module.register_forward_hook(record))
+        return hook
 
-    try:
+    with ExitStack() as stack:
         for name, module in modules.items():
-            keep(name, module)
+            stack.callback(module.register_forward_hook(keep(name)).remove)
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -15,7 +15,7 @@ def check_differentiable(tensor: object) -> None:
     """Raises ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(
             f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating and complex do"
         )

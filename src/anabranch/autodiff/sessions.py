@@ -88,10 +88,11 @@ def save_to_tape() -> saved_tensors_hooks:
 
 def end(session: Session) -> None:
     """``session`` records no more; nothing happens if it did not."""
-    _recording.sessions = [ref for ref in _recording.sessions if (other := ref()) is not None and other is not session]
-    if _recording.tape is not None and not _recording.sessions:
-        _recording.tape.free()
-        _recording.tape = None
+    recording = _recording
+    recording.sessions = [ref for ref in recording.sessions if (other := ref()) is not None and other is not session]
+    if recording.tape is not None and not recording.sessions:
+        recording.tape.free()
+        recording.tape = None
 
 
 def live() -> list[Session]:

@@ -11,6 +11,7 @@ The tape knows its cells weakly: a sweep that frees the graph frees them on the 
 from __future__ import annotations
 
 import weakref
+from typing import cast
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,14 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 __all__ = ["Tape"]
 
 
-class _Cell:
-    """One saved tensor, and how often it had been changed in place by then."""
+class _Cell(list[Tensor | int]):
+    """One saved tensor, and how often it had been changed in place by then; empty once freed.
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    A list, for it is made at every save of every operation, and nothing with an ``__init__`` is made as fast.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version = tensor._version
+    __slots__ = ("__weakref__",)
 
 
 class Tape:
@@ -40,10 +40,11 @@ class Tape:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Cell:
-        cell = _Cell(tensor)
-        self._cells.append(weakref.ref(cell))
-        if len(self._cells) > self._prune_at:
-            self._cells = [reference for reference in self._cells if reference() is not None]
+        cell = _Cell((tensor, tensor._version))
+        cells = self._cells
+        cells.append(weakref.ref(cell))
+        if len(cells) > self._prune_at:
+            self._cells = [reference for reference in cells if reference() is not None]
             self._prune_at = max(4096, 2 * len(self._cells))
         return cell
 
@@ -53,17 +54,17 @@ class Tape:
         for reference in cells:
             cell = reference()
             if cell is not None:
-                cell.tensor = None
+                cell.clear()
 
 
 def _unpack(cell: _Cell) -> Tensor:
-    tensor = cell.tensor
-    if tensor is None:
+    if not cell:
         raise RuntimeError("what this graph saved was freed when its Grad session ended; sweep inside the session")
+    tensor, version = cast("tuple[Tensor, int]", cell)
     # torch itself checks only what is saved without hooks.
-    if tensor._version != cell.version:
+    if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected {cell.version}"
+            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected {version}"
         )
     return tensor

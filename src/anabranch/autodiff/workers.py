@@ -45,25 +45,35 @@ def run_at_once(
 
     surroundings = Surroundings.here()
 
-    def work_elsewhere() -> None:
+    def work_elsewhere(number: int) -> None:
         try:
+            start_two(number)
             with surroundings.entered():
                 work()
-        except BaseException as error:  # noqa: BLE001  # the modes could not be entered; raised below
+        except BaseException as error:  # noqa: BLE001  # no thread could be started, or no mode entered
             errors.append(error)
 
     width = len(calls) if max_workers is None else min(max_workers, len(calls))
-    threads = [threading.Thread(target=work_elsewhere, name=f"anabranch-call-{n}") for n in range(1, width)]
-    started: list[threading.Thread] = []
+    threads = [
+        threading.Thread(target=work_elsewhere, args=(number,), name=f"anabranch-call-{number}")
+        for number in range(1, width)
+    ]
+
+    # A thread is started by a handshake, milliseconds long on a busy machine: so as a tree, in log(width) of them.
+    #     caller ──> 1 ──> 3, 4
+    #            └─> 2 ──> 5, 6
+    def start_two(number: int) -> None:
+        for child in (2 * number + 1, 2 * number + 2):
+            if child < width and not errors:
+                threads[child - 1].start()
+
     try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
+        start_two(0)
         work()
     except BaseException as error:  # noqa: BLE001  # interrupted, or no thread could be started; raised below
         errors.append(error)
     finally:
-        for thread in started:
+        for thread in threads:  # in this order: a thread that has ended has started those it was to start
             while thread.is_alive():
                 thread.join(timeout=60.0)
     if errors:

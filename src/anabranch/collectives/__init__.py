@@ -2,10 +2,12 @@
 
 Open ``workers.py`` first: the group, and how every wait in it is bounded and named. ``buckets.py`` averages a step's
 gradients over the rows of all workers, overlapping backward; ``sparse_rows.py`` does it for tables whose gradients are
-``(ids, rows)``. Not a transport: gloo and NCCL move the bytes.
+``(ids, rows)``; ``differentiable.py`` sums and sends values inside a model. Not a transport: gloo and NCCL move the
+bytes.
 """
 
 from anabranch.collectives.buckets import GradientBuckets
+from anabranch.collectives.differentiable import all_reduce, recv, send
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["GradientBuckets", "Pending", "Workers"]
+__all__ = ["GradientBuckets", "Pending", "Workers", "all_reduce", "recv", "send"]

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from anabranch.autodiff.hooks import watch_node
+
 __all__ = ["SplitBackward"]
 
 
@@ -72,7 +74,7 @@ class SplitBackward:
             return  # no input awaits a gradient: all the work is W's
         shared: list[Tensor] = []
         self._meetings, shared = graph.meetings()
-        hooks = [meeting.node.register_prehook(_noting(meeting)) for meeting in self._meetings]
+        hooks = [watch_node(meeting.node, _noting(meeting)) for meeting in self._meetings]
         try:
             torch.autograd.backward(self.edges, self.grads, retain_graph=True, inputs=[self.start, *shared])
         finally:

@@ -1,0 +1,368 @@
+"""Sums over the workers, and tensors sent between them, as operations that can be differentiated to any order.
+
+Every rank has a loss of its own; what is differentiated is their sum. So the gradient of a sum over ranks is the sum
+over ranks of the gradients, and the gradient of what was sent comes back from where it went::
+
+    rank 0   x ──> send ──(token)          forward: a header, then the tensor ──>
+                    :                                                            rank 1
+    rank 1         recv ──> y ──> loss     backward: a header, then the gradient <──
+
+A header travels before each message: shape, dtype, and whether there is anything to send, so a gradient that does not
+exist is told from one of zeros, and leaves nobody waiting. Sessions of ``anabranch.autodiff`` start their sweeps from
+the tokens as well, so a rank without a loss, or one that does not use what it received, takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from anabranch.autodiff import boundary_entry, boundary_exit
+from anabranch.errors import DeadlineExceeded, PeerLost, ProtocolError
+from anabranch.job import job
+
+__all__ = ["all_reduce", "recv", "send"]
+
+_TIMEOUT = 600.0
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Literal["sum", "mean"] = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = _TIMEOUT,
+) -> Tensor:
+    """The sum or the mean of every rank's ``tensor``, differentiable to any order.
+
+    >>> all_reduce(torch.tensor([1.0, 2.0]))  # a job of one worker
+    tensor([1., 2.])
+
+    Args:
+        tensor: of one shape, dtype and ``requires_grad`` on all ranks; every rank calls this in the same order.
+        op: ``"sum"`` or ``"mean"``.
+        group: a process group; the job's by default.
+        timeout: seconds that the operation may take, and its backward.
+
+    Returns:
+        A new tensor, equal on all ranks.
+
+    Raises:
+        ValueError: another ``op``.
+        RuntimeError: a job of several workers without ``torch.distributed.init_process_group``.
+        DeadlineExceeded, PeerLost: not every rank came.
+    """
+    if op not in ("sum", "mean"):
+        raise ValueError(f"op is 'sum' or 'mean', got {op!r}")
+    if group is None and not dist.is_initialized() and job().world_size == 1:
+        return tensor.clone()
+    _check_initialized("all_reduce")
+    return _reduce(tensor, _Reduction(op, group, timeout))
+
+
+def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
+    """Sends ``tensor`` to ``rank``, which calls ``recv``; returns a token from which this rank's backward can start.
+
+    Args:
+        tensor: of any shape of at most 8 dimensions. The other rank learns shape and dtype with it, and sends a
+            gradient back in its backward if ``tensor`` requires one.
+        rank: a rank of the job other than this one. It must receive in the order in which this rank sends.
+        timeout: seconds that the operation may take, and its backward.
+
+    Returns:
+        A 0-dim token: a root of the backward of every session of ``anabranch.autodiff`` that records; without a
+        session give it to the next ``recv``, or to ``torch.autograd.backward`` as a root.
+
+    Raises:
+        ValueError: ``rank`` is this rank or none of the job; ``tensor`` has more than 8 dimensions or an odd dtype.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        DeadlineExceeded, PeerLost: the other rank did not receive.
+    """
+    _check_peer("send", rank)
+    _check_sendable(tensor)
+    return _send(tensor, _Line(rank, timeout))
+
+
+def recv(rank: int, token: Tensor | None = None, *, timeout: float = _TIMEOUT) -> Tensor:
+    """Receives the tensor that ``rank`` sent; its gradient goes back there in this rank's backward.
+
+    Args:
+        rank: a rank of the job other than this one.
+        token: what a ``send`` before this returned: then a backward that reaches this reaches that too.
+        timeout: seconds that the operation may take, and its backward.
+
+    Returns:
+        A tensor of the shape and dtype sent, on the CPU with gloo, else on the current device. It requires a gradient
+        if the one sent does; then both ranks must run a backward. One that is not used sends "no gradient" back if a
+        session of ``anabranch.autodiff`` records.
+
+    Raises:
+        ValueError: ``rank`` is this rank or none of the job.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ProtocolError: what arrived was not sent by ``send``.
+        DeadlineExceeded, PeerLost: nothing came.
+    """
+    _check_peer("recv", rank)
+    received = _receive(_Line(rank, timeout), token)
+    if received is None:
+        raise ProtocolError("'no gradient' came where a tensor was expected", peer=f"rank {rank}", operation="recv")
+    return received
+
+
+def _check_initialized(operation: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{operation} needs the job's process group; call torch.distributed.init_process_group first"
+        )
+
+
+def _check_peer(operation: str, rank: int) -> None:
+    _check_initialized(operation)
+    mine, count = dist.get_rank(), dist.get_world_size()
+    if not 0 <= rank < count or rank == mine:
+        raise ValueError(f"{operation} is between two ranks of the {count}; this is {mine}, the other was {rank}")
+
+
+def _check_sendable(tensor: Tensor) -> None:
+    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}"
+        )
+
+
+def _wait(work: dist.Work | None, peer: str, operation: str, timeout: float) -> None:
+    """Waits for ``work`` within ``timeout``, and says who did not come."""
+    assert work is not None
+    started = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        elapsed = time.monotonic() - started
+        if elapsed >= timeout:
+            raise DeadlineExceeded(
+                "nothing came before the deadline", peer=peer, operation=operation, elapsed=elapsed
+            ) from error
+        raise PeerLost(str(error), peer=peer, operation=operation, elapsed=elapsed) from error
+
+
+# The sum over the ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """How to reduce."""
+
+    op: str
+    group: dist.ProcessGroup | None
+    timeout: float
+
+    def run(self, tensor: Tensor) -> Tensor:
+        """Sums ``tensor`` over the ranks in place."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        _wait(work, "the other ranks", "all_reduce", self.timeout)
+        return tensor
+
+    def scale(self, tensor: Tensor) -> Tensor:
+        """The mean, in place, of what is the sum, if that is asked for."""
+        return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
+
+
+def _reduce(tensor: Tensor, reduction: _Reduction) -> Tensor:
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return reduction.scale(reduction.run(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    reduced, token = _AllReduce.apply(tensor, boundary_entry(), reduction)  # type: ignore[no-untyped-call]
+    boundary_exit(token)
+    return cast(Tensor, reduced)
+
+
+class _AllReduceContext(FunctionCtx):
+    reduction: _Reduction
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: _AllReduceContext, tensor: Tensor, entry: Tensor, reduction: _Reduction) -> tuple[Tensor, Tensor]:
+        ctx.reduction, ctx.shape = reduction, tensor.shape
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.device = tensor.dtype, tensor.device
+        reduced = reduction.scale(reduction.run(tensor.clone(memory_format=torch.contiguous_format)))
+        return reduced, tensor.new_zeros(())
+
+    @staticmethod
+    def backward(
+        ctx: _AllReduceContext, grad: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        reduction = ctx.reduction
+        if torch.is_grad_enabled():
+            if grad is None:
+                grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device, requires_grad=True)
+            return _reduce(grad, reduction), None, None
+        # One more element counts the ranks that have a gradient: if none has, there is none.
+        flat = torch.zeros(ctx.shape.numel() + 1, dtype=ctx.dtype, device=ctx.device)
+        if grad is not None:
+            flat[:-1] = grad.reshape(-1)
+            flat[-1] = 1
+        reduction.run(flat)
+        if flat[-1] == 0:
+            return None, None, None
+        return reduction.scale(flat[:-1]).view(ctx.shape), None, None
+
+
+# A tensor from one rank to another.
+
+_MAGIC = 0x616E6162
+_NOTHING, _TENSOR = 0, 1
+_MOST_DIMENSIONS = 8
+_HEADER = 5 + _MOST_DIMENSIONS
+"""Numbers in a header: magic, kind, whether a gradient is wanted back, dtype, dimensions; then the sizes."""
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""By their numbers in a header; only ever appended to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """To or from which rank, and how long to wait for it."""
+
+    rank: int
+    timeout: float
+
+    def put(self, tensor: Tensor, operation: str) -> None:
+        """Sends raw contents."""
+        if tensor.numel():
+            _wait(dist.isend(tensor, self.rank), f"rank {self.rank}", operation, self.timeout)
+
+    def take(self, tensor: Tensor, operation: str) -> Tensor:
+        """Receives raw contents into ``tensor``."""
+        if tensor.numel():
+            _wait(dist.irecv(tensor, self.rank), f"rank {self.rank}", operation, self.timeout)
+        return tensor
+
+    def post(self, tensor: Tensor | None, *, wants_gradient: bool, operation: str) -> None:
+        """Sends a header, and the tensor if there is one."""
+        fields = [_MAGIC, _NOTHING, 0, 0, 0]
+        if tensor is not None:
+            fields = [_MAGIC, _TENSOR, int(wants_gradient), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+        fields += [0] * (_HEADER - len(fields))
+        self.put(torch.tensor(fields, device=_device()), operation)
+        if tensor is not None:
+            self.put(_as_bytes(tensor.detach().to(_device()).contiguous()), operation)
+
+    def header(self, operation: str) -> _Header | None:
+        """The next message's header; ``None`` if it says that there is nothing."""
+        fields = self.take(torch.empty(_HEADER, dtype=torch.int64, device=_device()), operation).tolist()
+        magic, kind, wants_gradient, dtype, ndim, *sizes = fields
+        if (
+            magic != _MAGIC
+            or kind not in (_NOTHING, _TENSOR)
+            or not 0 <= ndim <= _MOST_DIMENSIONS
+            or not 0 <= dtype < len(_DTYPES)
+        ):
+            raise ProtocolError(f"no header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
+        if kind == _NOTHING:
+            return None
+        return _Header(torch.Size(sizes[:ndim]), _DTYPES[dtype], bool(wants_gradient))
+
+    def contents(self, header: _Header, operation: str) -> Tensor:
+        """The tensor that ``header`` announced."""
+        tensor = torch.empty(header.shape, dtype=header.dtype, device=_device())
+        self.take(_as_bytes(tensor), operation)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a message says about its tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as numbers that every backend moves."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _send(tensor: Tensor, line: _Line) -> Tensor:
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        line.post(tensor, wants_gradient=False, operation="send")
+        return torch.zeros(())
+    token = cast(Tensor, _Send.apply(tensor, boundary_entry(), line))  # type: ignore[no-untyped-call]
+    return boundary_exit(token)
+
+
+def _receive(line: _Line, token: Tensor | None = None) -> Tensor | None:
+    header = line.header("recv")
+    if header is None:
+        return None
+    if not (torch.is_grad_enabled() and header.wants_gradient):
+        return line.contents(header, "recv")
+    received, leaving = _Receive.apply(token, boundary_entry(), header, line)  # type: ignore[no-untyped-call]
+    boundary_exit(leaving)
+    return cast(Tensor, received)
+
+
+class _LineContext(FunctionCtx):
+    line: _Line
+    device: torch.device
+    needs_input_grad: tuple[bool, ...]
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(ctx: _LineContext, tensor: Tensor, entry: Tensor, line: _Line) -> Tensor:
+        ctx.line, ctx.device = line, tensor.device
+        line.post(tensor, wants_gradient=True, operation="send")
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: _LineContext, _: Tensor) -> tuple[Tensor | None, None, None]:
+        grad = _receive(ctx.line)
+        return None if grad is None else grad.to(ctx.device), None, None
+
+
+class _Receive(Function):
+    @staticmethod
+    def forward(
+        ctx: _LineContext, token: Tensor | None, entry: Tensor, header: _Header, line: _Line
+    ) -> tuple[Tensor, Tensor]:
+        ctx.line = line
+        ctx.set_materialize_grads(False)
+        return line.contents(header, "recv"), torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: _LineContext, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            ctx.line.post(None, wants_gradient=False, operation="recv.backward")
+        else:
+            _send(grad, ctx.line)
+        return torch.zeros(()) if ctx.needs_input_grad[0] else None, None, None, None
