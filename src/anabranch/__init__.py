@@ -81,5 +81,6 @@ __all__ = [
     "pop",
     "skippable",
     "stash",
+    "testing",
     "verify_skippables",
 ]
