@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.microbatch import gather
 from anabranch.pipeline.packet import Gradients, Packet
@@ -92,9 +93,10 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Outcome:
-    """What a run of actions left: output packets, and gradients for the inputs."""
+    """What a run of actions left: output packets, gradients for the inputs, and what was observed."""
 
     def __init__(self) -> None:
+        self.observed = Observed()
         self.outputs: dict[int, Message] = {}
         self.input_gradients: dict[tuple[int, int], Message] = {}
 
@@ -138,6 +140,7 @@ class Call:
         actions: of each rank.
         inputs: the caller's; only those parts that these stages take are used.
         records: whether a backward may follow.
+        observed: takes in what the runs show.
         ties: parameters that other ranks train too, and the ranks that do.
         anchor: a leaf that makes the call differentiable on a rank that has none of its own to offer.
     """
@@ -150,6 +153,7 @@ class Call:
         inputs: Inputs,
         records: bool,
         *,
+        observed: Observed,
         ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
         anchor: Tensor | None = None,
     ) -> None:
@@ -158,6 +162,7 @@ class Call:
         self._actions = actions
         self.inputs = inputs
         self.records = records
+        self._observed = observed
         self._ties = ties
         self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
@@ -217,6 +222,7 @@ class Call:
         }
 
     def _collect(self, outcome: Outcome) -> tuple[Structure, list[bool]]:
+        self._observed.add(outcome.observed)
         if not outcome.outputs:
             return None, []
         packets: list[Packet] = [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
@@ -237,6 +243,7 @@ class Call:
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
     def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
+        self._observed.add(outcome.observed)
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self._runs[j])

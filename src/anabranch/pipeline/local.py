@@ -76,6 +76,7 @@ class LocalEngine:
             raise
         outcome = Outcome()
         for runner in runners:
+            outcome.observed.add(runner.observed)
             outcome.outputs |= runner.outputs
             outcome.input_gradients |= runner.input_gradients
         return outcome

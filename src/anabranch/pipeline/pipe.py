@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.pipeline.ambient import Ambient
+from anabranch.pipeline.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
+from anabranch.pipeline.describe import Observed, describe
 from anabranch.pipeline.local import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, microbatch_sizes, scatter
 from anabranch.pipeline.orders import default_ranks, make_schedule
@@ -71,7 +73,8 @@ class Pipe(nn.Module):
 
     Args:
         module: the layers; nested ``nn.Sequential`` count as the layers inside.
-        balance: how many children of ``module`` (or flattened layers) each stage has.
+        balance: how many children of ``module`` (or flattened layers) each stage has; or ``"time"`` or ``"size"``, to
+            have that found by ``balance_by_time`` or ``balance_by_size`` from ``sample``.
         devices: the device of each stage, or rank of the schedule; CPU may be named several times, and is by default.
         chunks: the most microbatches to cut a batch into.
         checkpoint: which microbatches run forward twice, to keep no activations in between.
@@ -80,6 +83,7 @@ class Pipe(nn.Module):
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
         heartbeat: seconds between two looks at ranks that are waited for.
         deferred_batch_norm: let running statistics of BatchNorm be the whole batch's.
+        sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.
 
@@ -94,7 +98,7 @@ class Pipe(nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Sequence[int],
+        balance: Sequence[int] | Literal["time", "size"],
         devices: Sequence[torch.device | str] | None = None,
         chunks: int = 1,
         checkpoint: Checkpoint = "except_last",
@@ -102,6 +106,7 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
         process_group: dist.ProcessGroup | None = None,
         *,
+        sample: Structure = None,
         seed: int | None = None,
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
@@ -113,13 +118,15 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
-        split = split_layers(module, layers, balance)
         places = _places(devices, process_group)
+        if isinstance(balance, str):
+            balance = _find_balance(balance, module, sample, schedule, places, process_group)
+        split = split_layers(module, layers, balance)
         self._schedules = _Schedules(schedule, len(split), places, exactly=process_group is not None)
         rank_of = self._schedules.rank_of
-        self._here = [
-            j for j in range(len(split)) if process_group is None or rank_of[j] == dist.get_rank(process_group)
-        ]
+        self._rank = 0 if process_group is None else dist.get_rank(process_group)
+        self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
+        self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = _place(split, rank_of, devices, self._here)
         self.chunks = chunks
         self.checkpoint = checkpoint
@@ -127,6 +134,7 @@ class Pipe(nn.Module):
         self._elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         self._seed = torch.initial_seed() if seed is None else seed
         self._steps = 0
+        self._observed = Observed()
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
         self._ties: list[tuple[nn.Parameter, list[int]]] = []
         self._engine: Engine
@@ -218,7 +226,16 @@ class Pipe(nn.Module):
             runs[stage.index] = StageRun(_with_keywords(stage, inputs), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
         given = Inputs(x if 0 in self._here else None, inputs, facts.sizes)
-        return Call(self._engine, runs, lowered.actions, given, plan.records, ties=self._ties, anchor=self._anchor)
+        return Call(
+            self._engine,
+            runs,
+            lowered.actions,
+            given,
+            plan.records,
+            observed=self._observed,
+            ties=self._ties,
+            anchor=self._anchor,
+        )
 
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
@@ -245,6 +262,56 @@ class Pipe(nn.Module):
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
         return self._schedules.of(m).with_transfers(skips, recompute)
 
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all stages' gradients so that their norm, taken as one vector's, is at most ``max_norm``.
+
+        Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
+
+        Returns:
+            The norm before, a tensor of no dimensions, the same on every rank.
+        """
+        with self._engine.turn("clip_grad_norm") as turn:
+            elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
+            grads = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
+            norm = torch.nn.utils.get_total_norm(grads, norm_type)
+            norms = [share for share in turn.share(_NORMS, norm.cpu(), range(self._ranks)) if share is not None]
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if len(norms) > 1 else norm
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+        """The optimizer's state of each of this process's parameters, by the parameter's name in the unsplit module.
+
+        It fits any other split: ``load_optimizer_state_dict`` takes what it finds of its own parameters.
+        """
+        states = {id(parameter): state for parameter, state in optimizer.state.items()}
+        return {name: dict(states[id(p)]) for name, p in self.named_parameters() if id(p) in states}
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        """Puts what ``optimizer_state_dict`` gave, here or on ranks with another split, into ``optimizer``.
+
+        Raises:
+            ValueError: a trained parameter whose state is missing while others have one.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        mine = {name: parameter for name, parameter in self.named_parameters() if id(parameter) in trained}
+        missing = [name for name in mine if name not in state_dict]
+        if state_dict and missing:
+            raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
+        for name, parameter in mine.items():
+            if name in state_dict:
+                optimizer.state[parameter] = {key: _copied(value) for key, value in state_dict[name].items()}
+
+    def describe(self) -> str:
+        """A table of the stages: layers, parameters, and of the last call the times, boundary bytes and skips."""
+        title = (
+            f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
+            "times and bytes of the last call, bytes a microbatch"
+        )
+        return describe(self._stages, self._schedules.rank_of, self._observed, title)
+
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
@@ -264,6 +331,37 @@ class Pipe(nn.Module):
         self.close()
 
 
+_NORMS = -1
+"""Where shares of the gradients' norm stand among those of tied parameters, which count from 0."""
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _find_balance(
+    by: str,
+    module: nn.Module,
+    sample: Structure,
+    schedule: str | Schedule,
+    places: int | None,
+    group: dist.ProcessGroup | None,
+) -> list[int]:
+    finders = {"time": balance_by_time, "size": balance_by_size}
+    if by not in finders:
+        raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
+    if sample is None or places is None:
+        raise ValueError(f"balance={by!r} needs sample= (a batch like a microbatch), and devices= or process_group=")
+    name = schedule if isinstance(schedule, str) else schedule.name
+    n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
+    if group is None:
+        return finders[by](n, module, sample)
+    # Measured on one rank, as all must cut alike.
+    found = torch.tensor(finders[by](n, module, sample) if dist.get_rank(group) == 0 else [0] * n)
+    dist.broadcast(found, group=group, group_src=0)
+    return [int(size) for size in found]
+
+
 _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction]
 
 
@@ -278,7 +376,7 @@ class _Schedules:
     """The schedule of a pipe, for each number of microbatches that its batches make."""
 
     def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
-        name = given if isinstance(given, str) else given.name
+        self.name = name = given if isinstance(given, str) else given.name
         self._given = None if isinstance(given, str) else given
         if self._given is not None:
             if self._given.stages != stages:

@@ -412,6 +412,7 @@ class RankTurn:
                 run.abandon()
             raise
         outcome = Outcome()
+        outcome.observed = runner.observed
         outcome.outputs, outcome.input_gradients = runner.outputs, runner.input_gradients
         return outcome
 

@@ -18,7 +18,7 @@ from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["HEADER_BYTES", "Facts", "Fault", "Header", "decode_header", "empty_for", "encode_header", "pack", "unpack"]
+__all__ = ["Facts", "Fault", "Header", "decode_header", "empty_for", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
 """Size of every header; what does not fit follows as a message of its own, of the size the header says."""
