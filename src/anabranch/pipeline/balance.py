@@ -113,7 +113,7 @@ class _Profile:
 
         popped = self._store.values_for(layer)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), using_store(self._store):
-            output = layer.module(value)
+            output = layer.module(_cloned(value))
         for tensor in (*layer.module.parameters(), *layer.module.buffers()):
             kept.pop(tensor.untyped_storage().data_ptr(), None)
         return _Seen(value, sum(kept.values()), _bytes(output), popped), _leaf(output)
@@ -180,7 +180,7 @@ def _time_of(layer: Layer, seen: _Seen) -> float:
     for name, value in seen.skips.items():
         store.put(name, value)
     with drawing_from(0, 0, 0, 0), using_store(store):
-        value = map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, seen.value)
+        value = _cloned(seen.value)
         _synchronize()
         started = time.perf_counter()
         output = layer.module(value)
@@ -206,6 +206,11 @@ def _leaf(value: Structure) -> Structure:
         return leaf.detach().requires_grad_() if differentiable else leaf.detach()
 
     return map_structure(start, value)
+
+
+def _cloned(value: Structure) -> Structure:
+    """The same values in memory of their own: the layer may change them in place."""
+    return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _bytes(value: Structure) -> int:

@@ -215,7 +215,6 @@ class RankEngine:
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._turns = 0
-        self._has_lost = False
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._inbox = _Inbox(self._peers)
         self._beats = Beats(
@@ -224,6 +223,8 @@ class RankEngine:
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self._pairs = {peer: _Pair(group, peer, tag, self._inbox) for peer in self._peers}
         self._end = weakref.finalize(self, _end, self._inbox, list(self._pairs.values()), self._beats)
+        # Called at exit in reverse order, so before finalizers; see there.
+        atexit.register(_exit_without_the_lost, self._inbox)
 
     def _meet(self) -> dict[int, Identity]:
         text = Identity.of_this_process().encode().encode()
@@ -304,15 +305,8 @@ class RankEngine:
                 lost = dict(inbox.lost)
             lost |= self._beats.lost()
             if lost:
-                self._leave_abruptly()
                 raise self._peer_lost(lost, deadline, operation)
             deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
-
-    def _leave_abruptly(self) -> None:
-        # At the interpreter's end gloo waits for the lost rank, or aborts for the thread that still does.
-        if not self._has_lost:
-            self._has_lost = True
-            atexit.register(_exit_without_the_lost)
 
     def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
         what = "; ".join(f"rank {self.rank_name(rank)} is lost: {why}" for rank, why in sorted(lost.items()))
@@ -341,7 +335,10 @@ class RankEngine:
         self._end()
 
 
-def _exit_without_the_lost() -> None:
+def _exit_without_the_lost(inbox: _Inbox) -> None:
+    """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
+    if not inbox.lost and not any(inbox.owed.values()):
+        return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
