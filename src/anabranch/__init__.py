@@ -81,6 +81,5 @@ __all__ = [
     "pop",
     "skippable",
     "stash",
-    "testing",
     "verify_skippables",
 ]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.events import on_fault_point
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 
 

@@ -318,14 +318,20 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, []  # type: ignore[attr-defined]
+        grads = tuple(ctx.grads)  # type: ignore[attr-defined]
+        ctx.grads.clear()  # type: ignore[attr-defined]
         return None, *grads
 
 
-def deliver(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included."""
-    pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-    if pairs:
+def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included.
+
+    The list is emptied: a gradient that nobody else holds becomes ``.grad`` itself, without a copy.
+    """
+    reached = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    grads.clear()
+    if reached:
         with torch.enable_grad():
-            done: Tensor = _Deliver.apply([grad for _, grad in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
+            done: Tensor = _Deliver.apply(given, *reached)  # type: ignore[no-untyped-call]
             done.backward()  # type: ignore[no-untyped-call]
