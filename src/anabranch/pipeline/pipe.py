@@ -273,9 +273,11 @@ class Pipe(nn.Module):
         with self._engine.turn("clip_grad_norm") as turn:
             elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
             grads = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
-            norm = torch.nn.utils.get_total_norm(grads, norm_type)
-            norms = [share for share in turn.share(_NORMS, norm.cpu(), range(self._ranks)) if share is not None]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if len(norms) > 1 else norm
+            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in grads]
+            shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
+        # The norm of all parameters' norms, in their order: to the last bit what the unsplit module gives.
+        found = [share for share in shares if share is not None and share.numel()]
+        total = torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
