@@ -16,12 +16,12 @@ def test_ranks_are_the_unsplit_module(ranks: int):
     LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_draw_what_one_process_draws(ranks: int):
     LocalJob(ranks, timeout=60).run(SCRIPT, "random_numbers").check()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_clipping_spans_all_stages_and_state_fits_another_split(ranks: int, tmp_path: Path):
     LocalJob(ranks, timeout=60).run(SCRIPT, "clipping_and_checkpoints", str(tmp_path)).check()
 
@@ -34,7 +34,7 @@ def test_a_failure_anywhere_ends_the_step_on_every_rank_within_a_second(ranks: i
         assert found["longest"] < 1.0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_callers_mistake_on_one_rank_reaches_the_others(ranks: int):
     LocalJob(ranks, timeout=60).run(SCRIPT, "mistakes").check()
 
