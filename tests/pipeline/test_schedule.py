@@ -82,6 +82,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int):
 def test_splitting_backward_shrinks_the_bubble_within_the_memory_of_1f1b(p: int):
     m = 4 * p
     one, split = simulate(make_schedule("1F1B", p, m)), simulate(make_schedule("ZB1P", p, m))
+    assert split.makespan == 3 * m + p - 1
     assert split.bubble < 0.75 * one.bubble
     assert max(split.peak_activations) <= max(one.peak_activations)
 

@@ -7,6 +7,8 @@ runs forward and backward, ``runner.py`` for the loop over actions, ``schedule.p
 """
 
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.drawing import draw, save_picture
 from anabranch.pipeline.orders import make_schedule
 from anabranch.pipeline.pipe import Pipe, StepResult
 from anabranch.pipeline.schedule import Schedule
@@ -22,8 +24,12 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StepResult",
+    "balance_by_size",
+    "balance_by_time",
+    "draw",
     "make_schedule",
     "pop",
+    "save_picture",
     "simulate",
     "skippable",
     "stash",

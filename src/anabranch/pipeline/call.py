@@ -12,20 +12,23 @@ so that hooks, accumulation and graphs before ``x`` see what they would see of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.microbatch import gather
 from anabranch.pipeline.packet import Gradients, Packet
 from anabranch.pipeline.stage import OUTSIDE, StageRun
+from anabranch.pipeline.wire import Facts
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Call", "Engine", "Inputs", "Outcome", "deliver", "open_portal"]
+__all__ = ["Call", "Engine", "Inputs", "Outcome", "Turn", "deliver", "open_portal"]
 
 
 class Inputs:
@@ -90,15 +93,22 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Outcome:
-    """What a run of actions left: output packets, and gradients for the inputs."""
+    """What a run of actions left: output packets, gradients for the inputs, and what was observed."""
 
     def __init__(self) -> None:
+        self.observed = Observed()
         self.outputs: dict[int, Message] = {}
         self.input_gradients: dict[tuple[int, int], Message] = {}
 
 
-class Engine(Protocol):
-    """Runs the actions of this process's ranks."""
+class Turn(Protocol):
+    """A forward, its backward or a step: what all ranks of a pipeline do together."""
+
+    def agree(self, make: Callable[[], Facts]) -> Facts:
+        """The facts of the call, made on the first stage's rank."""
+
+    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
+        """What each of ``ranks`` gives under ``index``, this one included."""
 
     def run(
         self,
@@ -108,18 +118,31 @@ class Engine(Protocol):
         *,
         keep: bool = False,
     ) -> Outcome:
-        """Carries out each rank's actions, and returns what came of them, or raises what a stage raised."""
+        """Carries out the actions of this process's ranks, returns what came of them, or raises what a stage did."""
+
+
+class Engine(Protocol):
+    """Takes the turns of a pipeline, on threads or with other processes."""
+
+    def turn(self, operation: str) -> AbstractContextManager[Turn]:
+        """Begins a turn, which ends, for all ranks alike, with the block."""
+
+    def close(self) -> None:
+        """Ends what was started for it."""
 
 
 class Call:
     """One call: the stages' runs, its inputs, and the actions to run.
 
     Args:
-        engine: runs the actions.
+        engine: takes the turn of its backward.
         runs: the stages of this process, by number.
         actions: of each rank.
         inputs: the caller's; only those parts that these stages take are used.
         records: whether a backward may follow.
+        observed: takes in what the runs show.
+        ties: parameters that other ranks train too, and the ranks that do.
+        anchor: a leaf that makes the call differentiable on a rank that has none of its own to offer.
     """
 
     def __init__(
@@ -129,12 +152,19 @@ class Call:
         actions: Sequence[Sequence[Action]],
         inputs: Inputs,
         records: bool,
+        *,
+        observed: Observed,
+        ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
+        anchor: Tensor | None = None,
     ) -> None:
         self._engine = engine
         self._runs = runs
         self._actions = actions
         self.inputs = inputs
         self.records = records
+        self._observed = observed
+        self._ties = ties
+        self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
         self._parameters = list({id(parameter): parameter for parameter in trained}.values())
         self._open = True
@@ -142,23 +172,28 @@ class Call:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the call is differentiable in: the inputs that require grad, then the parameters."""
-        return [*self.inputs.leaves, *self._parameters]
+        """What the call is differentiable in: the inputs that require grad, the parameters, and the anchor."""
+        return [*self.inputs.leaves, *self._parameters, *self._anchor]
 
     @property
     def differentiable(self) -> bool:
         """Whether a gradient can reach anything through it."""
         return self.records and bool(self.leaves)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether the last stage is in this process."""
+        return any(OUTSIDE in run.stage.targets for run in self._runs.values())
+
     def loss(self) -> Tensor | None:
         """The sum of the microbatches' losses; ``None`` without a loss here."""
         losses = [run.losses[i] for run in self._runs.values() if run.head for i in range(len(self.inputs.sizes))]
         return _sum(losses)
 
-    def forward(self) -> tuple[Structure, list[bool]]:
+    def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
         """Runs the F half. Returns the output, and for each of its leaves whether a gradient can enter there."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
-        return self._collect(self._engine.run(self._runs, half, self._outside()))
+        return self._collect(turn.run(self._runs, half, self._outside()))
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Runs the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
@@ -169,14 +204,15 @@ class Call:
             )
         self._open = keep
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
-        outcome = self._engine.run(self._runs, half, self._output_gradients(grads), keep=keep)
-        return self._gradients(outcome)
+        with self._engine.turn("backward") as turn:
+            outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
+            return self._gradients(turn, outcome)
 
-    def step(self) -> tuple[Structure, list[Tensor | None]]:
+    def step(self, turn: Turn) -> tuple[Structure, list[Tensor | None]]:
         """Runs the whole schedule, loss included. Returns the output, and the gradients of ``leaves``."""
-        outcome = self._engine.run(self._runs, self._actions, self._outside())
+        outcome = turn.run(self._runs, self._actions, self._outside())
         output, _ = self._collect(outcome)
-        return output, self._gradients(outcome)
+        return output, self._gradients(turn, outcome)
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         return {
@@ -186,6 +222,7 @@ class Call:
         }
 
     def _collect(self, outcome: Outcome) -> tuple[Structure, list[bool]]:
+        self._observed.add(outcome.observed)
         if not outcome.outputs:
             return None, []
         packets: list[Packet] = [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
@@ -194,9 +231,9 @@ class Call:
         return gather([packet.structure() for packet in packets]), needs_grad
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
-        last = [j for j, run in self._runs.items() if OUTSIDE in run.stage.targets]
-        if not last:
+        if not self.has_output:
             return {}
+        last = [j for j, run in self._runs.items() if OUTSIDE in run.stage.targets]
         cut_up = [
             [None] * len(self._outputs) if grad is None
             else [grad] if len(self._outputs) == 1
@@ -205,7 +242,8 @@ class Call:
         ]  # fmt: skip
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
-    def _gradients(self, outcome: Outcome) -> list[Tensor | None]:
+    def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
+        self._observed.add(outcome.observed)
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self._runs[j])
@@ -214,10 +252,13 @@ class Call:
         for _, run in sorted(self._runs.items()):
             for parameter, grad in run.take_gradients():
                 gathered.setdefault(id(parameter), []).append(grad)
-        grads = [(parameter, _sum(gathered.get(id(parameter), ()))) for parameter in self._parameters]
+        grads = {key: _sum(parts) for key, parts in gathered.items()}
+        for index, (parameter, ranks) in enumerate(self._ties):
+            grads[id(parameter)] = _sum(turn.share(index, grads.get(id(parameter)), ranks))
         # A tied parameter lies on one of its stages' devices.
-        on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in grads]
-        return [*self.inputs.gradients(answers), *on_device]
+        found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
+        on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
+        return [*self.inputs.gradients(answers), *on_device, *(None for _ in self._anchor)]
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
@@ -234,9 +275,11 @@ def _rows(leaf: object) -> int:
 class _Portal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: Call, box: list[Structure], *_: Tensor
+        ctx: torch.autograd.function.FunctionCtx, call: Call, turn: Turn, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
-        output, needs_grad = call.forward()
+        output, needs_grad = call.forward(turn)
+        if not call.has_output:
+            output, needs_grad = torch.empty(0), [True]
         leaves, treedef = flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs]
@@ -255,13 +298,13 @@ class _Portal(torch.autograd.Function):
         for index, grad in zip(ctx.places, grads, strict=True):  # type: ignore[attr-defined]
             by_leaf[index] = grad
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
+        return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: Call) -> Structure:
+def open_portal(call: Call, turn: Turn) -> Structure:
     """Runs the call's forward half now, and its backward half in the backward of what is returned."""
     box: list[Structure] = []
-    tensors = iter(_Portal.apply(call, box, *call.leaves))  # type: ignore[no-untyped-call]
+    tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box
     assert isinstance(leaves, list)
     return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])  # type: ignore[arg-type]
@@ -275,14 +318,20 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, []  # type: ignore[attr-defined]
+        grads = tuple(ctx.grads)  # type: ignore[attr-defined]
+        ctx.grads.clear()  # type: ignore[attr-defined]
         return None, *grads
 
 
-def deliver(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included."""
-    pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-    if pairs:
+def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included.
+
+    The list is emptied: a gradient that nobody else holds becomes ``.grad`` itself, without a copy.
+    """
+    reached = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    grads.clear()
+    if reached:
         with torch.enable_grad():
-            done: Tensor = _Deliver.apply([grad for _, grad in pairs], *(leaf for leaf, _ in pairs))  # type: ignore[no-untyped-call]
+            done: Tensor = _Deliver.apply(given, *reached)  # type: ignore[no-untyped-call]
             done.backward()  # type: ignore[no-untyped-call]

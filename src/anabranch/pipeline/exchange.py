@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from anabranch.deadline import Deadline
 from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.packet import Gradients, Packet
-from anabranch.transport import Deadline
 
 __all__ = ["Aborted", "Exchange", "Link", "Message"]
 

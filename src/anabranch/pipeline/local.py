@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from torch import Tensor
+
+from anabranch.deadline import Deadline
 from anabranch.pipeline.actions import Action
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
+from anabranch.pipeline.wire import Facts
 from anabranch.pipeline.workers import Workers
-from anabranch.transport import Deadline
 
 __all__ = ["LocalEngine", "annotate"]
 
 
 class LocalEngine:
     """Runs every rank's actions on a worker thread of its own; keeps the threads until it is closed or collected.
+
+    With nobody else to agree with, it is its own turn.
 
     Args:
         rank_of: the rank of each stage.
@@ -28,6 +34,19 @@ class LocalEngine:
         self._rank_of = rank_of
         self._timeout = timeout
         self._workers: Workers | None = None
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[LocalEngine]:
+        """A forward, its backward or a step."""
+        yield self
+
+    def agree(self, make: Callable[[], Facts]) -> Facts:
+        """The call's facts."""
+        return make()
+
+    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
+        """The shares in a tied gradient of ranks in other processes, of which there are none."""
+        return [tensor]
 
     def run(
         self,
@@ -57,6 +76,7 @@ class LocalEngine:
             raise
         outcome = Outcome()
         for runner in runners:
+            outcome.observed.add(runner.observed)
             outcome.outputs |= runner.outputs
             outcome.input_gradients |= runner.input_gradients
         return outcome

@@ -143,7 +143,7 @@ def _zb1p(n: int, m: int, p: int) -> _Made:
 
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         forward_allowed = rank.forwards - rank.backwards < n - rank.index and rank.held < n + extra
-        return _first(ready, Kind.B) or (_first(ready, Kind.F) if forward_allowed else None) or _first(ready, Kind.W)
+        return (_first(ready, Kind.F) if forward_allowed else None) or _first(ready, Kind.B) or _first(ready, Kind.W)
 
     return list(range(n)), _arrange(m, list(range(n)), rule)
 

@@ -10,19 +10,25 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.pipeline.ambient import Ambient
-from anabranch.pipeline.call import Call, Inputs, deliver, open_portal
+from anabranch.pipeline.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
+from anabranch.pipeline.describe import Observed, describe
 from anabranch.pipeline.local import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, microbatch_sizes, scatter
 from anabranch.pipeline.orders import default_ranks, make_schedule
 from anabranch.pipeline.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
 from anabranch.pipeline.random_streams import refuse_undrawable
+from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule import Lowered, Schedule
 from anabranch.pipeline.skips import verify_skippables
 from anabranch.pipeline.stage import OUTSIDE, Head, Plan, Stage, StageRun
+from anabranch.pipeline.wire import Facts
 from anabranch.tensors import Structure, map_structure
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "StepResult"]
@@ -67,12 +73,17 @@ class Pipe(nn.Module):
 
     Args:
         module: the layers; nested ``nn.Sequential`` count as the layers inside.
-        balance: how many children of ``module`` (or flattened layers) each stage has.
+        balance: how many children of ``module`` (or flattened layers) each stage has; or ``"time"`` or ``"size"``, to
+            have that found by ``balance_by_time`` or ``balance_by_size`` from ``sample``.
         devices: the device of each stage, or rank of the schedule; CPU may be named several times, and is by default.
         chunks: the most microbatches to cut a batch into.
         checkpoint: which microbatches run forward twice, to keep no activations in between.
         schedule: a schedule's name, or one made by ``make_schedule``.
+        process_group: the ranks to lie on, one process each, in place of devices; making the pipe is then a collective.
+            Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
+        heartbeat: seconds between two looks at ranks that are waited for.
         deferred_batch_norm: let running statistics of BatchNorm be the whole batch's.
+        sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.
 
@@ -87,15 +98,18 @@ class Pipe(nn.Module):
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Sequence[int],
+        balance: Sequence[int] | Literal["time", "size"],
         devices: Sequence[torch.device | str] | None = None,
         chunks: int = 1,
         checkpoint: Checkpoint = "except_last",
         schedule: str | Schedule = "GPipe",
         deferred_batch_norm: bool = False,
+        process_group: dist.ProcessGroup | None = None,
         *,
+        sample: Structure = None,
         seed: int | None = None,
         timeout: float = 1800.0,
+        heartbeat: float = 1.0,
     ) -> None:
         super().__init__()
         _check_choices(chunks, checkpoint)
@@ -104,15 +118,31 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
-        self._split = split_layers(module, layers, balance)
-        self._schedules = _Schedules(schedule, len(self._split), None if devices is None else len(devices))
-        self._stages = _place(self._split, self._schedules.rank_of, devices)
+        places = _places(devices, process_group)
+        if isinstance(balance, str):
+            balance = _find_balance(balance, module, sample, schedule, places, process_group)
+        split = split_layers(module, layers, balance)
+        self._schedules = _Schedules(schedule, len(split), places, exactly=process_group is not None)
+        rank_of = self._schedules.rank_of
+        self._rank = 0 if process_group is None else dist.get_rank(process_group)
+        self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
+        self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
+        self._stages = _place(split, rank_of, devices, self._here)
         self.chunks = chunks
         self.checkpoint = checkpoint
-        self._adopt(module)
+        self._adopt(module if process_group is None else _part(module, [split[j] for j in self._here]))
+        self._elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         self._seed = torch.initial_seed() if seed is None else seed
         self._steps = 0
-        self._engine = LocalEngine(self._schedules.rank_of, timeout)
+        self._observed = Observed()
+        self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
+        self._ties: list[tuple[nn.Parameter, list[int]]] = []
+        self._engine: Engine
+        if process_group is None:
+            self._engine = LocalEngine(rank_of, timeout)
+        else:
+            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat)
+            self._ties = _find_ties(split, rank_of, ranks)
 
     def _adopt(self, module: nn.Module) -> None:
         # The children are the module's own, under the same names, so that names know nothing of the pipe. Past
@@ -122,7 +152,7 @@ class Pipe(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The layers of this process: all of them."""
+        """The layers of this process: all of them, or those of this rank's stages under their own names."""
         return self.__dict__["_module"]  # type: ignore[no-any-return]
 
     def forward(self, x: Structure, **inputs: Structure) -> Structure:
@@ -137,10 +167,12 @@ class Pipe(nn.Module):
             ValueError: tensors that disagree in rows, or a keyword that no layer takes.
             BaseException: whatever a stage raises, with a note of stage, microbatch and phase.
         """
-        call = self._call(x, inputs, head=None)
-        if call.differentiable:
-            return open_portal(call)
-        return call.forward()[0]
+        with self._engine.turn("forward") as turn:
+            call = self._call(turn, x, inputs, head=None)
+            if call.differentiable:
+                return open_portal(call, turn)
+            output, _ = call.forward(turn)
+            return output if call.has_output else torch.empty(0)
 
     def step(
         self,
@@ -164,46 +196,134 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or rows of ``target`` that are not those of ``x``.
             BaseException: whatever a stage raises; no gradient has accumulated then.
         """
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
-        call = self._call(x, inputs, head=(loss, target, reduction))
-        if not call.records:
-            output, _ = call.forward()
-        else:
-            output, grads = call.step()
+        grads: list[Tensor | None] = []
+        with self._engine.turn("step") as turn:
+            if reduction not in ("mean", "sum"):
+                raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
+            call = self._call(turn, x, inputs, head=(loss, target, reduction))
+            if call.records:
+                output, grads = call.step(turn)
+            else:
+                output, _ = call.forward(turn)
+        # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
+        if call.records:
             deliver(call.leaves, grads)
         return StepResult(call.loss(), output)
 
-    def _call(self, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts | None) -> Call:
-        rows = count_batch_rows(x, "the batch")
-        sizes = microbatch_sizes(rows, self.chunks)
-        for name, value in inputs.items():
-            _check_rows(value, rows, f"the keyword input {name!r}")
-        m = len(sizes)
+    def _call(self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts | None) -> Call:
+        ambient = Ambient.take()
+        facts = turn.agree(lambda: self._facts(x, inputs, ambient))
+        rows, m = sum(facts.sizes), len(facts.sizes)
+        self._check_inputs(facts, inputs, rows)
         recompute = _recomputed(self.checkpoint, len(self._stages), m)
-        plan = Plan(Ambient.take(), self._seed, self._steps, m, recompute, self._schedules.splits_backward)
+        plan = Plan(ambient, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
+        if plan.records != facts.records:
+            raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
+        last = len(self._stages) - 1
+        runs = {}
+        for stage in (self._stages[j] for j in self._here):
+            at_end = _make_head(head, facts.sizes, rows, stage) if head and stage.index == last else None
+            runs[stage.index] = StageRun(_with_keywords(stage, inputs), plan, at_end)
+        lowered = self._lowered(m, recompute if plan.records else frozenset())
+        given = Inputs(x if 0 in self._here else None, inputs, facts.sizes)
+        return Call(
+            self._engine,
+            runs,
+            lowered.actions,
+            given,
+            plan.records,
+            observed=self._observed,
+            ties=self._ties,
+            anchor=self._anchor,
+        )
+
+    def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
+        sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
         self._steps += 1
-        stages = [_with_keywords(stage, inputs) for stage in self._stages]
-        taken = {name for stage in stages for names in stage.keywords.values() for name in names}
+        return Facts(self._steps - 1, self._seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+
+    def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
+        taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
         for name in inputs:
-            if name not in taken:
+            if not any(name in names for names in taken.values()):
                 raise ValueError(
                     f"no layer's forward has a parameter named {name!r}; layers take keyword inputs by name"
                 )
-        last = len(stages) - 1
-        runs = {
-            stage.index: StageRun(stage, plan, _make_head(head, sizes, rows, stage) if head and j == last else None)
-            for j, stage in enumerate(stages)
-        }
-        lowered = self._lowered(m, recompute if plan.records else frozenset())
-        return Call(self._engine, runs, lowered.actions, Inputs(x, inputs, sizes), plan.records)
+            _check_rows(inputs[name], rows, f"the keyword input {name!r}")
+        for layer in (layer for j in self._here for layer in self._stages[j].layers):
+            for name in taken[layer.name]:
+                if name not in inputs:
+                    raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
+
+    def _layers(self) -> list[Layer]:
+        return [layer for stage in self._stages for layer in stage.layers]
 
     def _lowered(self, m: int, recompute: frozenset[tuple[int, int]]) -> Lowered:
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
         return self._schedules.of(m).with_transfers(skips, recompute)
 
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all stages' gradients so that their norm, taken as one vector's, is at most ``max_norm``.
+
+        Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
+
+        Returns:
+            The norm before, a tensor of no dimensions, the same on every rank.
+        """
+        with self._engine.turn("clip_grad_norm") as turn:
+            elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
+            grads = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in grads]
+            shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
+        # The norm of all parameters' norms, in their order: to the last bit what the unsplit module gives.
+        found = [share for share in shares if share is not None and share.numel()]
+        total = torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+        """The optimizer's state of each of this process's parameters, by the parameter's name in the unsplit module.
+
+        It fits any other split: ``load_optimizer_state_dict`` takes what it finds of its own parameters.
+        """
+        states = {id(parameter): state for parameter, state in optimizer.state.items()}
+        return {name: dict(states[id(p)]) for name, p in self.named_parameters() if id(p) in states}
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        """Puts what ``optimizer_state_dict`` gave, here or on ranks with another split, into ``optimizer``.
+
+        Raises:
+            ValueError: a trained parameter whose state is missing while others have one.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        mine = {name: parameter for name, parameter in self.named_parameters() if id(parameter) in trained}
+        missing = [name for name in mine if name not in state_dict]
+        if state_dict and missing:
+            raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
+        for name, parameter in mine.items():
+            if name in state_dict:
+                optimizer.state[parameter] = {key: _copied(value) for key, value in state_dict[name].items()}
+
+    def describe(self) -> str:
+        """A table of the stages: layers, parameters, and of the last call the times, boundary bytes and skips."""
+        title = (
+            f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
+            "times and bytes of the last call, bytes a microbatch"
+        )
+        return describe(self._stages, self._schedules.rank_of, self._observed, title)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Loads this rank's part of ``state_dict``; names that lie on other ranks are left out."""
+        mine = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
+        keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
+        return keys
+
     def close(self) -> None:
-        """Ends the worker threads. The pipe stays usable: the next call starts new ones."""
+        """Ends the worker threads. In one process the pipe stays usable: the next call starts new ones."""
         self._engine.close()
 
     def __enter__(self) -> Pipe:
@@ -211,6 +331,37 @@ class Pipe(nn.Module):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+_NORMS = -1
+"""Where shares of the gradients' norm stand among those of tied parameters, which count from 0."""
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _find_balance(
+    by: str,
+    module: nn.Module,
+    sample: Structure,
+    schedule: str | Schedule,
+    places: int | None,
+    group: dist.ProcessGroup | None,
+) -> list[int]:
+    finders = {"time": balance_by_time, "size": balance_by_size}
+    if by not in finders:
+        raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
+    if sample is None or places is None:
+        raise ValueError(f"balance={by!r} needs sample= (a batch like a microbatch), and devices= or process_group=")
+    name = schedule if isinstance(schedule, str) else schedule.name
+    n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
+    if group is None:
+        return finders[by](n, module, sample)
+    # Measured on one rank, as all must cut alike.
+    found = torch.tensor(finders[by](n, module, sample) if dist.get_rank(group) == 0 else [0] * n)
+    dist.broadcast(found, group=group, group_src=0)
+    return [int(size) for size in found]
 
 
 _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction]
@@ -226,8 +377,8 @@ def _check_choices(chunks: int, checkpoint: str) -> None:
 class _Schedules:
     """The schedule of a pipe, for each number of microbatches that its batches make."""
 
-    def __init__(self, given: str | Schedule, stages: int, ranks: int | None) -> None:
-        name = given if isinstance(given, str) else given.name
+    def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
+        self.name = name = given if isinstance(given, str) else given.name
         self._given = None if isinstance(given, str) else given
         if self._given is not None:
             if self._given.stages != stages:
@@ -237,6 +388,11 @@ class _Schedules:
             wanted = default_ranks(name, stages)
         else:
             wanted = ranks
+        if exactly and ranks != wanted:
+            raise ValueError(
+                f"{stages} stages under {name} take {wanted} ranks, the process group has {ranks}; make the balance "
+                "as long as the group, or a multiple for Interleaved1F1B and ZBV"
+            )
         if ranks is not None and ranks < wanted:
             raise ValueError(
                 f"{stages} stages under {name} take {wanted} devices, got {ranks}; name more (CPU may be named "
@@ -256,15 +412,65 @@ class _Schedules:
         return self._made[m]
 
 
+def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
+    """How many ranks there are to lie on; ``None`` if nobody says."""
+    if group is None:
+        return None if devices is None else len(devices)
+    size = dist.get_world_size(group)
+    if devices is not None and len(devices) != size:
+        raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")
+    return size
+
+
+def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential:
+    """The layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
+    root = nn.Sequential().train(module.training)
+    for layer in (layer for layers in stages for layer in layers):
+        *path, name = layer.name.split(".")
+        parent: nn.Module = root
+        for step in path:
+            if step not in parent._modules:
+                parent.add_module(step, nn.Sequential())
+            parent = parent.get_submodule(step)
+        parent._modules[name] = layer.module
+    return root
+
+
+def _find_ties(
+    split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine
+) -> list[tuple[nn.Parameter, list[int]]]:
+    """The parameters that this rank and others use, with those ranks; all get the first one's values."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for j, layers in enumerate(split):
+        for layer in layers:
+            for parameter in layer.module.parameters():
+                ranks.setdefault(parameter, set()).add(rank_of[j])
+    tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
+    for parameter, users in tied:
+        values = parameter.detach().cpu()
+        dist.broadcast(values, group=engine.group, group_src=users[0])
+        if engine.rank in users:
+            parameter.data.copy_(values)
+    return [(parameter, users) for parameter, users in tied if engine.rank in users and parameter.requires_grad]
+
+
 def _place(
-    split: Sequence[Sequence[Layer]], rank_of: Sequence[int], devices: Sequence[torch.device | str] | None
+    split: Sequence[Sequence[Layer]],
+    rank_of: Sequence[int],
+    devices: Sequence[torch.device | str] | None,
+    here: Sequence[int],
 ) -> list[Stage]:
-    places = _default_devices(split, max(rank_of) + 1) if devices is None else [torch.device(name) for name in devices]
+    if devices is not None:
+        places = [torch.device(name) for name in devices]
+    elif len(here) < len(split):
+        places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
+    else:
+        places = _default_devices(split, max(rank_of) + 1)
     routes, shared = route_skips(split), shared_skips(split)
     stages = []
     for j, layers in enumerate(split):
         device = places[rank_of[j]]
-        for layer in layers:
+        for layer in layers if j in here else ():
             refuse_undrawable(layer.name, layer.module, device)
             layer.module.to(device)
         sources: dict[int, tuple[Route, ...]] = {source: names for (source, k), names in routes.items() if k == j}
@@ -277,9 +483,13 @@ def _place(
     return stages
 
 
+def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
+    parameters = (parameter for layers in stages for layer in layers for parameter in layer.module.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
 def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch.device]:
-    tensors = (tensor for layers in split for layer in layers for tensor in layer.module.parameters())
-    if next((tensor.is_cuda for tensor in tensors), False):
+    if _device_of(split).type == "cuda":
         available = torch.cuda.device_count()
         if available < count:
             raise ValueError(f"{count} stages need {count} CUDA devices, there are {available}; name devices= to share")

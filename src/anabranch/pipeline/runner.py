@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import cast
+
+from torch import Tensor
 
 from anabranch.events import fault_point, report
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Link, Message
+from anabranch.pipeline.packet import Packet
 from anabranch.pipeline.stage import OUTSIDE, GradientMessages, Messages, StageRun
 
 __all__ = ["Failure", "Runner", "phase_of"]
@@ -48,6 +53,7 @@ class Runner:
         self._keep = keep
         self._in: dict[Action, dict[int, Message]] = {}
         self._out: dict[Action, dict[int, Message]] = {}
+        self.observed = Observed()
         self.outputs: dict[int, Message] = {}
         self.input_gradients: dict[tuple[int, int], Message] = {}
 
@@ -70,8 +76,16 @@ class Runner:
             case Kind.SEND_F | Kind.SEND_B:
                 self._link.send(action, self._out[_computing(action)].pop(_peer(action)))
             case _:
+                started = perf_counter()
                 with _watched(action):
                     self._compute(action)
+                place = action.stage, phase_of(action)
+                self.observed.seconds[place] = self.observed.seconds.get(place, 0.0) + perf_counter() - started
+
+    def _note_sizes(self, stage: int, outputs: Mapping[int, Message]) -> None:
+        sizes = self.observed.sent_bytes
+        for target, message in outputs.items():
+            sizes[stage, target] = max(sizes.get((stage, target), 0), _bytes(message))
 
     def _compute(self, action: Action) -> None:
         run, i = self._runs[action.stage], action.microbatch
@@ -82,6 +96,7 @@ class Runner:
                     inputs[OUTSIDE] = self._outside[action.stage][i]
                 outputs = cast(dict[int, Message], run.forward(i, cast(Messages, inputs)))
                 self._out[action] = outputs
+                self._note_sizes(action.stage, outputs)
                 if OUTSIDE in outputs:
                     self.outputs[i] = outputs.pop(OUTSIDE)
             case Kind.R:
@@ -96,6 +111,11 @@ class Runner:
                     self.input_gradients[action.stage, i] = answers.pop(OUTSIDE)
             case Kind.W:
                 run.weights(i, keep=self._keep)
+
+
+def _bytes(message: Message) -> int:
+    leaves = (leaf for packet in message if isinstance(packet, Packet) for leaf in packet.leaves)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _computing(transfer: Action) -> Action:

@@ -34,10 +34,22 @@ from anabranch.pipeline.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.weight_split import SplitBackward
 from anabranch.tensors import Structure
 
-__all__ = ["GradientMessages", "Head", "Messages", "Plan", "Stage", "StageRun"]
+__all__ = ["GradientMessages", "Habits", "Head", "Messages", "Plan", "Stage", "StageRun"]
 
 OUTSIDE = -1
 """In the place of a stage: the caller, who gives the inputs and takes the output."""
+
+
+@dataclass(slots=True)
+class Habits:
+    """What a stage has been seen to do.
+
+    Attributes:
+        changes_inputs: whether its layers work in place on what it gets, so that running it again takes a copy;
+            ``None`` before its first forward.
+    """
+
+    changes_inputs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class Stage:
         device: where.
         sources: for each stage it gets something from (``OUTSIDE`` for the caller), what.
         targets: for each stage it sends something to, what.
+        habits: what it has been seen to do.
         shared: the skips that several modules pop, in this stage or others.
         keywords: for layers (by name) that take keyword inputs of this call, which.
     """
@@ -60,6 +73,7 @@ class Stage:
     sources: Mapping[int, tuple[Route, ...]]
     targets: Mapping[int, tuple[Route, ...]]
     shared: frozenset[SkipName] = frozenset()
+    habits: Habits = field(default_factory=lambda: Habits())
     keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -129,8 +143,9 @@ class StageRun:
         here = _Pass()
         if recompute:
             here.buffers = self._buffers.snapshot()
-            here.inputs = {source: [packet.cloned() for packet in packets] for source, packets in inputs.items()}
-        outputs = self._run(i, inputs, here)
+            outputs = self._run_keeping_inputs(i, inputs, here)
+        else:
+            outputs = self._run(i, inputs, here)
         if recompute:
             here.boxes, here.edges, here.loss_edge = {}, {}, None
         if self.plan.records:
@@ -141,11 +156,29 @@ class StageRun:
                 norm.commit()
         return outputs
 
+    def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
+        """Runs forward, and keeps in ``here`` the inputs as they were: copies only where layers change them."""
+        habits = self.stage.habits
+        copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
+        before = _versions(inputs)
+        outputs = self._run(i, inputs, here)
+        changed = _versions(inputs) != before
+        if changed and habits.changes_inputs is False:
+            raise RuntimeError(
+                f"stage {self.stage.index} works in place on its input in some calls but not in all, so it cannot run "
+                'forward again; make its first operation out of place, or use checkpoint="never"'
+            )
+        habits.changes_inputs = habits.changes_inputs or changed
+        here.inputs = copies if habits.changes_inputs else inputs
+        return outputs
+
     def recompute(self, i: int) -> None:
         """Runs microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
         here = self._passes[i]
+        # Copied once more: another backward, with retain_graph, would start from them again.
+        inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing():
-            self._run(i, here.inputs, here)
+            self._run(i, inputs, here)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -340,6 +373,14 @@ class _BufferSlots:
         finally:
             for (module, name), original in zip(self._slots, originals, strict=True):
                 module._buffers[name] = original
+
+
+def _clone_all(inputs: Messages) -> Messages:
+    return {source: [packet.cloned() for packet in packets] for source, packets in inputs.items()}
+
+
+def _versions(inputs: Messages) -> list[int]:
+    return [version for packets in inputs.values() for packet in packets for version in packet.versions()]
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

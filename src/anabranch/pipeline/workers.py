@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from anabranch.transport import Deadline
+from anabranch.deadline import Deadline
 
 __all__ = ["Workers"]
 

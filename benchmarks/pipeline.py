@@ -1,0 +1,207 @@
+"""P6 and P7: pipelines across two processes and in one, against one thread, torch's own, and the simulator's word.
+
+::
+
+    python benchmarks/pipeline.py threads                           two CPU stages in one process, against nn.Sequential
+    anabranch run --workers 2 benchmarks/pipeline.py ranks          two processes, against torch.distributed.pipelining
+    python benchmarks/pipeline.py simulator                         stages that sleep, against the simulated clock
+
+The model is 8 x (Linear 1024 + ReLU) on 2048 rows, one thread a stage, nothing recomputed. The reference is the plain
+module on the whole batch in one thread; the same microbatches one after the other stand beside it. A speed-up is the
+reference's time divided by the side's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measure import alternate, compare, machine, report
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import anabranch as ab
+from anabranch.events import Event, subscribe
+from anabranch.pipeline import make_schedule, simulate
+
+WIDTH, LAYERS = 1024, 8
+STAGES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZB1P": 2, "ZBV": 4}
+TORCH = {
+    "GPipe": (schedules.ScheduleGPipe, 2),
+    "1F1B": (schedules.Schedule1F1B, 2),
+    "Interleaved1F1B": (schedules.ScheduleInterleaved1F1B, 4),
+    "InterleavedZeroBubble": (schedules.ScheduleInterleavedZeroBubble, 4),
+    "ZBVZeroBubble": (schedules.ScheduleZBVZeroBubble, 4),
+    "DualPipeV": (schedules.ScheduleDualPipeV, 4),
+}
+Side = Callable[[], object]
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
+
+
+def plain_sides(x: Tensor, target: Tensor, m: int) -> dict[str, Side]:
+    model = nn.Sequential(*layers())
+
+    def whole() -> None:
+        model.zero_grad()
+        F.mse_loss(model(x), target).backward()
+
+    def parts() -> None:
+        model.zero_grad()
+        for part, wanted in zip(x.chunk(m), target.chunk(m), strict=True):
+            (F.mse_loss(model(part), wanted) / m).backward()
+
+    return {"one thread": whole, f"one thread, {m} microbatches": parts}
+
+
+def our_side(pipe: ab.Pipe, x: Tensor, target: Tensor) -> Side:
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.step(x, target, loss=F.mse_loss)
+
+    return step
+
+
+def ours(x: Tensor, target: Tensor, m: int, **where: object) -> dict[str, Side]:
+    sides = {}
+    for name, stages in STAGES.items():
+        balance = [LAYERS // stages] * stages
+        pipe = ab.Pipe(nn.Sequential(*layers()), balance, chunks=m, checkpoint="never", schedule=name, **where)
+        sides[f"Pipe {name}"] = our_side(pipe, x, target)
+    return sides
+
+
+def torch_side(name: str, x: Tensor, target: Tensor, m: int) -> Side:
+    make, n = TORCH[name]
+    rank, size = dist.get_rank(), LAYERS // n
+    here = [rank, n - 1 - rank] if name in ("ZBVZeroBubble", "DualPipeV") else list(range(rank, n, 2))
+    parts = [nn.Sequential(*layers()[j * size : (j + 1) * size]) for j in here]
+    stages = [PipelineStage(part, j, n, torch.device("cpu")) for part, j in zip(parts, here, strict=True)]
+    schedule = make(stages if n > 2 else stages[0], m, loss_fn=F.mse_loss)
+
+    def step() -> None:
+        for part in parts:
+            part.zero_grad()
+        last = {"target": target, "losses": []} if n - 1 in here else {}
+        schedule.step(*([x] if 0 in here else []), **last)
+
+    return step
+
+
+def ranks(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
+    group = dist.group.WORLD
+    sides: dict[str, Side] = {}
+    for name, side in plain_sides(x, target, m).items():
+        sides[name] = side if dist.get_rank() == 0 else lambda: None
+    for name in TORCH:
+        try:
+            sides[f"torch {name}"] = torch_side(name, x, target, m)
+        except ValueError as error:
+            print(f"torch {name} does not run {m} microbatches: {error}")
+    sides |= ours(x, target, m, process_group=group)
+    # A side ends on both ranks before the next begins, so that the clock of rank 0 is everyone's.
+    closed = {name: (lambda side=side: (side(), dist.barrier())) for name, side in sides.items()}
+    return compare(alternate(closed, rounds=rounds, calls=1, before=dist.barrier), "one thread")
+
+
+def threads(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
+    sides = plain_sides(x, target, m) | ours(x, target, m, devices=["cpu", "cpu"])
+    return compare(alternate(sides, rounds=rounds, calls=1), "one thread")
+
+
+class Sleep(nn.Module):
+    """Takes a fixed time forward and twice that backward, and computes nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.weight, self.seconds)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, grad.sum(), None
+
+
+def simulated(m: int, rounds: int, seconds: float = 0.02) -> dict[str, dict[str, float]]:
+    """How far the clock is off the simulated one, in time and in bubble, for schedules that do not split backward."""
+    found = {}
+    for name, n in (("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 8)):
+        model = nn.Sequential(*[Sleep(seconds) for _ in range(n)])
+        expected = simulate(make_schedule(name, n, m, ranks=4))
+        x = torch.zeros(m, 1)
+        events: list[Event] = []
+        spans = []
+        with ab.Pipe(model, [1] * n, devices=["cpu"] * 4, chunks=m, checkpoint="never", schedule=name) as pipe:
+            for _ in range(rounds + 1):
+                events.clear()
+                with subscribe(events.append):
+                    pipe.step(x, x, loss=F.mse_loss)
+                spans.append(events[-1].time - events[0].time)
+        span = min(spans[1:])
+        found[name] = {
+            "median_ms": 1e3 * sorted(spans[1:])[rounds // 2],
+            "minimum_ms": 1e3 * span,
+            "ratio_of_medians": sorted(spans[1:])[rounds // 2] / (seconds * expected.makespan),
+            "median_of_ratios": span / (seconds * expected.makespan),
+        }
+    return found
+
+
+def with_speed_up(results: dict[str, dict[str, float]], m: int) -> None:
+    ideal = 2 * m / (m + 1)
+    for name, figures in results.items():
+        speed_up = 1 / figures["median_of_ratios"]
+        print(f"m={m} {name}: {speed_up:.2f}x one thread, {100 * speed_up / ideal:.0f} % of {ideal:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["threads", "ranks", "simulator"])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = machine()
+    if arguments.what == "ranks":
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    x, target = torch.randn(2, arguments.rows, WIDTH)
+    results = {}
+    for m in arguments.microbatches:
+        if arguments.what == "simulator":
+            results[f"m={m}"] = simulated(m, arguments.rounds)
+        else:
+            results[f"m={m}"] = (ranks if arguments.what == "ranks" else threads)(x, target, m, arguments.rounds)
+    if arguments.what != "ranks" or dist.get_rank() == 0:
+        report(f"pipeline_{arguments.what}", before, results, arguments.out)
+        if arguments.what != "simulator":
+            for m, found in zip(arguments.microbatches, results.values(), strict=True):
+                with_speed_up(found, m)
+    if arguments.what == "ranks":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""The ranks of a pipeline in processes of their own: ``torch.distributed`` point-to-point, in turns.
+
+A *turn* is what all ranks do together: a forward, its backward, a step. Between two ranks messages of a turn travel in
+order, and the last one is its end, which says ``done`` or why not::
+
+    rank 0   facts ──> data ──> data ──> end(done)
+    rank 1   ............... data ──> end(fault)          a failing rank ends its turn early, towards everyone
+    rank 2   .................... data ──> end(fault)     and one that hears of it passes it on
+
+So a receiver always knows whether another message is owed: it stops at the end of the turn, and whatever happened, both
+sides are at the same place in the stream when the next turn begins. Nobody has done a turn before everyone has.
+
+gloo frees no waiting receive, so no thread that must go on ever waits in one: each peer has a thread that receives and
+one that sends. Waiting for what they bring has a deadline, and looks at the peers' heartbeats meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import PeerLost, PipelineError
+from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.exchange import Aborted, Message
+from anabranch.pipeline.local import annotate
+from anabranch.pipeline.runner import Failure, Runner, phase_of
+from anabranch.pipeline.stage import StageRun
+from anabranch.pipeline.wire import (
+    HEADER_BYTES,
+    Facts,
+    Fault,
+    Header,
+    decode_header,
+    empty_for,
+    encode_header,
+    pack,
+    unpack,
+)
+from anabranch.transport.beats import Beats, Identity
+
+__all__ = ["RankEngine", "RankTurn"]
+
+_IDLE_SECONDS = 60.0
+_IDENTITY_BYTES = 256
+_FAREWELL_SECONDS = 0.5
+_FIRST_TAG = 0x70697065
+# Pipes on one group keep apart by their tags; ranks make them in the same order.
+_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+class _Inbox:
+    """What has arrived in the current turn, from whichever receiving thread."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self.changed = threading.Condition()
+        self.owed = dict.fromkeys(peers, 0)
+        self.closed = False
+        self.lost: dict[int, str] = {}
+        self._turn = 0
+        self.begin(0)
+
+    def begin(self, turn: int) -> None:
+        """Forgets the turn before; from each peer one more end is owed."""
+        with self.changed:
+            self._turn = turn
+            self.data: dict[tuple[str, int, int, int], Message] = {}
+            self.shares: dict[tuple[int, int], Tensor | None] = {}
+            self.facts: tuple[str, Facts] | None = None
+            self.ended: set[int] = set()
+            self.fault: Fault | None = None
+            for peer in self.owed:
+                self.owed[peer] += turn > 0
+            self.changed.notify_all()
+
+    def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        """Takes in a message; one of an earlier turn only counts if it is an end."""
+        with self.changed:
+            if header.kind == "end":
+                self.owed[peer] -= 1
+            if header.turn == self._turn:
+                self._take(peer, header, tensors)
+            self.changed.notify_all()
+
+    def _take(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        match header.kind:
+            case "end":
+                self.ended.add(peer)
+                self.fault = self.fault or header.fault
+            case "facts":
+                assert header.facts is not None
+                self.facts = header.operation, header.facts
+            case "share":
+                self.shares[header.stage, peer] = tensors[0] if tensors else None
+            case kind:
+                key = (kind, header.stage, header.peer, header.microbatch)
+                self.data[key] = unpack(Kind(kind), header.body, tensors)
+
+    def lose(self, peer: int, why: str) -> None:
+        """Notes that nothing more will come from ``peer``."""
+        with self.changed:
+            self.lost[peer] = why
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+_Outgoing = list[Tensor] | threading.Event | None
+"""What a sending thread is given: the tensors of a message, an event to set when it gets there, or its end."""
+
+
+class _Pair:
+    """The threads that send to and receive from one peer."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox) -> None:
+        self.outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
+        for work, arguments in ((_send_all, (self.outgoing,)), (_receive_all, ())):
+            name = f"anabranch-pipeline-{work.__name__[1:5]}-{peer}"
+            everything = (group, peer, tag, inbox, *arguments)
+            threading.Thread(target=work, args=everything, name=name, daemon=True).start()
+
+
+def _send_all(
+    group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox, outgoing: queue.SimpleQueue[_Outgoing]
+) -> None:
+    while True:
+        try:
+            tensors = outgoing.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            continue
+        if tensors is None:
+            return
+        if isinstance(tensors, threading.Event):
+            tensors.set()
+            continue
+        try:
+            for tensor in tensors:
+                dist.send(tensor, group=group, group_dst=peer, tag=tag)
+        except Exception as error:  # noqa: BLE001 - raised as PeerLost in the thread that waits for this peer
+            inbox.lose(peer, f"sending to it failed: {error}")
+            return
+        del tensors
+
+
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox) -> None:
+    def receive(into: Tensor) -> None:
+        dist.recv(into, group=group, group_src=peer, tag=tag)
+
+    while True:
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
+            if inbox.closed:
+                return
+            if not inbox.owed[peer]:
+                continue
+        try:
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            receive(first)
+            header = decode_header(first, receive)
+            tensors, parts = empty_for(header.tensors)
+            for part in parts:
+                receive(part)
+            inbox.deliver(peer, header, tensors)
+            del tensors, parts
+        except Exception as error:  # noqa: BLE001 - as above
+            inbox.lose(peer, f"receiving from it failed: {error}")
+            return
+
+
+class RankEngine:
+    """Runs this rank's actions in the calling thread, and speaks with the other ranks of ``group``.
+
+    Making one is a collective: every rank of the group makes its own.
+
+    Args:
+        group: the ranks, in the order of the schedule's; its backend must carry CPU tensors, as gloo does.
+        rank_of: the rank of each stage.
+        timeout: seconds that a turn may take.
+        heartbeat: seconds after which a rank seen stopped twice is lost.
+
+    Raises:
+        ValueError: the group's backend carries no CPU tensors.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank_of: tuple[int, ...], timeout: float, heartbeat: float = 1.0
+    ) -> None:
+        if "gloo" not in str(dist.get_backend_config(group)):
+            raise ValueError(
+                f"a pipeline's group must carry CPU tensors, {dist.get_backend(group)} does not; give it "
+                'process_group=dist.new_group(backend="gloo")'
+            )
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._names = dist.get_process_group_ranks(group)
+        self._rank_of = rank_of
+        self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._turns = 0
+        self._peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._inbox = _Inbox(self._peers)
+        self._beats = Beats(
+            self._meet(), self.rank, store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
+        )
+        tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
+        self._pairs = {peer: _Pair(group, peer, tag, self._inbox) for peer in self._peers}
+        self._end = weakref.finalize(self, _end, self._inbox, list(self._pairs.values()), self._beats)
+        # Called at exit in reverse order, so before finalizers; see there.
+        atexit.register(_exit_without_the_lost, self._inbox)
+
+    def _meet(self) -> dict[int, Identity]:
+        text = Identity.of_this_process().encode().encode()
+        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
+        return {rank: Identity.decode(text) for rank, text in enumerate(texts)}
+
+    @contextmanager
+    def turn(self, operation: str) -> Iterator[RankTurn]:
+        """What all ranks do together; ends when all have done it, or with an error on each.
+
+        Raises:
+            BaseException: what a stage here raised, with a note of where.
+            PipelineError: another rank failed.
+            PeerLost: another rank is gone or stopped.
+            DeadlineExceeded: the turn took longer than the timeout.
+        """
+        self._turns += 1
+        self._inbox.begin(self._turns)
+        turn = RankTurn(self, self._turns, operation, Deadline.after(self._timeout))
+        try:
+            yield turn
+            turn.end(None)
+            turn.wait_for_all_ends()
+            self.flush(self._timeout)
+        except Aborted:
+            fault = self._inbox.fault
+            assert fault is not None
+            turn.end(fault)
+            raise _as_error(fault) from None
+        except Failure as failure:
+            turn.end(self._describe(failure.error, failure.action))
+            raise annotate(failure) from None
+        except BaseException as error:
+            turn.end(self._describe(error, None))
+            raise
+
+    def _describe(self, error: BaseException, action: Action | None) -> Fault:
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        text = "".join(traceback.format_exception(error))
+        where = (action.stage, action.microbatch, phase_of(action)) if action is not None else (None, None, None)
+        return Fault(self.rank_name(self.rank), name, str(error), text, *where)
+
+    def flush(self, seconds: float) -> None:
+        """Waits until what was handed to the sending threads is on its way: the process may end after this."""
+        deadline = Deadline.after(seconds)
+        for peer, pair in self._pairs.items():
+            sent = threading.Event()
+            pair.outgoing.put(sent)
+            while peer not in self._inbox.lost and not deadline.expired():
+                if sent.wait(min(0.05, seconds)):
+                    break
+
+    def rank_name(self, rank: int) -> int:
+        """The number in the job of a rank of the group."""
+        return self._names[rank]
+
+    def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Hands a message to the thread that sends to ``rank``."""
+        self._pairs[rank].outgoing.put([*encode_header(header), *tensors])
+
+    def wait(self, found: Callable[[], bool], deadline: Deadline, operation: str, peers: Sequence[int]) -> None:
+        """Waits for ``found()``, which looks at the inbox; ``peers`` are whom it waits for."""
+        inbox = self._inbox
+        while True:
+            with inbox.changed:
+                inbox.changed.wait_for(
+                    lambda: found() or bool(inbox.fault or inbox.lost), min(self._heartbeat / 2, deadline.remaining())
+                )
+                if found():
+                    return
+                if inbox.fault is not None:
+                    raise Aborted
+                lost = dict(inbox.lost)
+            lost |= self._beats.lost()
+            if lost:
+                raise self._peer_lost(lost, deadline, operation)
+            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
+
+    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
+        what = "; ".join(f"rank {self.rank_name(rank)} is lost: {why}" for rank, why in sorted(lost.items()))
+        who = self._show(sorted(lost))
+        return PeerLost(what, peer=who, operation=f"pipeline {operation}", elapsed=deadline.elapsed())
+
+    def _show(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {self.rank_name(rank)}" for rank in ranks)
+
+    @property
+    def inbox(self) -> _Inbox:
+        """What has arrived."""
+        return self._inbox
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks."""
+        return self._peers
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of ``stage``."""
+        return self._rank_of[stage]
+
+    def close(self) -> None:
+        """Ends the threads. Those still waiting for a peer end with the process group."""
+        self._end()
+
+
+def _exit_without_the_lost(inbox: _Inbox) -> None:
+    """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
+    if not inbox.lost and not any(inbox.owed.values()):
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+def _end(inbox: _Inbox, pairs: Sequence[_Pair], beats: Beats) -> None:
+    inbox.close()
+    for pair in pairs:
+        pair.outgoing.put(None)
+    beats.close()
+
+
+def _as_error(fault: Fault) -> PipelineError:
+    place = f" in stage {fault.stage}, microbatch {fault.microbatch}, {fault.phase}" if fault.phase else ""
+    return PipelineError(
+        f"rank {fault.rank} raised {fault.type_name}{place}: {fault.message}",
+        stage=fault.stage,
+        microbatch=fault.microbatch,
+        phase=fault.phase,
+        remote_type=fault.type_name,
+        remote_traceback=fault.traceback,
+    )
+
+
+class RankTurn:
+    """One turn, as one rank takes part in it; the link of its runner."""
+
+    def __init__(self, engine: RankEngine, number: int, operation: str, deadline: Deadline) -> None:
+        self._engine = engine
+        self._number = number
+        self._operation = operation
+        self._deadline = deadline
+        self._has_ended = False
+
+    def agree(self, make: Callable[[], Facts]) -> Facts:
+        """The call's facts, made on the rank of the first stage and told to all others."""
+        engine, source = self._engine, self._engine.rank_of(0)
+        if engine.rank == source:
+            facts = make()
+            for peer in engine.peers:
+                engine.send(peer, Header(self._number, self._operation, "facts", facts=facts))
+            return facts
+        self._wait(lambda: engine.inbox.facts is not None, "start", [source])
+        assert engine.inbox.facts is not None
+        operation, facts = engine.inbox.facts
+        if operation != self._operation:
+            raise RuntimeError(
+                f"rank {engine.rank_name(engine.rank)} runs the pipe's {self._operation} while rank "
+                f"{engine.rank_name(source)} runs its {operation}; every rank makes the same calls in the same order"
+            )
+        return facts
+
+    def run(
+        self,
+        runs: Mapping[int, StageRun],
+        actions: Sequence[Sequence[Action]],
+        outside: Mapping[int, Sequence[Message]],
+        *,
+        keep: bool = False,
+    ) -> Outcome:
+        """Carries out this rank's actions."""
+        runner = Runner(runs, outside, self, keep=keep)
+        try:
+            runner.run(actions[self._engine.rank])
+        except BaseException:
+            for run in runs.values():
+                run.abandon()
+            raise
+        outcome = Outcome()
+        outcome.observed = runner.observed
+        outcome.outputs, outcome.input_gradients = runner.outputs, runner.input_gradients
+        return outcome
+
+    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
+        """The tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
+        engine = self._engine
+        others = [rank for rank in ranks if rank != engine.rank]
+        _, described, parts = pack([[tensor]])
+        for rank in others:
+            engine.send(rank, Header(self._number, self._operation, "share", stage=index, tensors=described), parts)
+        shares = engine.inbox.shares
+        self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
+        return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
+
+    def send(self, action: Action, message: Message) -> None:
+        """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
+        engine = self._engine
+        assert action.peer is not None
+        rank = engine.rank_of(action.peer)
+        if rank == engine.rank:
+            with engine.inbox.changed:
+                engine.inbox.data[_key(action)] = message
+            return
+        spec, described, parts = pack(message)
+        stage, peer, i = action.stage, action.peer, action.microbatch
+        header = Header(self._number, self._operation, action.kind.value, stage, peer, i, spec, described)
+        engine.send(rank, header, parts)
+
+    def receive(self, action: Action) -> Message:
+        """Waits for what the action's peer sends."""
+        assert action.peer is not None
+        sent = Action(_SENT_AS[action.kind], action.peer, action.microbatch, action.stage)
+        data = self._engine.inbox.data
+        self._wait(lambda: _key(sent) in data, str(action), [self._engine.rank_of(action.peer)])
+        with self._engine.inbox.changed:
+            return data.pop(_key(sent))
+
+    def check(self) -> None:
+        """Raises ``Aborted`` once another rank's fault has arrived."""
+        if self._engine.inbox.fault is not None:
+            raise Aborted
+
+    def end(self, fault: Fault | None) -> None:
+        """Tells every peer that nothing more comes in this turn, and why; once."""
+        if not self._has_ended:
+            self._has_ended = True
+            for peer in self._engine.peers:
+                self._engine.send(peer, Header(self._number, self._operation, "end", fault=fault))
+            if fault is not None:
+                self._engine.flush(_FAREWELL_SECONDS)
+
+    def wait_for_all_ends(self) -> None:
+        """Waits until every peer has done its part."""
+        engine = self._engine
+        waiting = [peer for peer in engine.peers if peer not in engine.inbox.ended]
+        self._wait(lambda: len(engine.inbox.ended) == len(engine.peers), "end", waiting)
+        self.check()
+
+    def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
+        self._engine.wait(found, self._deadline, f"{self._operation} {what}", peers)
+
+
+_SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+
+
+def _key(action: Action) -> tuple[str, int, int, int]:
+    assert action.peer is not None
+    return action.kind.value, action.stage, action.peer, action.microbatch

@@ -1,0 +1,168 @@
+"""Messages between ranks: a small header of fixed size, then the tensors' bytes.
+
+The header says what follows, so shapes and dtypes may change from message to message and step to step. Values nest in
+dict, list and tuple; numbers, strings and ``None`` travel in the header. Nothing that arrives is ever evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from anabranch.pipeline.actions import Kind
+from anabranch.pipeline.exchange import Message
+from anabranch.pipeline.packet import Gradients, Packet
+from anabranch.tensors import Structure, flatten
+
+__all__ = ["Facts", "Fault", "Header", "decode_header", "empty_for", "encode_header", "pack", "unpack"]
+
+HEADER_BYTES = 1024
+"""Size of every header; what does not fit follows as a message of its own, of the size the header says."""
+
+_LENGTH_BYTES = 8
+
+
+class Facts(msgspec.Struct, array_like=True, frozen=True):
+    """What all ranks must know of a call before they start, as the first stage's rank says it."""
+
+    step: int
+    seed: int
+    sizes: list[int]
+    records: bool
+    keywords: list[str]
+
+
+class Fault(msgspec.Struct, array_like=True, frozen=True):
+    """What ended a call on the rank that sends this, or on the one it heard of first."""
+
+    rank: int
+    type_name: str
+    message: str
+    traceback: str
+    stage: int | None = None
+    microbatch: int | None = None
+    phase: str | None = None
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """What a message is: data of a sending action, the facts of a call, shares of tied gradients, or the turn's end."""
+
+    turn: int
+    operation: str
+    kind: str
+    stage: int = -1
+    peer: int = -1
+    microbatch: int = -1
+    body: object = None
+    tensors: list[tuple[str, list[int]]] = []
+    facts: Facts | None = None
+    fault: Fault | None = None
+
+
+def encode_header(header: Header) -> list[Tensor]:
+    """The header as one message, or two if it is long."""
+    data = msgspec.msgpack.encode(header)
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: HEADER_BYTES - _LENGTH_BYTES]
+    first[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+    rest = data[HEADER_BYTES - _LENGTH_BYTES :]
+    return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]
+
+
+def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
+    """The header that starts with ``first``; ``receive`` fills a tensor with what follows, if anything does."""
+    data = bytes(first.numpy())
+    length, body = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
+    if length > len(body):
+        rest = torch.empty(length - len(body), dtype=torch.uint8)
+        receive(rest)
+        body += bytes(rest.numpy())
+    return msgspec.msgpack.decode(body[:length], type=Header)
+
+
+_Spec: TypeAlias = object
+
+
+def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Tensor]]:
+    """A message as plain values for the header, its tensors' dtypes and shapes, and their bytes.
+
+    Raises:
+        TypeError: a value that only means something in this process; names its type.
+    """
+    tensors: list[Tensor] = []
+    specs = [
+        [_encode(part.structure(), tensors), list(part.needs_grad)]
+        if isinstance(part, Packet)
+        else _encode(part, tensors)
+        for part in message
+    ]
+    described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    return specs, described, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+
+
+def empty_for(described: list[tuple[str, list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of these dtypes and shapes, and the bytes to receive into them."""
+    tensors = [torch.empty(shape, dtype=_dtype(name)) for name, shape in described]
+    return tensors, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+
+
+def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
+    """The message of a sending action of ``kind``."""
+    assert isinstance(spec, list)
+    if kind is Kind.SEND_F:
+        packets: list[Packet] = []
+        for structure, needs_grad in spec:
+            leaves, treedef = flatten(_decode(structure, tensors))
+            packets.append(Packet(treedef, leaves, tuple(needs_grad)))
+        return packets
+    return cast(list[Gradients], [_decode(part, tensors) for part in spec])
+
+
+def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(f"a {value.layout} tensor cannot cross ranks; make it dense, or keep it within a stage")
+        tensors.append(value)
+        return ["t", len(tensors) - 1]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["v", value]
+    if type(value) is tuple or type(value) is list:
+        return ["u" if type(value) is tuple else "l", [_encode(item, tensors) for item in value]]
+    if type(value) is dict:
+        return ["d", [[key, _encode(item, tensors)] for key, item in value.items()]]
+    raise TypeError(
+        f"a {type(value).__qualname__} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
+        "list and tuple"
+        "and tuple"
+    )
+
+
+def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
+    assert isinstance(spec, list)
+    kind, content = spec
+    if kind == "t":
+        return tensors[content]
+    if kind == "v":
+        return content
+    if kind == "d":
+        return {key: _decode(item, tensors) for key, item in content}
+    items = [_decode(item, tensors) for item in content]
+    return tuple(items) if kind == "u" else items
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8).cpu()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype

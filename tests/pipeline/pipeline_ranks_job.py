@@ -1,0 +1,331 @@
+"""Run by every rank of a job: pipes across ranks against the unsplit module, and every way for one to fail.
+
+The first argument names what to do; each rank prints one line of JSON with what it found, or dies with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pipeline_models import LAYERS, close, reference, skipping_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.events import on_fault_point
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
+
+
+def balance_for(schedule: str) -> list[int]:
+    stages = WORLD * (2 if schedule in ("Interleaved1F1B", "ZBV") else 1)
+    sizes = [LAYERS // stages] * stages
+    sizes[0] += LAYERS - sum(sizes)
+    return sizes
+
+
+def make(model: nn.Sequential, schedule: str = "1F1B", **arguments: object) -> ab.Pipe:
+    arguments = {"chunks": 4, "schedule": schedule, **arguments}
+    return ab.Pipe(model, arguments.pop("balance", balance_for(schedule)), process_group=dist.group.WORLD, **arguments)
+
+
+def same_gradients(pipe: ab.Pipe, plain: nn.Module) -> None:
+    """This rank's parameters have the unsplit module's gradients; a tied one under whichever of its names."""
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
+    for name, parameter in pipe.named_parameters():
+        assert close(parameter.grad, expected[name]), name
+
+
+def exact() -> dict:
+    """Every schedule, checkpoint mode and size of batch; shapes change from step to step; the weight is tied."""
+    done = 0
+    for schedule, checkpoint in product(SCHEDULES, ["always", "except_last", "never"]):
+        torch.manual_seed(done)
+        model = skipping_model()
+        plain = reference(model)
+        with make(model, schedule, checkpoint=checkpoint) as pipe:
+            for rows in (7, 2, 1, 8):
+                x, target = torch.randn(2, rows, 5, dtype=torch.float64)
+                result = pipe.step(x if RANK == 0 else None, target, loss=F.mse_loss)
+                output = plain(x)
+                loss = F.mse_loss(output, target)
+                loss.backward()
+                here = result.loss is not None
+                assert here == ("9" in dict(pipe.module.named_children()))
+                assert not here or (close(result.loss, loss) and close(result.output, output))
+                same_gradients(pipe, plain)
+                ours = x.clone().requires_grad_()
+                theirs = x.clone().requires_grad_()
+                y = pipe(ours if RANK == 0 else None)
+                (y**2).sum().backward()
+                expected = plain(theirs)
+                (expected**2).sum().backward()
+                assert close(y, expected) if here else y.numel() == 0
+                assert RANK != 0 or close(ours.grad, theirs.grad)
+                same_gradients(pipe, plain)
+                with torch.no_grad():
+                    y = pipe(x if RANK == 0 else None)
+                    assert not y.requires_grad
+                    assert close(y, plain(x)) if here else y.numel() == 0
+                done += 1
+    return {"done": done}
+
+
+def random_numbers() -> dict:
+    """The same numbers are drawn as in one process."""
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5) + torch.rand_like(x)
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4), nn.RReLU(), Noisy()).double()
+    alone = reference(model)
+    torch.manual_seed(100 + RANK)  # the first rank's seed holds for all
+    sizes = [3, 2] if WORLD == 2 else [2, 1, 2]
+    x, target = torch.ones(2, 6, 4, dtype=torch.float64)
+    with (
+        make(model, balance=sizes, checkpoint="always") as pipe,
+        ab.Pipe(alone, sizes, chunks=4, schedule="1F1B", seed=100) as other,
+    ):
+        for _ in range(3):
+            pipe.step(x, target, loss=F.mse_loss)
+            other.step(x, target, loss=F.mse_loss)
+    same_gradients(pipe, alone)
+    return {}
+
+
+def clipping_and_checkpoints() -> dict:
+    """Clipping over all stages; state saved under one split and loaded under another, optimizer's included."""
+    torch.manual_seed(0)
+    model = skipping_model()
+    plain = reference(model)
+    pipe = make(model)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.01)
+
+    def train(pipe: ab.Pipe, optimizer: torch.optim.Optimizer) -> None:
+        x, target = torch.randn(2, 6, 5, dtype=torch.float64)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        pipe.step(x, target, loss=F.mse_loss)
+        F.mse_loss(plain(x), target).backward()
+        norm = pipe.clip_grad_norm(0.1)
+        assert close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        same_gradients(pipe, plain)
+        optimizer.step()
+        expected.step()
+
+    train(pipe, optimizer)
+    train(pipe, optimizer)
+    shares = [pipe.state_dict(), pipe.optimizer_state_dict(optimizer)]
+    names = sorted(model.state_dict())
+    directory = Path(sys.argv[2])
+    flat = {f"{name}|{key}": value for name, state in shares[1].items() for key, value in state.items()}
+    save_file({name: tensor.clone() for name, tensor in shares[0].items()}, directory / f"model-{RANK}")
+    save_file(flat, directory / f"optimizer-{RANK}")
+    pipe.close()
+    dist.barrier()
+    whole: dict = {}
+    states: dict = {}
+    for rank in range(WORLD):
+        whole |= load_file(directory / f"model-{rank}")
+        for name, value in load_file(directory / f"optimizer-{rank}").items():
+            states.setdefault(name.split("|")[0], {})[name.split("|")[1]] = value
+    assert sorted(whole) == names
+
+    torch.manual_seed(77)
+    again = make(skipping_model(), "ZB1P", balance=[10, 1] if WORLD == 2 else [1, 5, 5])
+    again.load_state_dict(whole)
+    other = torch.optim.Adam(again.parameters(), lr=0.01)
+    again.load_optimizer_state_dict(other, states)
+    torch.manual_seed(5)
+    train(again, other)
+    expected_parameters = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in again.named_parameters():
+        assert close(parameter, expected_parameters[name]), name
+    again.close()
+    return {}
+
+
+def step(pipe: ab.Pipe, x: Tensor, target: Tensor) -> None:
+    pipe.step(x, target, loss=F.mse_loss)
+
+
+def call_and_backward(pipe: ab.Pipe, x: Tensor, _: Tensor) -> None:
+    pipe(x).sum().backward()
+
+
+def raised_by(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - looked at by the caller
+        return error
+    raise AssertionError("nothing was raised")
+
+
+class Stop(BaseException):
+    """Not even an Exception."""
+
+
+def failures() -> dict:
+    """A stage fails at every (stage, microbatch, phase): its rank raises the original, the others a PipelineError."""
+    longest = 0.0
+    tried = 0
+    for schedule in ("1F1B", "ZBV"):
+        torch.manual_seed(0)
+        pipe = make(skipping_model(), schedule, chunks=2, checkpoint="always", timeout=30.0)
+        x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+        pipe.step(x, target, loss=F.mse_loss)
+        good = [parameter.grad.clone() for parameter in pipe.parameters()]
+        rank_of = list(range(WORLD)) if schedule == "1F1B" else [*range(WORLD), *reversed(range(WORLD))]
+        phases = ["forward", "recompute", "backward"] + (["weight"] if schedule == "ZBV" else [])
+        for stage, microbatch, phase in product(range(len(rank_of)), range(2), phases):
+            error = (ZeroDivisionError, Stop, KeyboardInterrupt)[tried % 3]
+
+            def fail(name: str, point: str = f"pipeline.{phase}.{stage}.{microbatch}", error: type = error) -> None:
+                if name == point:
+                    raise error("here")
+
+            pipe.zero_grad()
+            for call in (partial(step, pipe), partial(call_and_backward, pipe)):
+                dist.barrier()
+                started = time.monotonic()
+                with on_fault_point(fail):
+                    caught = raised_by(partial(call, x, target))
+                longest = max(longest, time.monotonic() - started)
+                tried += 1
+                if rank_of[stage] == RANK:
+                    assert isinstance(caught, error)
+                    assert caught.__notes__ == [f"in stage {stage}, microbatch {microbatch}, {phase}"]
+                else:
+                    assert isinstance(caught, ab.PipelineError)
+                    assert (caught.stage, caught.microbatch, caught.phase) == (stage, microbatch, phase)
+                    assert caught.remote_type.endswith(error.__name__)
+                    assert f"{error.__name__}: here" in caught.remote_traceback
+                    assert "here" in str(caught)
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.step(x, target, loss=F.mse_loss)
+        for parameter, grad in zip(pipe.parameters(), good, strict=True):
+            assert torch.equal(parameter.grad, grad)
+        pipe.close()
+    return {"longest": longest, "tried": tried}
+
+
+def mistakes() -> dict:
+    """Mistakes of one rank's caller reach the others too, and the pipe works afterwards."""
+    pipe = make(skipping_model(), timeout=20.0)
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    last = WORLD - 1
+
+    def expect(call: Callable[[], object], at: int, error: type, message: str) -> None:
+        caught = raised_by(call)
+        assert isinstance(caught, error if at == RANK else ab.PipelineError), caught
+        assert message in str(caught), caught
+        step(pipe, x, target)
+
+    expect(lambda: pipe(torch.zeros(())), 0, ValueError, "have no rows")
+    expect(
+        lambda: pipe.step(x, target[: 4 - (last == RANK)], loss=F.mse_loss), last, ValueError, "the target has 3 rows"
+    )
+    expect(lambda: pipe.step(x, target, loss=lambda y, t: y), last, ValueError, "one number a microbatch")
+    expect(lambda: step(pipe, x, target) if last == RANK else pipe(x), last, RuntimeError, "in the same order")
+
+    def call_in_some_mode() -> None:
+        with torch.set_grad_enabled(last != RANK):
+            pipe(x)
+
+    expect(call_in_some_mode, last, ValueError, "call it in one mode on all")
+    pipe.close()
+
+    class Alien(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return {x}
+
+    pipe = make(nn.Sequential(Alien(), *[nn.Identity() for _ in range(last)]), balance=[1] * WORLD)
+    for _ in range(2):
+        caught = raised_by(partial(pipe, x))
+        assert isinstance(caught, TypeError if RANK == 0 else ab.PipelineError)
+        assert "a set cannot cross ranks" in str(caught)
+    pipe.close()
+    for arguments, message in (
+        ({"balance": [LAYERS]}, "take 1 ranks, the process group has"),
+        ({"devices": ["cpu"] * (WORLD + 1)}, "name one for each rank"),
+    ):
+        caught = raised_by(partial(make, skipping_model(), **arguments))
+        assert isinstance(caught, ValueError)
+        assert message in str(caught)
+    return {}
+
+
+def stopped() -> dict:
+    """The last rank stops in a step: the others name it within two heartbeats; going on, it learns what happened."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(WORLD)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    pipe = make(skipping_model(), heartbeat=0.5, timeout=60.0)
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    pipe.step(x, target, loss=F.mse_loss)
+    last = WORLD - 1
+    began = time.monotonic()
+
+    def stop(name: str) -> None:
+        if name == f"pipeline.forward.{last}.1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = {}
+    try:
+        with on_fault_point(stop):
+            pipe.step(x, target, loss=F.mse_loss)
+    except ab.PeerLost as caught:
+        found = {"seconds": time.monotonic() - began, "peer": caught.peer, "text": str(caught)}
+        assert last != RANK
+    except ab.PipelineError as caught:
+        found = {"text": str(caught), "type": caught.remote_type}
+        assert WORLD > 2 or last == RANK
+    if RANK == 0:
+        os.kill(int(pids[last]), signal.SIGCONT)
+    pipe.step(x, target, loss=F.mse_loss)
+    pipe.close()
+    return found
+
+
+def killed() -> dict:
+    """The last rank dies in a step: the others name it at once."""
+    pipe = make(skipping_model(), timeout=60.0)
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    pipe.step(x, target, loss=F.mse_loss)
+    last = WORLD - 1
+
+    def die(name: str) -> None:
+        if name == f"pipeline.backward.{last}.1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    try:
+        with on_fault_point(die):
+            pipe.step(x, target, loss=F.mse_loss)
+    except ab.PeerLost as caught:
+        return {"seconds": time.monotonic() - began, "peer": caught.peer}
+    raise AssertionError("nothing was raised")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    print(json.dumps({"rank": RANK, **globals()[sys.argv[1]]()}), flush=True)
+    if sys.argv[1] != "killed":
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""Where to cut, what a pipe says of itself, how a schedule is drawn, and that the simulated clock is right."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_models import LAYERS, skipping_model
+from torch import Tensor, nn
+
+from anabranch import Pipe, SkipError, skippable, stash
+from anabranch.events import Event, subscribe
+from anabranch.pipeline import (
+    Action,
+    Kind,
+    balance_by_size,
+    balance_by_time,
+    draw,
+    make_schedule,
+    save_picture,
+    simulate,
+)
+from anabranch.pipeline.balance import _cut
+
+
+class Busy(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Busy.apply(x, self.weight, self.seconds)
+
+
+class _Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, grad.sum(), None
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=8).flatmap(
+        lambda costs: st.tuples(
+            st.just(costs),
+            st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs)),
+            st.integers(1, len(costs)),
+        )
+    )
+)
+def test_no_cut_has_a_cheaper_dearest_stage(case: tuple[list[int], list[int], int]):
+    costs, crossing, n = case
+
+    def dearest(sizes: list[int]) -> int:
+        ends = list(itertools.accumulate(sizes))
+        parts = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        return max(
+            sum(costs[start:end]) + crossing[start] + (crossing[end] if end < len(costs) else 0) for start, end in parts
+        )
+
+    every = [
+        [b - a for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+        for cuts in itertools.combinations(range(1, len(costs)), n - 1)
+    ]
+    found = _cut(n, costs, crossing)
+    assert len(found) == n
+    assert sum(found) == len(costs)
+    assert dearest(found) == min(map(dearest, every))
+
+
+def test_time_is_forward_and_backward_of_each_layer():
+    model = nn.Sequential(Busy(0.006), Busy(0.002), Busy(0.002), Busy(0.002))
+    assert balance_by_time(2, model, torch.randn(2, 3)) == [1, 3]
+
+
+def test_size_counts_parameters_and_what_is_kept_for_backward():
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400, bias=False), nn.Linear(400, 4, bias=False), nn.Linear(4, 4))
+    assert balance_by_size(2, wide, torch.randn(1, 4)) == [2, 2]
+    activations = nn.Sequential(*[nn.Tanh() for _ in range(6)])
+    assert balance_by_size(2, activations, torch.randn(100, 10)) == [3, 3]
+
+
+def test_measuring_leaves_parameters_buffers_gradients_and_random_numbers_alone():
+    model = nn.Sequential(*skipping_model(), nn.BatchNorm1d(5, dtype=torch.float64), nn.Dropout(0.5))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    sample = torch.randn(4, 5, dtype=torch.float64)
+    state = torch.get_rng_state()
+    for find in (balance_by_time, balance_by_size):
+        assert sum(find(3, model, sample)) == LAYERS + 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("by", ["time", "size"])
+def test_a_pipe_balances_itself_from_a_sample(by: str):
+    sample = torch.randn(4, 5, dtype=torch.float64)
+    with Pipe(skipping_model(), by, devices=["cpu", "cpu"], schedule="ZBV", sample=sample) as pipe:
+        assert pipe(sample).shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"balance": "luck"}, "got 'luck'"),
+        ({"balance": "time", "devices": ["cpu"]}, "needs sample="),
+        ({"balance": "time", "sample": torch.zeros(2, 5)}, "and devices="),
+        ({"balance": "size", "devices": ["cpu"] * 12, "sample": torch.zeros(2, 5)}, "11 layers cannot make 12 stages"),
+    ],
+)
+def test_a_balance_that_cannot_be_found_is_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Pipe(skipping_model(), **arguments)
+
+
+def test_balance_counts_children_or_the_layers_inside_them():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    by_child = [[layer.name for layer in stage.layers] for stage in Pipe(model, [1, 1])._stages]
+    by_layer = [[layer.name for layer in stage.layers] for stage in Pipe(model, [1, 3])._stages]
+    assert by_child == [["0.0", "0.1"], ["1.0", "1.1"]]
+    assert by_layer == [["0.0"], ["0.1", "1.0", "1.1"]]
+
+
+def test_a_pipe_refuses_skips_that_do_not_match():
+    @skippable(stash=["lost"])
+    class Lose(nn.Module):
+        def forward(self, x: Tensor):
+            yield stash("lost", x)
+            return x
+
+    with pytest.raises(SkipError, match="'lost' is stashed by '0' but no later module pops it"):
+        Pipe(nn.Sequential(Lose(), nn.Tanh()), [1, 1])
+
+
+def test_a_pipe_describes_stages_skips_and_after_a_call_times_and_bytes():
+    with Pipe(skipping_model(), [4, 4, 3], chunks=2, schedule="1F1B") as pipe:
+        before = pipe.describe().splitlines()
+        assert before[1].split()[:5] == ["stage", "rank", "device", "layers", "parameters"]
+        assert "0 to 3" in before[2]
+        assert "both to stage 1" in before[2]
+        assert "long to stage 2" in before[2]
+        assert " ms" not in before[2]
+        x = torch.randn(4, 5, dtype=torch.float64)
+        pipe.step(x, x, loss=F.mse_loss)
+        after = pipe.describe().splitlines()
+        assert all(line.count(" ms") == 2 for line in after[2:])
+
+
+def test_one_process_clips_as_the_unsplit_module():
+    model = skipping_model()
+    with Pipe(model, [6, 5], chunks=2) as pipe:
+        pipe(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        norm = pipe.clip_grad_norm(0.5)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads])))
+    clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(torch.linalg.vector_norm(clipped), torch.tensor(0.5, dtype=torch.float64))
+
+
+@given(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]), st.integers(1, 6))
+def test_every_action_is_in_the_drawing_and_in_the_picture(tmp_path_factory: pytest.TempPathFactory, name: str, m: int):
+    schedule = make_schedule(name, 4, m)
+    text = draw(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        row = text.splitlines()[rank + 1]
+        for action in actions:
+            stage = str(action.stage) if schedule.stages > schedule.ranks else ""
+            assert f"{stage}{action.kind.value}{action.microbatch}" in row
+    path = tmp_path_factory.mktemp("picture") / "schedule.svg"
+    save_picture(schedule, path)
+    titles = [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == len(list(schedule.all_actions()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages"), [("GPipe", 3), ("1F1B", 3), ("Interleaved1F1B", 6)])
+def test_stages_that_sleep_take_what_the_simulator_says(name: str, stages: int):
+    m, seconds = 4, 0.05
+    expected = simulate(make_schedule(name, stages, m, ranks=3), {Kind.F: seconds, Kind.B: 2 * seconds})
+    events: list[Event] = []
+    x = torch.zeros(m, 1)
+    model = nn.Sequential(*[Busy(seconds) for _ in range(stages)])
+    with Pipe(model, [1] * stages, devices=["cpu"] * 3, chunks=m, checkpoint="never", schedule=name) as pipe:
+        for _ in range(2):
+            events.clear()
+            with subscribe(events.append):
+                pipe.step(x, x, loss=F.mse_loss)
+    began = min(event.time for event in events)
+    span = max(event.time for event in events) - began
+    assert span == pytest.approx(expected.makespan, rel=0.05)
+    starts = {
+        Action(Kind(event.facts["phase"][0].upper()), event.facts["stage"], event.facts["microbatch"]): event.time
+        - began
+        for event in events
+        if event.name == "pipeline.start"
+    }
+    for row in expected.intervals:
+        for interval in row:
+            assert starts[interval.action] == pytest.approx(interval.start, abs=0.05 * expected.makespan)

@@ -1,0 +1,54 @@
+"""A pipe across ranks: the same answers, and every failure named on every rank, soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anabranch.testing import LocalJob
+
+SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_are_the_unsplit_module(ranks: int):
+    LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_draw_what_one_process_draws(ranks: int):
+    LocalJob(ranks, timeout=60).run(SCRIPT, "random_numbers").check()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_clipping_spans_all_stages_and_state_fits_another_split(ranks: int, tmp_path: Path):
+    LocalJob(ranks, timeout=60).run(SCRIPT, "clipping_and_checkpoints", str(tmp_path)).check()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_failure_anywhere_ends_the_step_on_every_rank_within_a_second(ranks: int):
+    result = LocalJob(ranks, timeout=110).run(SCRIPT, "failures").check()
+    for found in result.results:
+        assert found["tried"] >= 40
+        assert found["longest"] < 1.0
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_callers_mistake_on_one_rank_reaches_the_others(ranks: int):
+    LocalJob(ranks, timeout=60).run(SCRIPT, "mistakes").check()
+
+
+def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_it_goes_on():
+    found = LocalJob(2, timeout=60).run(SCRIPT, "stopped").check().results
+    assert found[0]["peer"] == "rank 1"
+    assert "its process is stopped" in found[0]["text"]
+    assert found[0]["seconds"] < 2 * 0.5 + 0.5
+    assert found[1]["type"].endswith("PeerLost")
+
+
+def test_a_killed_rank_is_named_at_once():
+    result = LocalJob(2, timeout=60).run(SCRIPT, "killed")
+    assert result.exit_codes[1] == -9
+    assert result.results[0]["peer"] == "rank 1"
+    assert result.results[0]["seconds"] < 2.0
