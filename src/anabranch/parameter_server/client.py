@@ -112,7 +112,8 @@ class ParameterClient:
         worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
             once, and it reads what is there.
         timeout: seconds that a call may take.
-        keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them.
+        retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
+            started again is rejoined while there are retries and time.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
@@ -127,6 +128,7 @@ class ParameterClient:
         *,
         worker: Worker | None = None,
         timeout: float = 60.0,
+        retries: int = 8,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         heartbeat: float = 1.0,
@@ -143,7 +145,9 @@ class ParameterClient:
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
         self._endpoints = found
         self._client = self._stack.enter_context(
-            Client(role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport)
+            Client(
+                role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
+            )
         )
         if worker is not None:
             self.join(0)

@@ -328,15 +328,12 @@ class RowTable:
         part = part[self._storage.stamps[part] > 0]
         table = as_tensor(self._storage.values).view(-1, self._stride)
         return RowBlock(
-            torch.from_numpy(self._vocabulary.ids(part)),
+            _owned(self._vocabulary.ids(part)),
             table[torch.from_numpy(part)],
-            torch.from_numpy(self._storage.stamps[part]),
-            torch.from_numpy(self._storage.sums[part]) if self._storage.sums.size else self._no_sums(),
-            torch.from_numpy(self._vocabulary.usage(part)),
+            _owned(self._storage.stamps[part]),
+            _owned(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
+            _owned(self._vocabulary.usage(part)),
         )
-
-    def _no_sums(self) -> Tensor:
-        return torch.empty(0, dtype=torch.float64 if self.spec.dtype == torch.float64 else torch.float32)
 
     def restore(self, block: RowBlock) -> None:
         """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
@@ -407,3 +404,8 @@ class RowTable:
         if self._vocabulary.rows > self._storage.rows:
             room = max(self._vocabulary.rows, 2 * self._storage.rows)
             self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
+
+
+def _owned(array: Array) -> Tensor:
+    """A tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)
