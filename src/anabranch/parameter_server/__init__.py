@@ -5,6 +5,7 @@ Not a key-value store and no database: rows are numbers, and what changes them i
 kernels that work on them, compiled (``_compiled.py``) beside their plain forms (``_plain.py``).
 """
 
+from anabranch.parameter_server.cache import Cache, CacheStatistics, RowCache
 from anabranch.parameter_server.client import ParameterClient, Pulled, Worker
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
@@ -18,6 +19,8 @@ from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics
 from anabranch.parameter_server.table_spec import TableSpec
 
 __all__ = [
+    "Cache",
+    "CacheStatistics",
     "Consistency",
     "Constant",
     "Crew",
@@ -30,6 +33,7 @@ __all__ = [
     "Placement",
     "Pulled",
     "RowBlock",
+    "RowCache",
     "RowOptimizer",
     "RowTable",
     "RowWiseAdagrad",
