@@ -5,25 +5,42 @@ Not a key-value store and no database: rows are numbers, and what changes them i
 kernels that work on them, compiled (``_compiled.py``) beside their plain forms (``_plain.py``).
 """
 
+from anabranch.parameter_server.cache import Cache, CacheStatistics, RowCache
+from anabranch.parameter_server.client import ParameterClient, Pulled, Worker
+from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
+from anabranch.parameter_server.server import ParameterServer
+from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics, TableStatistics
 from anabranch.parameter_server.table_spec import TableSpec
 
 __all__ = [
+    "Cache",
+    "CacheStatistics",
+    "Consistency",
     "Constant",
     "Crew",
+    "DenseParameter",
     "Family",
     "Initial",
     "Normal",
+    "ParameterClient",
+    "ParameterServer",
     "Placement",
+    "Pulled",
     "RowBlock",
+    "RowCache",
     "RowOptimizer",
     "RowTable",
     "RowWiseAdagrad",
+    "Shard",
+    "ShardStatistics",
     "TableSpec",
+    "TableStatistics",
     "Uniform",
+    "Worker",
 ]

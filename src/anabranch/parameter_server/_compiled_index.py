@@ -125,6 +125,7 @@ def use(
     filled: int,
     capacity: int,
     by_frequency: bool,
+    settled: int,
     ids: Any,
     admitted: Any,
     step: int,
@@ -134,7 +135,8 @@ def use(
     """The row of each id in a training step; admits those that ``admitted`` says. A row is used at most once a step.
 
     Returns how many rows are filled, the size of the heap, and how many rows were taken from other ids: ``reused``
-    lists them. No row that this step has used is taken; without another, a new id is not admitted: its row is -1.
+    lists them. No row that this step has used is taken, nor one that ``settled`` steps have used; without another, a
+    new id is not admitted: its row is -1.
     """
     taken = 0
     for i in range(ids.size):
@@ -163,6 +165,8 @@ def use(
                 if heap[0, 0] != now or heap[0, 1] != last_use[top]:
                     heap[0, 0], heap[0, 1] = now, last_use[top]
                     _sink(heap, heap_size)
+                elif uses[top] >= settled:  # stays for good, so it need not be asked about again
+                    heap_size = _drop_top(heap, heap_size)
                 elif last_use[top] == step:
                     if not by_frequency:  # the longest unused row is in use, so all are
                         break

@@ -239,10 +239,10 @@ def initialise(
 
 # --- the update rules -----------------------------------------------------------------------------------------------
 
-_Update = Callable[[Tensor, Tensor, list[Tensor]], None]
+Update = Callable[[Tensor, Tensor, list[Tensor]], None]
 
 
-def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: _Update) -> None:
+def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> None:
     """Runs ``update(weights, grads, states)`` on widened, padded copies of the rows, and puts them back."""
     table, where = _table(storage, stride), torch.from_numpy(rows[part])
     grad = torch.from_numpy(grads).view(-1, width)[part].to(table.dtype).to(_working(storage))
@@ -261,7 +261,7 @@ def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array,
     table[where] = block.to(table.dtype)
 
 
-def _sgd(constants: Array) -> _Update:
+def run_sgd(constants: Array) -> Update:
     c = constants.tolist()
 
     def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
@@ -281,7 +281,26 @@ def _sgd(constants: Array) -> _Update:
     return update
 
 
-def _adam(constants: Array) -> _Update:
+def run_adagrad(constants: Array) -> Update:
+    c = constants.tolist()
+
+    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        torch._fused_adagrad_(
+            [weights],
+            [grad],
+            states,
+            [torch.tensor(1.0)],
+            lr=c[0],
+            lr_decay=0.0,
+            weight_decay=c[4],
+            eps=c[1],
+            maximize=c[5] < 0,
+        )
+
+    return update
+
+
+def run_adam(constants: Array) -> Update:
     c = constants.tolist()
 
     def fused(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
@@ -316,36 +335,23 @@ def step_sgd(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
     """SGD with momentum, dampening, Nesterov and L2 decay on distinct rows."""
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), _sgd(c))
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_sgd(c))
 
 
 def step_adagrad(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
     """Adagrad on distinct rows."""
-    lr = float(torch.tensor(c[0]).to(_tensor(storage).dtype))
-
-    def update(weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
-        torch._fused_adagrad_(
-            [weights],
-            [grad],
-            states,
-            [torch.tensor(1.0)],
-            lr=lr,
-            lr_decay=0.0,
-            weight_decay=float(c[4]),
-            eps=float(c[1]),
-            maximize=bool(c[5] < 0),
-        )
-
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
+    rounded = c.copy()
+    rounded[0] = float(torch.tensor(c[0]).to(_tensor(storage).dtype))  # as torch's kernel does, to bfloat16
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
 
 
 def step_adam(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
 ) -> None:
     """Adam, AdamW and SparseAdam on distinct rows."""
-    _on_rows(storage, stride, width, rows, grads, slice(first, last), _adam(c))
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adam(c))
 
 
 def step_row_wise_adagrad(
@@ -388,5 +394,5 @@ def replay(
     mine, start = rows[first:last], since[first:last]
     for k in range(int(start.min(initial=len(history))), len(history)):
         late = mine[start <= k]
-        update = _adam(history[k]) if adam else _sgd(history[k])
+        update = run_adam(history[k]) if adam else run_sgd(history[k])
         _on_rows(storage, stride, width, late, np.zeros(late.size * width, before.dtype), slice(None), update)

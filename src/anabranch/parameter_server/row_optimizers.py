@@ -159,7 +159,7 @@ class RowOptimizer:
 
     def to_dict(self) -> dict[str, float | str | bool]:
         """Its fields as plain values, for a manifest or a message."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"family": self.family.value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> RowOptimizer:

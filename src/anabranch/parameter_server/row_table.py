@@ -158,9 +158,16 @@ class RowTable:
             self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
         return out
 
-    def versions(self, ids: Tensor) -> Tensor:
-        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that has not yet."""
-        rows = self._locate(self._ids(ids), training=False)
+    def check(self, ids: Tensor) -> None:
+        """Raises what ``pull`` would of ids that are no rows of this part of the table; changes nothing."""
+        self._vocabulary.locate(self._ids(ids), step=self.step, training=False)
+
+    def versions(self, ids: Tensor, *, training: bool = False) -> Tensor:
+        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that has not yet.
+
+        ``training`` admits ids, as in ``pull``.
+        """
+        rows = self._locate(self._ids(ids), training=training)
         if self._catches_up and self._rule.moves_quiet_rows:
             return torch.full((rows.size,), self.step)
         stamps = np.zeros_like(rows)
@@ -310,19 +317,23 @@ class RowTable:
 
     def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
         """All rows that have begun, as they lie, ``rows`` at a time; ``history`` belongs to them."""
-        in_use = self._vocabulary.in_use()
-        for start in range(0, in_use.size, rows):
-            part = in_use[start : start + rows]
-            part = part[self._storage.stamps[part] > 0]
-            if part.size:
-                table = as_tensor(self._storage.values).view(-1, self._stride)
-                yield RowBlock(
-                    torch.from_numpy(self._vocabulary.ids(part)),
-                    table[torch.from_numpy(part)],
-                    torch.from_numpy(self._storage.stamps[part]),
-                    torch.from_numpy(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
-                    torch.from_numpy(self._vocabulary.usage(part)),
-                )
+        for first in range(0, self.used, rows):
+            block = self.block(first, rows)
+            if len(block.ids):
+                yield block
+
+    def block(self, first: int, rows: int) -> RowBlock:
+        """Those of the ``rows`` rows from place ``first`` on that have begun."""
+        part = self._vocabulary.in_use()[first : first + rows]
+        part = part[self._storage.stamps[part] > 0]
+        table = as_tensor(self._storage.values).view(-1, self._stride)
+        return RowBlock(
+            _owned(self._vocabulary.ids(part)),
+            table[torch.from_numpy(part)],
+            _owned(self._storage.stamps[part]),
+            _owned(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
+            _owned(self._vocabulary.usage(part)),
+        )
 
     def restore(self, block: RowBlock) -> None:
         """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
@@ -393,3 +404,8 @@ class RowTable:
         if self._vocabulary.rows > self._storage.rows:
             room = max(self._vocabulary.rows, 2 * self._storage.rows)
             self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
+
+
+def _owned(array: Array) -> Tensor:
+    """A tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,270 @@
+"""The worker's cache: rows that are used again and again stay here, a bounded number of steps behind the servers.
+
+::
+
+    read(ids, step):  have it, checked at most pull_bound steps ago ──────────────────> here
+                      have it, older ──> ask by version ──> unchanged: here again; changed: the new row + own gradients
+                      have it not ────> pull ──> put in, if a row can leave for it; one that leaves is pushed if dirty
+    write(ids, grads, step):  the row here moves at once (own writes are read); its gradient waits, and is pushed once
+                              the first of it is push_bound steps old
+
+An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
+misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.parameter_server.id_index import IdIndex, make_index
+from anabranch.parameter_server.kernels import kernels
+
+__all__ = ["Cache", "CacheStatistics", "Move", "Peer", "RowCache"]
+
+Policy = Literal["LRU", "LFU", "LFUOpt"]
+_SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
+Move = Callable[[Tensor, Tensor], Tensor]
+"""What own gradients do to rows here until the servers' answer is known: ``move(rows, gradients) -> rows``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """How each table is cached on the workers.
+
+    >>> Cache(policy="LFU", capacity=10_000, pull_bound=5).pull_bound
+    5
+    >>> Cache(capacity=0)
+    Traceback (most recent call last):
+    ValueError: capacity=0 must be a number of rows, at least 1
+
+    Attributes:
+        policy: who leaves: ``"LRU"`` the row unused longest, ``"LFU"`` the one used in the fewest steps; under
+            ``"LFUOpt"`` a row used in 10 steps stays for good, and once all have, no other comes in.
+        capacity: rows, of each table.
+        pull_bound: steps that a row may be behind the servers.
+        push_bound: steps that own gradients may wait before they are pushed.
+
+    Raises:
+        ValueError: an unknown policy, a capacity below 1, a bound below 0.
+
+    Source: the cache of HET (Miao et al., "HET: Scaling out Huge Embedding Model Training via Cache-enabled Distributed
+    Framework", 2022), whose clocks tick with an id's lookups; these tick with steps.
+    """
+
+    policy: Policy = "LRU"
+    capacity: int = 100_000
+    pull_bound: int = 0
+    push_bound: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("LRU", "LFU", "LFUOpt"):
+            raise ValueError(f"policy={self.policy!r} is none of 'LRU', 'LFU' and 'LFUOpt'")
+        if isinstance(self.capacity, bool) or not isinstance(self.capacity, int) or self.capacity < 1:
+            raise ValueError(f"capacity={self.capacity!r} must be a number of rows, at least 1")
+        for name in ("pull_bound", "push_bound"):
+            bound = getattr(self, name)
+            if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
+                raise ValueError(f"{name}={bound!r} must be a number of steps, at least 0")
+
+
+class Peer(Protocol):
+    """The far side of one table."""
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the rows whose version is not the ``known`` one: positions among ``ids``, versions, rows."""
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        """Gradients, at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a cache has done: rows.
+
+    Attributes:
+        hits: read without a row coming over: checked lately, or asked about and unchanged.
+        misses: read and pulled.
+        refreshed: of the misses, rows that were here and too old, and had changed.
+        evictions: rows that left for others.
+        pushed: gradients of rows that went to the servers.
+    """
+
+    hits: int
+    misses: int
+    refreshed: int
+    evictions: int
+    pushed: int
+
+
+class RowCache:
+    """The cached rows of one table.
+
+    Args:
+        cache: policy, capacity and bounds.
+        width, dtype: of a row.
+        peer: where rows come from and gradients go.
+        move: what own gradients do to rows here; required with a ``push_bound``. Without it a row that was pushed is
+            asked about when it is next read, so that own writes are read.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        width: int,
+        dtype: torch.dtype,
+        peer: Peer,
+        *,
+        move: Move | None = None,
+        kind: Literal["compiled", "plain"] | None = None,
+    ) -> None:
+        if cache.push_bound and move is None:
+            raise ValueError(
+                f"push_bound={cache.push_bound} needs an optimizer whose steps a worker can take on its own rows (SGD "
+                "without momentum), or own writes could not be read; use push_bound=0"
+            )
+        self.cache = cache
+        self._peer, self._move = peer, move
+        self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
+        self._width, self._dtype = width, dtype
+        self._hits = self._misses = self._refreshed = self._evictions = self._pushed = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        capacity = self.cache.capacity
+        self._index: IdIndex = make_index(
+            self._kind,
+            capacity,
+            by_frequency=self.cache.policy != "LRU",
+            settled=_SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
+        )
+        self._rows = torch.zeros(capacity, self._width, dtype=self._dtype)
+        self._versions = torch.full((capacity,), -1)
+        self._checked = torch.full((capacity,), -(1 << 40))
+        self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
+        self._dirty_since = torch.full((capacity,), -1)
+        self._filled = 0
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, ids: Tensor, step: int, *, training: bool = True) -> Tensor:
+        """The rows of distinct ``ids`` at ``step``; evaluation neither puts rows in nor counts as use."""
+        slots = self._use(ids, step) if training else self._find(ids)
+        here = slots >= 0
+        at = slots.clamp(min=0)
+        known = torch.where(here, self._versions[at], -1)
+        held = known >= 0
+        fresh = held & (step - self._checked[at] <= self.cache.pull_bound)
+        ask = torch.nonzero(~fresh)[:, 0]
+        out = torch.empty(len(ids), self._width, dtype=self._dtype)
+        out[fresh] = self._rows[slots[fresh]]
+        if len(ask):
+            self._fetch(ids, slots, known, ask, out, step)
+        self._hits += int(fresh.sum())
+        return out
+
+    def _use(self, ids: Tensor, step: int) -> Tensor:
+        before = self._index.entries()[0].copy()
+        found, reused = self._index.use(ids.numpy(), np.ones(len(ids), np.bool_), step)
+        if reused.size:
+            leaving = torch.from_numpy(reused)
+            self._evictions += len(leaving)
+            dirty = leaving[self._dirty_since[leaving] >= 0]
+            self._push_slots(dirty, torch.from_numpy(before)[dirty])
+            self._versions[leaving] = -1
+        return torch.from_numpy(found)
+
+    def _find(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(self._index.find(ids.numpy()))
+
+    def _fetch(self, ids: Tensor, slots: Tensor, known: Tensor, ask: Tensor, out: Tensor, step: int) -> None:
+        positions, versions, rows = self._peer.pull(ids[ask], known[ask])
+        came = ask[positions]
+        unchanged = torch.ones(len(ids), dtype=torch.bool)
+        unchanged[came] = False
+        still = ask[unchanged[ask]]
+        self._checked[slots[still]] = step
+        out[still] = self._rows[slots[still]]
+        cached = slots[came] >= 0
+        into = slots[came][cached]
+        fresh_rows = rows.to(self._dtype)
+        if self.cache.push_bound and len(into):
+            fresh_rows = self._with_own_writes(fresh_rows, cached, into)
+        out[came] = fresh_rows
+        self._rows[into] = fresh_rows[cached]
+        self._versions[into] = versions[cached]
+        self._checked[into] = step
+        self._hits += len(still)
+        self._misses += len(came)
+        self._refreshed += int((known[came] >= 0).sum())
+
+    def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
+        """Rows as they came, with the gradients that still wait here applied again."""
+        assert self._move is not None
+        dirty = self._dirty_since[into] >= 0
+        if not dirty.any():
+            return rows
+        rows = rows.clone()
+        where = torch.nonzero(cached)[:, 0][dirty]
+        rows[where] = self._move(rows[where], self._waiting[into[dirty]])
+        return rows
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, ids: Tensor, grads: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Takes the gradients of distinct ``ids`` at ``step``; returns those (ids, gradients) that are due at the peer.
+
+        What is returned counts as pushed.
+        """
+        slots = self._find(ids)
+        held = slots >= 0
+        held &= self._versions[slots.clamp(min=0)] >= 0
+        mine = slots[held]
+        if self._move is not None:
+            self._rows[mine] = self._move(self._rows[mine], grads[held])
+        else:
+            self._checked[mine] = -(1 << 40)
+        if not self.cache.push_bound:
+            self._pushed += len(ids)
+            return ids, grads
+        clean = self._dirty_since[mine] < 0
+        self._dirty_since[mine[clean]] = step
+        self._waiting[mine] += grads[held]
+        due_slots = torch.nonzero((self._dirty_since >= 0) & (step - self._dirty_since >= self.cache.push_bound))[:, 0]
+        due_ids, due_grads = self._take(due_slots)
+        self._pushed += int((~held).sum())
+        return torch.cat([ids[~held], due_ids]), torch.cat([grads[~held], due_grads])
+
+    def waiting(self) -> tuple[Tensor, Tensor]:
+        """All (ids, gradients) that wait here, which count as pushed: for saving and closing."""
+        return self._take(torch.nonzero(self._dirty_since >= 0)[:, 0])
+
+    def _take(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.cache.push_bound:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+        ids, grads = torch.from_numpy(self._index.entries()[0])[slots], self._waiting[slots]
+        self._waiting[slots] = 0
+        self._dirty_since[slots] = -1
+        self._pushed += len(slots)
+        return ids.clone(), grads
+
+    def _push_slots(self, slots: Tensor, ids: Tensor) -> None:
+        if len(slots):
+            grads = self._waiting[slots]
+            self._waiting[slots] = 0
+            self._dirty_since[slots] = -1
+            self._pushed += len(slots)
+            self._peer.push(ids, grads)
+
+    def drop(self) -> None:
+        """Forgets all rows; gradients that wait are lost, so take ``waiting`` first if they count."""
+        self._begin()
+
+    def statistics(self) -> CacheStatistics:
+        """Counts since it was made."""
+        return CacheStatistics(self._hits, self._misses, self._refreshed, self._evictions, self._pushed)

@@ -1,0 +1,635 @@
+"""``ParameterClient``: tables and parameters as the shards hold them, by name and id.
+
+A request that concerns several shards asks them all at once; what it asks of one is one message. Rows go where
+``Placement`` says, a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
+exactly once, so a connection that was lost is no reason to fail: the transport asks again until the deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch import checkpoint
+from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError, NotFound, SchemaError
+from anabranch.job import job
+from anabranch.parameter_server.initial import Constant, Initial, table_key
+from anabranch.parameter_server.messages import (
+    BarrierMessage,
+    DropMessage,
+    ExportMessage,
+    InitMessage,
+    JoinMessage,
+    Part,
+    PullMessage,
+    PullReply,
+    PushMessage,
+    RestoreMessage,
+    join_floats,
+    split_floats,
+)
+from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
+from anabranch.parameter_server.server import ParameterServer
+from anabranch.parameter_server.shard import ShardStatistics
+from anabranch.parameter_server.table_spec import TableSpec
+from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
+
+__all__ = ["ParameterClient", "Pulled", "Worker"]
+
+_SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
+_CHUNK = 1 << 16  # rows of a checkpoint in one message
+_BLOCK = ("ids", "values", "stamps", "sums", "usage")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker of a job, for a client whose reads and pushes are ordered with those of the other workers.
+
+    Attributes:
+        rank, world: which of how many.
+        consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
+    """
+
+    rank: int
+    world: int
+    consistency: str = "bsp"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Rows of one table as they came.
+
+    Attributes:
+        positions: which of the ids that were asked for these are; int64.
+        versions: the step at which each row last changed; int64.
+        rows: ``[len(positions), width]``.
+    """
+
+    positions: Tensor
+    versions: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What the client knows of one name: a table with its placement, or a dense parameter."""
+
+    placement: Placement | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole; of a table (rows or -1, *shape of a row)
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+class ParameterClient:
+    """Reads and changes what the shards hold.
+
+    >>> with ParameterClient() as client:  # no servers in this job: a shard in this process
+    ...     client.init("users", (1000, 2), kind="rows", init=1.0)
+    ...     client.sparse_push("users", torch.tensor([7, 9, 7]), torch.ones(3, 2))
+    ...     client.sparse_pull("users", torch.tensor([[7], [8]]))
+    tensor([[[0.9800, 0.9800]],
+    <BLANKLINE>
+            [[1.0000, 1.0000]]])
+
+    Args:
+        endpoints: of all shards, in their order; by default those of the job, and without any a shard in this process.
+        worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
+            once, and it reads what is there.
+        timeout: seconds that a call may take.
+        retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
+            started again is rejoined while there are retries and time.
+
+    Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
+    id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
+
+    Source: the push and pull of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), and
+    the fused forms of HET (Miao et al., 2022).
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str] | None = None,
+        *,
+        worker: Worker | None = None,
+        timeout: float = 60.0,
+        retries: int = 8,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+    ) -> None:
+        self._stack = ExitStack()
+        self._timeout = timeout
+        self._worker = worker
+        self._barriers = 0
+        self._holdings: dict[str, _Holding] = {}
+        found = list(job().servers if endpoints is None else endpoints)
+        if not found:
+            transport = MemoryTransport()
+            found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
+        self._endpoints = found
+        self._client = self._stack.enter_context(
+            Client(
+                role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
+            )
+        )
+        if worker is not None:
+            self.join(0)
+
+    @property
+    def shards(self) -> int:
+        """How many shards there are."""
+        return len(self._endpoints)
+
+    # --- making -----------------------------------------------------------------------------------------------------
+
+    def init(
+        self,
+        name: str,
+        shape: Sequence[int],
+        kind: Literal["dense", "rows"] = "dense",
+        *,
+        dtype: torch.dtype = torch.float32,
+        init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
+        optimizer: OptimizerFactory = _SGD,
+    ) -> None:
+        """Makes a dense parameter, or a table whose first dimension is its rows; one that is there stays as it is.
+
+        Args:
+            name: letters, digits, ``_ - .``; never a path.
+            shape: of the whole.
+            kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
+            dtype: float32, float64 or bfloat16.
+            init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
+                shards draw themselves and of which no worker ever holds the whole.
+            optimizer: makes the optimizer of a parameter; the shards run it.
+
+        Raises:
+            SchemaError: there is one of that name and another shape, dtype or optimizer.
+            ValueError: an optimizer that shards cannot run, or a shape or dtype that cannot be.
+        """
+        shape = tuple(shape)
+        rule = RowOptimizer.from_factory(optimizer)
+        if kind == "rows":
+            self._init_rows(name, shape, dtype, init, rule)
+        elif kind == "dense":
+            self._init_dense(name, _first_value(init, shape, dtype), rule)
+        else:
+            raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
+
+    def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
+        """Makes the table that ``spec`` describes on every shard; one that is there stays as it is."""
+        message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
+        self._all([self._request(shard, "init", message) for shard in range(self.shards)])
+        self._holdings[spec.name] = self._holding_of(spec, row_shape)
+
+    def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> _Holding:
+        placement = Placement(spec.rows, self.shards, table_key(spec.seed, spec.name))
+        rows = -1 if spec.rows is None else spec.rows
+        return _Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+
+    def _init_rows(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor],
+        rule: RowOptimizer,
+    ) -> None:
+        if len(shape) < 2:
+            raise ValueError(f"a table of rows has at least 2 dimensions, got shape {shape}")
+        drawn = init if isinstance(init, Initial) else Constant(0.0)
+        if isinstance(init, (int, float)):
+            drawn = Constant(float(init))
+        spec = TableSpec(name, shape[0], int(np.prod(shape[1:], dtype=np.int64)), dtype, drawn)
+        self.init_table(spec, rule, row_shape=shape[1:])
+        if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
+            self.write_rows(name, _first_value(init, shape, dtype), rule)
+
+    def write_rows(self, name: str, values: Tensor, rule: RowOptimizer) -> None:
+        """Sets all rows of a fixed table that has not been trained yet, a few at a time."""
+        holding = self._holding(name, rows=True)
+        if any(table["spec"]["name"] == name and table["step"] for table in self._describe()[0]["tables"]):
+            return
+        flat = values.detach().reshape(len(values), -1)
+        kind = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        for first in range(0, len(flat), _CHUNK):
+            some = flat[first : first + _CHUNK]
+            block = torch.full((len(some), holding.width * (1 + rule.states)), rule.initial_state, dtype=flat.dtype)
+            block[:, : holding.width] = some
+            sums = torch.full(
+                (len(some) if rule.family is Family.ROW_WISE_ADAGRAD else 0,), rule.initial_state, dtype=kind
+            )
+            parts = [
+                torch.arange(first, first + len(some)), block, torch.ones(len(some), dtype=torch.int64), sums,
+                torch.empty(0, 2, dtype=torch.int64),
+            ]  # fmt: skip
+            self._restore_rows(name, parts, 0, torch.empty(0, CONSTANTS, dtype=torch.float64))
+
+    def _init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+        message = pack(InitMessage(name, rule.to_dict()))
+        self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
+        self._holdings[name] = _Holding(None, value.dtype, tuple(value.shape))
+
+    # --- whole tensors ----------------------------------------------------------------------------------------------
+
+    def pull(self, name: str) -> Tensor:
+        """The parameter, or the whole table of a fixed vocabulary."""
+        holding = self._holding(name)
+        if holding.placement is not None:
+            return self.sparse_pull(name, self._every_id(name, holding)).view(holding.shape)
+        return self.pull_many({name: torch.empty(0, dtype=torch.int64)})[name].rows
+
+    def push(self, name: str, grad: Tensor) -> None:
+        """One optimizer step with the gradient of the whole."""
+        holding = self._holding(name)
+        if holding.placement is not None:
+            self.sparse_push(name, self._every_id(name, holding), grad)
+        else:
+            self.push_many({name: (torch.empty(0, dtype=torch.int64), grad)})
+
+    def push_pull(self, name: str, grad: Tensor) -> Tensor:
+        """``push``, then ``pull``."""
+        self.push(name, grad)
+        return self.pull(name)
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
+        """The rows of ``ids``: ``[*ids.shape, *row]``."""
+        holding = self._holding(name, rows=True)
+        found = self.pull_many({name: ids.reshape(-1)})[name].rows
+        return found.view(*ids.shape, *holding.shape[1:])
+
+    def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
+        self._holding(name, rows=True)
+        self.push_many({name: (ids, rows)})
+
+    def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
+        """``sparse_push``, then ``sparse_pull`` of other ids."""
+        self.sparse_push(name, push_ids, rows)
+        return self.sparse_pull(name, pull_ids)
+
+    def sd_push_pull(self, name: str, ids: Tensor, rows: Tensor) -> Tensor:
+        """``sparse_push``, then ``pull`` of the whole table."""
+        self.sparse_push(name, ids, rows)
+        return self.pull(name)
+
+    # --- a step of several tables -----------------------------------------------------------------------------------
+
+    def pull_many(
+        self,
+        wanted: Mapping[str, Tensor],
+        *,
+        training: bool = False,
+        step: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Pulled]:
+        """Rows of several tables, and dense parameters (no ids), in one message a shard.
+
+        Args:
+            wanted: flat int64 ids by table; for a dense parameter none.
+            training: admits ids to dynamic tables.
+            step: of the worker, whose turn is waited for; ``None`` reads what is there.
+            known: for each table the version that is held of each id, -1 for none; only rows of another version come.
+        """
+        deadline = Deadline.after(self._timeout)
+        plans = [self._plan(name, ids) for name, ids in wanted.items()]
+        requests: list[tuple[int, Request, list[tuple[str, Tensor]]]] = []
+        for shard in range(self.shards):
+            asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
+            if asked:
+                parts = [Part(name, len(where)) for name, where in asked]
+                message = PullMessage(parts, training, known is not None, *self._turn(step))
+                tensors = [_joined([wanted[name].reshape(-1)[where] for name, where in asked])]
+                if known is not None:
+                    tensors.append(_joined([known[name].reshape(-1)[where] for name, where in asked]))
+                requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
+        answers = self._gather([request for _, request, _ in requests], deadline)
+        arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
+        for answer, (_, _, asked) in zip(answers, requests, strict=True):
+            self._sort_in(answer, asked, arrived)
+        return {name: self._in_order(name, parts, ids) for (name, ids), parts in zip(
+            wanted.items(), arrived.values(), strict=True
+        )}  # fmt: skip
+
+    def _sort_in(self, answer: Answer, asked: list[tuple[str, Tensor]], arrived: dict[str, list[Pulled]]) -> None:
+        counts = unpack(answer.payload, PullReply).counts
+        shapes = []
+        for (name, _), count in zip(asked, counts, strict=True):
+            holding = self._holdings[name]
+            whole = holding.placement is None
+            shapes.append((holding.dtype, holding.shape if whole else (count, holding.width)))
+        positions, versions, *flat = answer.tensors
+        numbers = split_floats(flat, shapes)
+        for (name, where), at, version, rows in zip(
+            asked, torch.split(positions, counts), torch.split(versions, counts), numbers, strict=True
+        ):
+            if self._holdings[name].placement is None:
+                arrived[name].append(Pulled(at, version, rows))
+            else:
+                arrived[name].append(Pulled(where[at], version, rows))
+
+    def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
+        if not parts:
+            holding = self._holdings[name]
+            none = torch.empty(0, dtype=torch.int64)
+            return Pulled(none, none, torch.empty(0, holding.width, dtype=holding.dtype))
+        if len(parts) == 1:
+            return parts[0]
+        positions = torch.cat([part.positions for part in parts])
+        order = positions.argsort()
+        return Pulled(
+            positions[order],
+            torch.cat([part.versions for part in parts])[order],
+            torch.cat([part.rows for part in parts])[order],
+        )
+
+    def push_many(
+        self,
+        gradients: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        rules: Mapping[str, RowOptimizer] | None = None,
+        step: int | None = None,
+        weight: float = 1.0,
+        mean: bool = True,
+    ) -> None:
+        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
+
+        Args:
+            gradients: ids and a gradient for each by table; those of one id are added up.
+            rules: the optimizers with the numbers of this step; without, those that the shards have.
+            step: of the worker, whose push it is; ``None`` is applied at once.
+            weight: what this worker's gradients count beside the others': its rows, if they are means over them.
+            mean: gradients are averaged by weight; else they are added up.
+        """
+        deadline = Deadline.after(self._timeout)
+        kinds = list(dict.fromkeys((rules or {}).values()))
+        numbers = [rule.to_dict() for rule in kinds]
+        # A table's step is counted on every shard, also on those where none of its rows changes.
+        plans = {name: self._plan(name, ids, everywhere=True) for name, (ids, _) in gradients.items()}
+        requests = []
+        for shard in range(self.shards):
+            parts, ids, grads = [], [], []
+            for name, (some, rows) in gradients.items():
+                if shard not in plans[name]:
+                    continue
+                holding, where = self._holdings[name], plans[name][shard]
+                if holding.placement is not None:
+                    self._check_rows(name, holding, some, rows)
+                    rows = rows.detach().reshape(-1, holding.width)
+                    rows = rows if len(where) == len(rows) else rows[where]
+                parts.append(Part(name, len(where), kinds.index(rules[name]) if rules else 0))
+                ids.append(some.reshape(-1)[where])
+                grads.append(rows.detach().to("cpu", holding.dtype))
+            if parts or step is not None:
+                message = PushMessage(parts, numbers, *self._turn(step), weight, mean)
+                tensors = [_joined(ids), *join_floats(grads)]
+                requests.append(self._request(shard, "push", pack(message), tensors, step=step))
+        self._gather(requests, deadline)
+
+    def _check_rows(self, name: str, holding: _Holding, ids: Tensor, rows: Tensor) -> None:
+        if rows.numel() != ids.numel() * holding.width:
+            raise SchemaError(
+                f"table {name}: {ids.numel()} ids need {holding.width} numbers each, got gradients {tuple(rows.shape)}"
+            )
+
+    # --- the job ----------------------------------------------------------------------------------------------------
+
+    def join(self, step: int) -> None:
+        """Says which worker this is, and that its next push is that of ``step``."""
+        assert self._worker is not None
+        worker = self._worker
+        message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
+        self._all([self._request(shard, "join", message) for shard in range(self.shards)])
+
+    def barrier(self) -> None:
+        """Returns once every worker of the job has called it as often; a bare client is alone."""
+        if self._worker is None:
+            return
+        self._barriers += 1
+        message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
+        self._call(0, "barrier", pack(message))
+
+    def statistics(self) -> list[ShardStatistics]:
+        """What each shard has done since it started."""
+        answers = self._all([self._request(shard, "statistics", once=False) for shard in range(self.shards)])
+        return [unpack(answer.payload, ShardStatistics) for answer in answers]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
+        """Writes all tables and parameters, states and versions included, into the directory ``path`` of this machine.
+
+        Rows are read a few at a time from each shard. No path crosses the wire.
+        """
+        state, groups = self.collect()
+        checkpoint.write(path, groups, state, step=step)
+
+    def collect(self) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
+        """What ``save`` writes: plain values, and groups of tensors."""
+        tables: list[object] = []
+        dense: list[object] = []
+        groups: dict[str, dict[str, Tensor]] = {}
+        for shard, described in enumerate(self._describe()):
+            for table in described["tables"]:
+                name = table["spec"]["name"]
+                if shard == 0:
+                    tables.append({**table, "group": f"table-{len(tables)}"})
+                group = next(entry["group"] for entry in cast(list[Any], tables) if entry["spec"]["name"] == name)
+                groups.setdefault(group, {})
+                for number, first in enumerate(range(0, max(table["rows"], 1), _CHUNK)):
+                    _, parts = self._call(shard, "export", pack(ExportMessage(name, first, _CHUNK)))
+                    for label, tensor in zip((*_BLOCK, "history"), parts, strict=True):
+                        if label != "history":
+                            groups[group][f"{shard}.{number}.{label}"] = tensor
+                        elif shard == 0 and number == 0:
+                            groups[group]["history"] = tensor
+            for parameter in described["dense"]:
+                _, parts = self._call(shard, "export", pack(ExportMessage(parameter["name"])))
+                groups[f"dense-{len(dense)}"] = {str(k): tensor for k, tensor in enumerate(parts)}
+                dense.append({**parameter, "group": f"dense-{len(dense)}"})
+        return {"tables": tables, "dense": dense}, groups
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replaces all tables and parameters by those of a checkpoint, whatever number of shards wrote it."""
+        found = checkpoint.read(path)
+        self.restore(cast(Mapping[str, Any], found.state), found.tensors)
+
+    def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Puts back what ``collect`` gave."""
+        if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
+            raise CheckpointError("this checkpoint holds no tables and parameters of servers")
+        for shard, described in enumerate(self._describe()):
+            names = [table["spec"]["name"] for table in described["tables"]]
+            for name in [*names, *(parameter["name"] for parameter in described["dense"])]:
+                self._call(shard, "drop", pack(DropMessage(name)), once=True)
+        for entry in state["tables"]:
+            self._restore_table(entry, groups(entry["group"]))
+        for entry in state["dense"]:
+            tensors = groups(entry["group"])
+            parts = [tensors[str(k)] for k in range(len(tensors))]
+            self._init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
+            message = pack(RestoreMessage(entry["name"], entry["step"]))
+            self._call(self._home(entry["name"]), "restore", message, parts, once=True)
+
+    def _restore_table(self, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        spec = TableSpec.from_dict(entry["spec"])
+        self.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
+        blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
+        for shard, number in blocks:
+            parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
+            self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
+
+    def _restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
+        plan = self._plan(name, parts[0], everywhere=True)
+        message = pack(RestoreMessage(name, step))
+        requests = []
+        for shard, where in plan.items():
+            mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
+            requests.append(self._request(shard, "restore", message, [*mine, history]))
+        self._all(requests)
+
+    def _describe(self) -> list[dict[str, Any]]:
+        answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
+        return [unpack(answer.payload, dict[str, Any]) for answer in answers]
+
+    # --- who holds what ---------------------------------------------------------------------------------------------
+
+    def _holding(self, name: str, *, rows: bool = False) -> _Holding:
+        if name not in self._holdings:
+            self._learn()
+        holding = self._holdings.get(name)
+        if holding is None:
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self._holdings) or 'none'}")
+        if rows and holding.placement is None:
+            raise SchemaError(f"{name} is a dense parameter; use pull and push")
+        return holding
+
+    def _learn(self) -> None:
+        for shard, described in enumerate(self._describe()):
+            for table in described["tables"]:
+                spec = TableSpec.from_dict(table["spec"])
+                self._holdings.setdefault(spec.name, self._holding_of(spec))
+            for parameter in described["dense"]:
+                if parameter["name"] not in self._holdings:
+                    _, parts = self._call(shard, "export", pack(ExportMessage(parameter["name"])))
+                    self._holdings[parameter["name"]] = _Holding(None, parts[0].dtype, tuple(parts[0].shape))
+
+    def _plan(self, name: str, ids: Tensor, *, everywhere: bool = False) -> dict[int, Tensor]:
+        """For each shard that is concerned, which of ``ids`` lie there."""
+        holding = self._holding(name)
+        if holding.placement is None:
+            return {self._home(name): torch.empty(0, dtype=torch.int64)}
+        if ids.dtype != torch.int64:
+            raise SchemaError(f"table {name}: ids are int64, got {ids.dtype}; convert with ids.long()")
+        flat = np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
+        if holding.placement.rows is not None:
+            bad = holding.placement.kernels.first_outside(flat, holding.placement.rows)
+            if bad >= 0:
+                last = holding.placement.rows - 1
+                raise NotFound(f"table {name} has ids 0 to {last}; ids[{bad}] is {flat[bad]}")
+        if self.shards == 1:
+            return {0: torch.arange(flat.size)} if flat.size or everywhere else {}
+        owners = holding.placement.owners(flat)
+        where = {shard: np.flatnonzero(owners == shard) for shard in range(self.shards)}
+        return {shard: torch.from_numpy(mine) for shard, mine in where.items() if mine.size or everywhere}
+
+    def _home(self, name: str) -> int:
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.shards
+
+    def _every_id(self, name: str, holding: _Holding) -> Tensor:
+        if holding.shape[0] < 0:
+            raise SchemaError(f"table {name} has a dynamic vocabulary; there is no whole of it to pull or push")
+        return torch.arange(holding.shape[0])
+
+    def _turn(self, step: int | None) -> tuple[int, int]:
+        if step is None:
+            return -1, -1
+        if self._worker is None:
+            raise ValueError("a bare client has no steps; give ParameterClient a worker")
+        return self._worker.rank, step
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        shard: int,
+        verb: str,
+        payload: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        *,
+        step: int | None = None,
+        once: bool | None = None,
+    ) -> Request:
+        numbered = verb in ("init", "join", "push", "restore", "drop") if once is None else once
+        return Request(self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step)
+
+    def _call(
+        self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
+    ) -> tuple[bytes, Sequence[Tensor]]:
+        request = self._request(shard, verb, payload, tensors, once=once)
+        answer = self._client.call(request, Deadline.after(self._timeout))
+        return answer.payload, answer.tensors
+
+    def _all(self, requests: Sequence[Request]) -> list[Answer]:
+        return self._gather(requests, Deadline.after(self._timeout))
+
+    def _gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
+        answers: list[Answer] = []
+        for outcome in self._client.gather(list(requests), deadline):
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None
+            answers.append(outcome)
+        return answers
+
+    def close(self) -> None:
+        """Closes the connections, and the shard in this process if there is one."""
+        self._stack.close()
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).cpu().contiguous()
+
+
+def _first_value(
+    init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    if isinstance(init, Initial):
+        if not isinstance(init, Constant):
+            raise ValueError("a dense parameter begins with a number, a tensor or a function of its shape")
+        init = init.value
+    if isinstance(init, (int, float)):
+        return torch.full(shape, float(init), dtype=dtype)
+    value = init if isinstance(init, Tensor) else init(shape)
+    if tuple(value.shape) != shape:
+        raise ValueError(f"init has the shape {tuple(value.shape)}, not {shape}")
+    return value.detach().to("cpu", dtype)

@@ -1,0 +1,145 @@
+"""What workers and shards say to one another: the payload of each verb, beside the tensors.
+
+A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
+ids travel in one tensor and their numbers in one tensor a dtype, each part's one after the other, so the count of
+tensors never grows with the count of tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+
+__all__ = [
+    "FLOATS", "BarrierMessage", "DropMessage", "ExportMessage", "InitMessage", "JoinMessage", "Part", "PullMessage",
+    "PullReply", "PushMessage", "RestoreMessage", "join_floats", "split_floats",
+]  # fmt: skip
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One table's or parameter's share of a message: how many ids it has (0 for a dense parameter), and its rule."""
+
+    name: str
+    count: _Count = 0
+    rule: int = 0
+
+
+class InitMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A table, by its ``TableSpec``; or a dense parameter, whose value is the message's one tensor."""
+
+    name: str
+    rule: dict[str, float | str | bool]
+    table: dict[str, object] | None = None
+
+
+class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A table or a parameter goes, so that a checkpoint's can take its place; ``""`` drops the job's steps too."""
+
+    name: str
+
+
+class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Rows or a parameter of a checkpoint, state and stamps included.
+
+    Tensors of a table: ids, values, stamps, sums, usage, history; of a parameter: its value and states.
+    """
+
+    name: str
+    step: _Count
+
+
+class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Asks for ``rows`` rows of a table from place ``first`` on, or for a parameter, as ``RestoreMessage`` has them."""
+
+    name: str
+    first: _Count = 0
+    rows: _Count = 1 << 16
+
+
+class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker is at its ``number``-th barrier of ``world`` workers."""
+
+    rank: _Count
+    world: _Count
+    number: _Count
+
+
+class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker of a job, and how the job's steps are ordered."""
+
+    rank: _Count
+    world: _Count
+    consistency: str
+    step: _Count = 0
+
+
+class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the version that the asker has of each.
+
+    ``rank`` is -1 for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
+    """
+
+    parts: list[Part]
+    training: bool = False
+    checked: bool = False
+    rank: _Number = -1
+    step: _Number = -1
+
+
+class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How many rows of each part were sent. Tensors: their positions among the part's ids, their versions, numbers."""
+
+    counts: list[_Count]
+
+
+class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Gradients of one step. Tensors: all ids, then the numbers.
+
+    ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
+    """
+
+    parts: list[Part]
+    rules: list[dict[str, float | str | bool]]
+    rank: _Number = -1
+    step: _Number = -1
+    weight: float = 1.0
+    mean: bool = True
+
+
+def join_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The numbers of all tensors, one flat tensor for each dtype that occurs, in the order of ``FLOATS``."""
+    found = list(tensors)
+    flat = []
+    for dtype in FLOATS:
+        alike = [tensor.detach().reshape(-1) for tensor in found if tensor.dtype == dtype]
+        if alike:
+            flat.append(alike[0].contiguous() if len(alike) == 1 else torch.cat(alike))
+    return flat
+
+
+def split_floats(flat: Sequence[Tensor], shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """Tensors of these dtypes and shapes, as parts of what ``join_floats`` made of them.
+
+    Raises:
+        SchemaError: the numbers are not as many, or not of the dtypes, that the shapes need.
+    """
+    expected = [dtype for dtype in FLOATS if any(dtype == wanted for wanted, _ in shapes)]
+    if [tensor.dtype for tensor in flat] != expected or any(tensor.ndim != 1 for tensor in flat):
+        raise SchemaError(f"numbers of {expected} expected, got {[tensor.dtype for tensor in flat]}")
+    sizes = {dtype: [math.prod(shape) for wanted, shape in shapes if wanted == dtype] for dtype in expected}
+    for tensor in flat:
+        if tensor.numel() != sum(sizes[tensor.dtype]):
+            raise SchemaError(f"{sum(sizes[tensor.dtype])} {tensor.dtype} numbers expected, got {tensor.numel()}")
+    pieces = {tensor.dtype: iter(torch.split(tensor, sizes[tensor.dtype])) for tensor in flat}
+    return [next(pieces[dtype]).view(shape) for dtype, shape in shapes]

@@ -1,0 +1,230 @@
+"""``ParameterServer``: a shard behind an endpoint.
+
+Every verb is checked against the shard's tables before memory is taken for its tensors. Whatever changes the shard is
+numbered by its client and done exactly once, and under ``durability="log"`` it is acknowledged only when it is on the
+disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.events import report
+from anabranch.parameter_server.durability import Durability, Keeper
+from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.messages import (
+    FLOATS,
+    BarrierMessage,
+    DropMessage,
+    ExportMessage,
+    InitMessage,
+    JoinMessage,
+    PullMessage,
+    PushMessage,
+    RestoreMessage,
+)
+from anabranch.parameter_server.shard import Shard, ShardStatistics
+from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pack, unpack
+
+__all__ = ["ParameterServer"]
+
+M = TypeVar("M", bound=msgspec.Struct)
+_WORKERS = frozenset({"worker"})
+
+
+class ParameterServer:
+    """One shard of the tables and parameters, served while its ``with`` block runs.
+
+    >>> from anabranch.parameter_server import ParameterClient
+    >>> with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
+    ...     client.init("bias", (2,), init=1.0)
+    ...     client.pull("bias")
+    tensor([1., 1.])
+
+    Args:
+        shard, shards: which of how many; clients name the endpoints in this order.
+        listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
+        durability: ``"none"``: a shard that dies is gone; ``"checkpoint"``: it comes back as it was last written;
+            ``"log"``: with every push that was acknowledged.
+        checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
+        checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
+        threads: threads that share the work of one request.
+        keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
+
+    Raises:
+        ValueError: a shard outside its shards, or durability without a directory.
+        CheckpointError: the directory holds nothing whole, or is in use.
+    """
+
+    def __init__(
+        self,
+        shard: int = 0,
+        shards: int = 1,
+        listen: str | None = None,
+        durability: Durability = "none",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        *,
+        checkpoint_seconds: float = 300.0,
+        threads: int = 1,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+    ) -> None:
+        if durability not in ("none", "checkpoint", "log"):
+            raise ValueError(f"durability={durability!r} is none of 'none', 'checkpoint' and 'log'")
+        if durability != "none" and checkpoint_dir is None:
+            raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
+        if not checkpoint_seconds > 0:
+            raise ValueError(f"checkpoint_seconds={checkpoint_seconds} must be above 0")
+        directory = None
+        if durability != "none" and checkpoint_dir is not None:
+            directory = Path(checkpoint_dir) / f"shard-{shard}-of-{shards}"
+        self._checkpoint_seconds = checkpoint_seconds
+        self._crew = Crew(threads)
+        self._keeper = Keeper(durability, directory)
+        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal)
+        self._done = self._keeper.start(self._shard)
+        self._server = Server(
+            self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
+            transport=transport,
+        )  # fmt: skip
+        self._server.once.restore(self._done)
+        self._stop = threading.Event()
+        self._saver: threading.Thread | None = None
+        self._stack = ExitStack()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients find this shard."""
+        return self._server.endpoint
+
+    def statistics(self) -> ShardStatistics:
+        """What the shard has done since it started."""
+        return self._shard.statistics()
+
+    def checkpoint(self) -> None:
+        """Writes the shard's state now, if ``durability`` keeps any."""
+        self._keeper.checkpoint()
+
+    def __enter__(self) -> ParameterServer:
+        self._stack.callback(self._crew.close)
+        self._stack.callback(self._keeper.close)
+        self._stack.enter_context(self._server)
+        self._saver = threading.Thread(target=self._save_now_and_then, name="anabranch-shard-saver", daemon=True)
+        self._saver.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._saver is not None:
+            self._saver.join(timeout=600.0)
+        try:
+            if kind is None:
+                self._server.drain(self._server.drain_seconds)
+                self._keeper.checkpoint()
+        finally:
+            self._stack.__exit__(kind, error, trace)
+
+    def _save_now_and_then(self) -> None:
+        while not self._stop.wait(timeout=self._checkpoint_seconds):
+            try:
+                self._keeper.checkpoint()
+            except Exception as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
+                report("parameter_server.checkpoint_failed", error=str(error))
+
+    # --- verbs ------------------------------------------------------------------------------------------------------
+
+    def _verbs(self) -> list[Verb]:
+        def done(call: Call) -> None:
+            call.reply()
+
+        def changing(name: str, kind: type[M], run: Callable[[M, Call], object]) -> Verb:
+            return Verb(
+                name, self._changing(kind, run), check=self._checks(name), once=True, again=done, roles=_WORKERS
+            )
+
+        shard = self._shard
+        return [
+            changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
+            changing("join", JoinMessage, lambda message, call: shard.join(message)),
+            changing("push", PushMessage, lambda message, call: shard.push(message, call.tensors, peer=call.peer.name)),
+            changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
+            changing("drop", DropMessage, lambda message, call: shard.drop(message)),
+            Verb("pull", self._pull, check=self._checks("pull"), roles=_WORKERS),
+            Verb("export", self._export, check=_no_tensors, roles=_WORKERS),
+            Verb("barrier", self._barrier, check=_no_tensors, roles=_WORKERS),
+            Verb("describe", self._describe, check=_no_tensors, roles=_WORKERS),
+            Verb("statistics", self._statistics, check=_no_tensors, roles=_WORKERS),
+        ]
+
+    def _changing(self, kind: type[M], run: Callable[[M, Call], object]) -> Callable[[Call], None]:
+        def handle(call: Call) -> None:
+            message = unpack(call.payload, kind)
+            try:
+                with self._keeper.asked_by(call.identity):
+                    run(message, call)
+            except (NotFound, NonFinite, SchemaError):
+                raise
+            except (ValueError, TypeError, KeyError) as error:  # a spec or an optimizer that cannot be
+                raise SchemaError(f"{call.verb}: {error}") from error
+            self._keeper.commit(call.deadline)
+            call.reply()
+
+        return handle
+
+    def _checks(self, verb: str) -> Callable[[RequestHeader], None]:
+        kinds: dict[str, type[Any]] = {"push": PushMessage, "pull": PullMessage}
+
+        def check(header: RequestHeader) -> None:
+            if verb not in kinds:
+                return
+            message = unpack(header.payload, kinds[verb])
+            count = sum(part.count for part in message.parts)
+            expected = [(torch.int64, count)]
+            if verb == "push":
+                sizes = self._shard.sizes(message)
+                expected += [(dtype, sizes[dtype]) for dtype in FLOATS if dtype in sizes]
+            elif message.checked:
+                expected += [(torch.int64, count)]
+            came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
+            if came != [(dtype, (size,)) for dtype, size in expected]:
+                raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")
+
+        return check
+
+    def _pull(self, call: Call) -> None:
+        message = unpack(call.payload, PullMessage)
+        reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
+        call.reply(tensors, pack(reply))
+
+    def _export(self, call: Call) -> None:
+        step, tensors = self._shard.export(unpack(call.payload, ExportMessage))
+        call.reply(tensors, pack(step))
+
+    def _barrier(self, call: Call) -> None:
+        self._shard.barrier(unpack(call.payload, BarrierMessage), call.deadline)
+        call.reply()
+
+    def _describe(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.describe()))
+
+    def _statistics(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.statistics()))
+
+
+def _no_tensors(header: RequestHeader) -> None:
+    if header.tensors:
+        raise SchemaError(f"{header.verb} takes no tensors, got {len(header.tensors)}")

@@ -1,0 +1,663 @@
+"""``Shard``: the tables and parameters that one server holds, and the order in which workers change them.
+
+::
+
+    init, join, push, pull ──check──> log ──> do ──> (durable) ──> answer
+                                       │       │
+                                       │       └── bsp: kept until every worker's push of the step is there, then merged
+                                       └── a shard that was killed does the log again, in the same order
+
+Everything that changes a shard is a record of verb, message and tensors, done under one lock by ``_do``. Doing the same
+records in the same order gives the same bits, which is what the log relies on. ``bsp`` applies a step once, to the mean
+(or sum) of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it
+comes. Who reads too early waits: under ``bsp`` for the pushes of the steps before, under ``ssp:K`` for workers that are
+more than K steps behind.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
+from anabranch.parameter_server.dense import DenseParameter
+from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.messages import (
+    BarrierMessage,
+    DropMessage,
+    ExportMessage,
+    InitMessage,
+    JoinMessage,
+    PullMessage,
+    PullReply,
+    PushMessage,
+    RestoreMessage,
+    join_floats,
+    split_floats,
+)
+from anabranch.parameter_server.row_optimizers import RowOptimizer
+from anabranch.parameter_server.row_table import RowBlock, RowTable
+from anabranch.parameter_server.table_spec import TableSpec, check_name
+
+__all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
+
+_MESSAGES: dict[str, type[Any]] = {
+    "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
+    "drop": DropMessage,
+}  # fmt: skip
+_BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """How the steps of a job's workers are ordered.
+
+    >>> Consistency.parse("ssp:3").lag, Consistency.parse("bsp").merges, Consistency.parse("asp").lag
+    (3, True, None)
+
+    Attributes:
+        merges: the pushes of a step are merged over the workers and applied at once (bsp).
+        lag: steps that a worker may be ahead of the slowest; ``None`` for any.
+    """
+
+    name: str
+    merges: bool
+    lag: int | None
+
+    @classmethod
+    def parse(cls, name: str) -> Consistency:
+        """The consistency called ``"bsp"``, ``"ssp:K"`` or ``"asp"``; anything else is a ``ValueError``."""
+        if name == "bsp":
+            return cls(name, True, 0)
+        if name == "asp":
+            return cls(name, False, None)
+        kind, _, steps = name.partition(":")
+        if kind == "ssp" and steps.isascii() and steps.isdigit():
+            return cls(name, False, int(steps))
+        raise ValueError(f"consistency={name!r} is none of 'bsp', 'ssp:K' (K steps, a number >= 0) and 'asp'")
+
+
+@dataclass(slots=True)
+class _Counts:
+    pulls: int = 0
+    pushes: int = 0
+    rows_pulled: int = 0
+    rows_pushed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatistics:
+    """What was asked of one table or parameter: messages, rows, and how many rows it holds and has lost."""
+
+    pulls: int
+    pushes: int
+    rows_pulled: int
+    rows_pushed: int
+    rows: int
+    evictions: int
+    bytes: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatistics:
+    """What a shard has done since it started.
+
+    Attributes:
+        tables: by name.
+        refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
+        replayed: records done again from the log.
+    """
+
+    tables: dict[str, TableStatistics]
+    refused_values: dict[str, int]
+    replayed: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """The workers of a job: how many steps each has pushed, and pushes that wait for the others'."""
+
+    world: int
+    consistency: Consistency
+    clocks: list[int]
+    pending: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
+
+
+class Shard:
+    """The part of all tables and parameters that one server holds. Safe to use from several threads.
+
+    Args:
+        shard, shards: which of how many.
+        crew: threads that share a table's work; without one the caller's alone.
+        journal: called with every change before it is done; what it returns is what to make durable.
+    """
+
+    def __init__(
+        self,
+        shard: int = 0,
+        shards: int = 1,
+        *,
+        crew: Crew | None = None,
+        journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        if not 0 <= shard < shards:
+            raise ValueError(f"shard={shard} lies outside shards={shards}")
+        self.shard, self.shards = shard, shards
+        self._crew = crew or Crew(1)
+        self._journal = journal or (lambda verb, payload, tensors: None)
+        self._state = threading.Condition(threading.RLock())
+        self._tables: dict[str, RowTable] = {}
+        self._dense: dict[str, DenseParameter] = {}
+        self._counts: dict[str, _Counts] = {}
+        self._job: _Job | None = None
+        self._barriers: dict[int, int] = {}
+        self._refused_values: dict[str, int] = {}
+        self._replayed = 0
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """Makes a table or a parameter; one that is there already stays as it is, if it is of the same shape.
+
+        Raises:
+            SchemaError: one of that name and another shape, dtype or optimizer is there.
+            ValueError: a table that cannot be, or numbers that are not finite.
+        """
+        check_name(message.name)
+        with self._state:
+            if self._is_there(message, tensors):
+                return
+            self._make(message, tensors, dry=True)
+            self._record("init", message, tensors)
+
+    def join(self, message: JoinMessage) -> None:
+        """A worker of a job comes, or comes again after it was started anew: its steps count from ``message.step``.
+
+        Raises:
+            SchemaError: another worker has said another world or consistency.
+        """
+        if not message.rank < message.world:
+            raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
+        Consistency.parse(message.consistency)
+        with self._state:
+            job = self._job
+            fresh = job is None or message.step != job.clocks[message.rank] or job.world != message.world
+            if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
+                moved = any(clock > message.step for clock in job.clocks) or job.pending
+                if moved and message.step:
+                    raise SchemaError(
+                        f"this job has {job.world} workers under {job.consistency.name}; rank {message.rank} says "
+                        f"{message.world} under {message.consistency}"
+                    )
+                fresh = True
+            if fresh:
+                self._record("join", message, ())
+
+    def pull(
+        self, message: PullMessage, tensors: Sequence[Tensor], deadline: Deadline | None = None
+    ) -> tuple[PullReply, list[Tensor]]:
+        """Rows and parameters, once the job's consistency allows them to be read.
+
+        Returns:
+            The reply and its tensors: positions and versions of the rows that were sent, then all numbers.
+
+        Raises:
+            NotFound: a table, parameter or id that is not there.
+            SchemaError: tensors that do not fit the message.
+            DeadlineExceeded: other workers' pushes have not come; names them.
+        """
+        with self._state:
+            ids, versions = self._check_pull(message, tensors)
+            self._wait_for_turn(message, deadline)
+            if message.training and any(self._admits(part.name) for part in message.parts):
+                self._journal("pull", _encode(message), tensors)
+            return self._read(message, ids, versions)
+
+    def push(self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "") -> None:
+        """Gradients: done at once, or under ``bsp`` when every worker's of that step are there.
+
+        Raises:
+            NotFound, SchemaError: as in ``pull``; nothing is changed.
+            NonFinite: NaN or Inf among the gradients; counted by ``peer``, nothing is changed.
+        """
+        with self._state:
+            self._check_push(message, tensors, peer)
+            self._record("push", message, tensors)
+
+    def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
+        """Does again what the journal was told."""
+        with self._state:
+            self._do(verb, msgspec.msgpack.decode(payload, type=_MESSAGES[verb]), tensors)
+            self._replayed += 1
+
+    def statistics(self) -> ShardStatistics:
+        """Counts since the start."""
+        with self._state:
+            tables = {}
+            for name, counts in self._counts.items():
+                table = self._tables.get(name)
+                tables[name] = TableStatistics(
+                    counts.pulls,
+                    counts.pushes,
+                    counts.rows_pulled,
+                    counts.rows_pushed,
+                    table.used if table else 0,
+                    table.evictions if table else 0,
+                    table.bytes() if table else self._dense[name].value.nbytes,
+                    table.step if table else self._dense[name].step,
+                )
+            return ShardStatistics(tables, dict(self._refused_values), self._replayed)
+
+    # --- checks, before anything changes ----------------------------------------------------------------------------
+
+    def _is_there(self, message: InitMessage, tensors: Sequence[Tensor]) -> bool:
+        if message.table is None:
+            found = self._dense.get(message.name)
+            if message.name in self._tables:
+                raise SchemaError(f"{message.name} is a table of rows here, not a dense parameter")
+            if found is None:
+                return False
+            shape, rule = tuple(found.value.shape), found.rule
+            if len(tensors) != 1 or tensors[0].shape != found.value.shape or tensors[0].dtype != found.value.dtype:
+                raise SchemaError(f"parameter {message.name} has shape {shape} {found.value.dtype} here")
+        else:
+            table = self._tables.get(message.name)
+            if message.name in self._dense:
+                raise SchemaError(f"{message.name} is a dense parameter here, not a table of rows")
+            if table is None:
+                return False
+            spec, rule = TableSpec.from_dict(message.table), table.rule
+            if spec != table.spec:
+                raise SchemaError(f"table {message.name} is {table.spec} here, not {spec}")
+        if not rule.same_layout(RowOptimizer.from_dict(message.rule)):
+            raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
+        return True
+
+    def _make(self, message: InitMessage, tensors: Sequence[Tensor], *, dry: bool = False) -> None:
+        rule = RowOptimizer.from_dict(message.rule)
+        if message.table is None:
+            if len(tensors) != 1:
+                raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
+            if not torch.isfinite(tensors[0]).all():
+                raise NonFinite(f"parameter {message.name} begins with NaN or Inf")
+            made = DenseParameter(message.name, tensors[0], rule)
+            if not dry:
+                self._dense[message.name] = made
+        else:
+            spec = TableSpec.from_dict(message.table)
+            if spec.name != message.name:
+                raise SchemaError(f"a table {spec.name} under the name {message.name}")
+            if not dry:
+                self._tables[message.name] = RowTable(spec, rule, shard=self.shard, shards=self.shards, crew=self._crew)
+        if not dry:
+            self._counts[message.name] = _Counts()
+
+    def _check_parts(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        names = [part.name for part in message.parts]
+        if len(set(names)) != len(names):
+            raise SchemaError("a message names a table twice; merge its ids")
+        for name in names:
+            self._check_name(name)
+        counts = [part.count for part in message.parts]
+        if not tensors or tensors[0].dtype != torch.int64 or tensors[0].shape != (sum(counts),):
+            raise SchemaError(f"{sum(counts)} int64 ids expected as the first tensor")
+        ids = list(torch.split(tensors[0], counts))
+        for part, some in zip(message.parts, ids, strict=True):
+            if part.name in self._tables:
+                self._tables[part.name].check(some)
+            elif part.count:
+                raise SchemaError(f"{part.name} is a dense parameter and has no ids")
+        return ids
+
+    def _check_pull(self, message: PullMessage, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
+        ids = self._check_parts(message, tensors)
+        if len(tensors) != 1 + message.checked:
+            raise SchemaError(f"{1 + message.checked} tensors expected, got {len(tensors)}")
+        if not message.checked:
+            return ids, None
+        if tensors[1].dtype != torch.int64 or tensors[1].shape != tensors[0].shape:
+            raise SchemaError("as many int64 versions as ids expected")
+        return ids, list(torch.split(tensors[1], [part.count for part in message.parts]))
+
+    def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> None:
+        self._check_parts(message, tensors)
+        grads = self._gradients(message, tensors)
+        if not (math.isfinite(message.weight) and message.weight >= 0):
+            raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
+        rules = [RowOptimizer.from_dict(rule) for rule in message.rules]
+        for part, grad in zip(message.parts, grads, strict=True):
+            if not torch.isfinite(grad).all():
+                self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
+                raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+            if rules:
+                if not 0 <= part.rule < len(rules):
+                    raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
+                if not self._holder(part.name).rule.same_layout(rules[part.rule]):
+                    raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
+        if message.rank >= 0:
+            self._check_turn(message)
+
+    def _check_turn(self, message: PushMessage) -> None:
+        job = self._joined(message.rank)
+        expected = job.clocks[message.rank]
+        if message.step != expected:
+            raise SchemaError(f"worker {message.rank} pushes step {message.step}; its next is step {expected}")
+
+    def _gradients(self, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return split_floats(tensors[1:], self._shapes(message))
+
+    def _shapes(self, message: PullMessage | PushMessage) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and shape of each part's numbers."""
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        for part in message.parts:
+            self._check_name(part.name)
+            holder = self._holder(part.name)
+            if isinstance(holder, RowTable):
+                shapes.append((holder.spec.dtype, (part.count, holder.spec.width)))
+            else:
+                shapes.append((holder.value.dtype, tuple(holder.value.shape)))
+        return shapes
+
+    def sizes(self, message: PullMessage | PushMessage) -> dict[torch.dtype, int]:
+        """How many numbers of each dtype the message's parts have together, before any memory is taken for them."""
+        with self._state:
+            total: dict[torch.dtype, int] = {}
+            for dtype, shape in self._shapes(message):
+                total[dtype] = total.get(dtype, 0) + math.prod(shape)
+            return total
+
+    def _holder(self, name: str) -> RowTable | DenseParameter:
+        table = self._tables.get(name)
+        return table if table is not None else self._dense[name]
+
+    def _admits(self, name: str) -> bool:
+        return name in self._tables and self._tables[name].spec.rows is None
+
+    # --- whose turn it is -------------------------------------------------------------------------------------------
+
+    def _joined(self, rank: int) -> _Job:
+        if self._job is None or rank >= self._job.world:
+            raise SchemaError(f"worker {rank} has not joined this shard's job")
+        return self._job
+
+    def _wait_for_turn(self, message: PullMessage, deadline: Deadline | None) -> None:
+        if message.rank < 0:
+            return
+        job = self._joined(message.rank)
+        lag = job.consistency.lag
+        if lag is None:
+            return
+        patience = _patience(deadline)
+        while late := [rank for rank, clock in enumerate(job.clocks) if clock < message.step - lag]:
+            if not self._state.wait(timeout=patience.remaining()):
+                raise _missing(late, patience, "pull", message.step)
+            job = self._joined(message.rank)
+
+    # --- doing ------------------------------------------------------------------------------------------------------
+
+    def _record(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
+        self._journal(verb, _encode(message), tensors)
+        self._do(verb, message, tensors)
+
+    def _do(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
+        if verb == "init":
+            self._make(message, tensors)
+        elif verb == "join":
+            self._do_join(message)
+        elif verb == "pull":
+            ids, versions = self._check_pull(message, tensors)
+            self._read(message, ids, versions)
+        elif verb == "push":
+            self._do_push(message, tensors)
+        elif verb == "restore":
+            self._do_restore(message, tensors)
+        else:
+            self._do_drop(message)
+
+    def _do_join(self, message: JoinMessage) -> None:
+        consistency = Consistency.parse(message.consistency)
+        if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
+            self._job = _Job(message.world, consistency, [message.step] * message.world)
+        self._job.clocks[message.rank] = message.step
+        for step in [step for step, pushes in self._job.pending.items() if message.rank in pushes]:
+            if step >= message.step:
+                del self._job.pending[step][message.rank]
+        self._state.notify_all()
+
+    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
+        if message.rank < 0:
+            self._apply([(message, tensors)])
+            return
+        job = self._joined(message.rank)
+        job.clocks[message.rank] = message.step + 1
+        if job.consistency.merges:
+            # What is kept must not change when the sender's buffers are used again.
+            kept = job.pending.setdefault(message.step, {})
+            kept[message.rank] = (message, [tensor.clone() for tensor in tensors])
+            if len(kept) == job.world:
+                del job.pending[message.step]
+                self._apply([kept[rank] for rank in range(job.world)])
+        else:
+            self._apply([(message, tensors)])
+        self._state.notify_all()
+
+    def _apply(self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]]) -> None:
+        """One optimizer step for each table and parameter that any of the pushes names."""
+        total = sum(message.weight for message, _ in pushes)
+        merged: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        rules: dict[str, RowOptimizer] = {}
+        for message, tensors in pushes:
+            share = (message.weight / total if total else 0.0) if message.mean else 1.0
+            ids = torch.split(tensors[0], [part.count for part in message.parts])
+            for part, some, grad in zip(message.parts, ids, self._gradients(message, tensors), strict=True):
+                merged.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share))
+                if message.rules:
+                    rules.setdefault(part.name, RowOptimizer.from_dict(message.rules[part.rule]))
+        for name, given in merged.items():
+            holder = self._holder(name)
+            holder.rule = rules.get(name, holder.rule)
+            self._counts[name].pushes += len(given)
+            if isinstance(holder, RowTable):
+                everyone = torch.cat([some for some, _ in given])
+                self._counts[name].rows_pushed += len(everyone)
+                holder.push(everyone, torch.cat([grad for _, grad in given]))
+            else:
+                total_grad = given[0][1]
+                for _, grad in given[1:]:
+                    total_grad = total_grad + grad
+                holder.push(total_grad)
+
+    def _read(
+        self, message: PullMessage, ids: Sequence[Tensor], versions: Sequence[Tensor] | None
+    ) -> tuple[PullReply, list[Tensor]]:
+        counts: list[int] = []
+        positions: list[Tensor] = []
+        found: list[Tensor] = []
+        numbers: list[Tensor] = []
+        for at, part in enumerate(message.parts):
+            holder = self._holder(part.name)
+            self._counts[part.name].pulls += 1
+            if isinstance(holder, DenseParameter):
+                counts.append(0)
+                numbers.append(holder.value)
+                continue
+            current = holder.versions(ids[at], training=message.training)
+            if versions is None:
+                where = torch.arange(part.count)
+                numbers.append(holder.pull(ids[at]))
+            else:
+                where = torch.nonzero(current != versions[at])[:, 0]
+                numbers.append(holder.pull(ids[at][where]))
+            counts.append(len(where))
+            positions.append(where)
+            found.append(current[where])
+            self._counts[part.name].rows_pulled += len(where)
+        empty = [torch.empty(0, dtype=torch.int64)]
+        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *join_floats(numbers)]
+
+    def _do_restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
+        holder = self._holder(message.name)
+        if isinstance(holder, RowTable):
+            *block, history = tensors
+            if len(block[0]):
+                holder.restore(RowBlock(*block))
+            holder.resume(message.step, history)
+        else:
+            holder.restore(tensors, message.step)
+
+    # --- saving and loading -----------------------------------------------------------------------------------------
+
+    def export(self, message: ExportMessage) -> tuple[int, list[Tensor]]:
+        """Part of a table or a whole parameter with its state; and its steps. See ``ExportMessage``."""
+        with self._state:
+            self._check_name(message.name)
+            holder = self._holder(message.name)
+            if isinstance(holder, DenseParameter):
+                return holder.step, [holder.value, *(state.clone() for state in holder.states)]
+            block = holder.block(message.first, message.rows)
+            return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
+
+    def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
+        """Puts back what ``export`` gave, here or on another shard."""
+        with self._state:
+            self._check_name(message.name)
+            holder = self._holder(message.name)
+            if isinstance(holder, RowTable):
+                if len(tensors) != 6 or any(len(tensor) != len(tensors[0]) for tensor in tensors[1:3]):
+                    raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
+                holder.check(tensors[0])
+            self._record("restore", message, tensors)
+
+    def drop(self, message: DropMessage) -> None:
+        """Forgets a table or a parameter."""
+        with self._state:
+            if message.name:
+                self._check_name(message.name)
+            self._record("drop", message, ())
+
+    def _do_drop(self, message: DropMessage) -> None:
+        if message.name:
+            self._tables.pop(message.name, None)
+            self._dense.pop(message.name, None)
+            self._counts.pop(message.name, None)
+        else:
+            self._job = None
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._tables and name not in self._dense:
+            known = ", ".join([*self._tables, *self._dense]) or "none"
+            raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
+
+    def barrier(self, message: BarrierMessage, deadline: Deadline) -> None:
+        """Returns once all workers are at this barrier.
+
+        Raises:
+            DeadlineExceeded: some are not; names them.
+        """
+        with self._state:
+            if not message.rank < message.world:
+                raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
+            self._barriers[message.rank] = max(message.number, self._barriers.get(message.rank, 0))
+            self._state.notify_all()
+            patience = _patience(deadline)
+            while late := [rank for rank in range(message.world) if self._barriers.get(rank, 0) < message.number]:
+                if not self._state.wait(timeout=patience.remaining()):
+                    raise _missing(late, patience, "barrier", message.number)
+
+    def snapshot(self) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
+        """Everything as it is now: plain values, and groups of tensors.
+
+        Not the pushes that wait for those of other workers: the clocks are those before them, and ``journal_pending``
+        journals them again.
+        """
+        with self._state:
+            groups: dict[str, dict[str, Tensor]] = {}
+            tables: list[object] = []
+            dense: list[object] = []
+            for name, table in self._tables.items():
+                _, parts = self.export(ExportMessage(name, 0, max(table.used, 1)))
+                groups[f"table-{len(tables)}"] = dict(zip(_BLOCK, parts, strict=True))
+                tables.append({"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step})
+            for name, parameter in self._dense.items():
+                parts = [parameter.value, *parameter.states]
+                groups[f"dense-{len(dense)}"] = {str(k): tensor.clone() for k, tensor in enumerate(parts)}
+                dense.append({"name": name, "rule": parameter.rule.to_dict(), "step": parameter.step})
+            state: dict[str, object] = {"tables": tables, "dense": dense, "job": None}
+            if self._job is not None:
+                clocks = list(self._job.clocks)
+                for step, pushes in self._job.pending.items():
+                    for rank in pushes:
+                        clocks[rank] = min(clocks[rank], step)
+                state["job"] = {
+                    "world": self._job.world, "consistency": self._job.consistency.name, "clocks": clocks,
+                }  # fmt: skip
+            return state, groups
+
+    def journal_pending(self) -> None:
+        """Journals the pushes that wait for those of other workers, for a journal that has just begun."""
+        with self._state:
+            for pushes in (self._job.pending if self._job else {}).values():
+                for message, tensors in pushes.values():
+                    self._journal("push", _encode(message), tensors)
+
+    def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Becomes what ``snapshot`` gave; for a shard that holds nothing yet."""
+        with self._state:
+            for number, entry in enumerate(state["tables"]):
+                spec = entry["spec"]
+                self._make(InitMessage(spec["name"], entry["rule"], spec), ())
+                tensors = groups(f"table-{number}")
+                message = RestoreMessage(spec["name"], entry["step"])
+                self._do_restore(message, [tensors[name] for name in _BLOCK])
+            for number, entry in enumerate(state["dense"]):
+                parts = groups(f"dense-{number}")
+                tensors_of = [parts[str(k)] for k in range(len(parts))]
+                self._make(InitMessage(entry["name"], entry["rule"]), tensors_of[:1])
+                self._do_restore(RestoreMessage(entry["name"], entry["step"]), tensors_of)
+            job = state["job"]
+            if job is not None:
+                self._job = _Job(job["world"], Consistency.parse(job["consistency"]), list(job["clocks"]))
+
+    def describe(self) -> dict[str, object]:
+        """Tables and parameters, their optimizers and steps, without the numbers."""
+        with self._state:
+            return {
+                "tables": [
+                    {"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "rows": table.used, "step": table.step}
+                    for table in self._tables.values()
+                ],
+                "dense": [
+                    {"name": name, "rule": dense.rule.to_dict(), "step": dense.step}
+                    for name, dense in self._dense.items()
+                ],
+            }
+
+    def locked(self) -> threading.Condition:
+        """The lock that every change is made under, for who must see none between two of its own steps."""
+        return self._state
+
+
+def _patience(deadline: Deadline | None) -> Deadline:
+    """A little less than the asker's, so that the answer, which says who is missing, is there before it gives up."""
+    return Deadline.after(1e-3) if deadline is None else deadline.sooner(max(0.8 * deadline.remaining(), 1e-3))
+
+
+def _missing(ranks: Sequence[int], patience: Deadline, operation: str, step: int) -> DeadlineExceeded:
+    names = ", ".join(f"worker {rank}" for rank in ranks)
+    return DeadlineExceeded(
+        f"nothing came from {names} before the deadline", peer=names, operation=operation, step=step,
+        elapsed=patience.elapsed(),
+    )  # fmt: skip
+
+
+def _encode(message: Any) -> bytes:
+    return msgspec.msgpack.encode(message)

@@ -1,0 +1,210 @@
+"""The worker's cache against a server that remembers every update: what a read may miss, and what it may not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from torch import Tensor
+
+from anabranch.parameter_server import Cache, RowCache
+
+UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
+
+
+class Server:
+    """One table: rows of counters, and the number of changes of each as its version."""
+
+    def __init__(self, width: int = UPDATES) -> None:
+        self.rows: dict[int, Tensor] = {}
+        self.versions: dict[int, int] = {}
+        self.width = width
+        self.changes = 0
+        self.sent = 0
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        current = torch.tensor([self.versions.get(known_id, 0) for known_id in ids.tolist()], dtype=torch.int64)
+        positions = torch.nonzero(current != known)[:, 0]
+        rows = [self.rows.get(int(ids[at]), torch.zeros(self.width)) for at in positions]
+        self.sent += len(rows)
+        return positions, current[positions], torch.stack(rows) if rows else torch.zeros(0, self.width)
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        for known_id, grad in zip(ids.tolist(), grads, strict=True):
+            self.rows[known_id] = self.rows.get(known_id, torch.zeros(self.width)) + grad
+            self.changes += 1
+            self.versions[known_id] = self.changes
+
+
+def add(rows: Tensor, grads: Tensor) -> Tensor:
+    return rows + grads
+
+
+IDS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+
+
+class Workers(RuleBasedStateMachine):
+    """Two or three workers in step: all read, then all write; each write is an update of its own."""
+
+    @initialize(
+        policy=st.sampled_from(["LRU", "LFU", "LFUOpt"]),
+        capacity=st.integers(1, 6),
+        pull_bound=st.integers(0, 4),
+        push_bound=st.integers(0, 4),
+        workers=st.integers(2, 3),
+        kind=st.sampled_from(["compiled", "plain"]),
+    )
+    def start(self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, kind: str) -> None:
+        self.cache = Cache(policy, capacity, pull_bound, push_bound)
+        self.server = Server()
+        self.caches = [
+            RowCache(self.cache, UPDATES, torch.float32, self.server, move=add, kind=kind) for _ in range(workers)
+        ]
+        self.step = 0
+        self.updates: list[tuple[int, int, int]] = []  # (step, worker, id); the column is the place in this list
+
+    @rule(batches=st.lists(IDS, min_size=3, max_size=3), quiet=st.booleans())
+    def one_step(self, batches: list[list[int]], quiet: bool) -> None:
+        read = list(zip(range(len(self.caches)), self.caches, batches, strict=False))
+        for worker, cache, ids in read:
+            self.check(worker, ids, cache.read(torch.tensor(ids), self.step))
+        due = []
+        for worker, cache, ids in read:
+            mine = [] if quiet or len(self.updates) + len(ids) > UPDATES else ids
+            grads = torch.zeros(len(mine), UPDATES)
+            for at, known_id in enumerate(mine):
+                grads[at, len(self.updates)] = 1
+                self.updates.append((self.step, worker, known_id))
+            due.append(cache.write(torch.tensor(mine, dtype=torch.int64), grads, self.step))
+        for ids, grads in due:
+            self.server.push(ids, grads)
+        self.step += 1
+
+    @rule(worker=st.integers(0, 2), ids=IDS)
+    def evaluate(self, worker: int, ids: list[int]) -> None:
+        cache = self.caches[worker % len(self.caches)]
+        found = cache.read(torch.tensor(ids), self.step, training=False)
+        self.check(worker % len(self.caches), ids, found)
+
+    @rule(worker=st.integers(0, 2), forget=st.booleans())
+    def flush(self, worker: int, forget: bool) -> None:
+        cache = self.caches[worker % len(self.caches)]
+        self.server.push(*cache.waiting())
+        if forget:
+            cache.drop()
+
+    def check(self, reader: int, ids: list[int], rows: Tensor) -> None:
+        for known_id, row in zip(ids, rows, strict=True):
+            for column, (step, writer, written) in enumerate(self.updates):
+                count = row[column].item()
+                if written != known_id:
+                    assert count == 0
+                    continue
+                too_old_to_miss = self.step - step > self.cache.pull_bound + self.cache.push_bound
+                assert count in ((1,) if writer == reader or too_old_to_miss else (0, 1))
+
+    def teardown(self) -> None:
+        if hasattr(self, "caches"):
+            for cache in self.caches:
+                self.server.push(*cache.waiting())
+            for column, (_, _, known_id) in enumerate(self.updates):
+                assert self.server.rows[known_id][column] == 1
+
+
+TestWorkersMissNothingOlderThanTheBounds = Workers.TestCase
+TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+
+
+def make(server: Server, **options: object) -> RowCache:
+    return RowCache(Cache(**options), server.width, torch.float32, server, move=add)
+
+
+def read(cache: RowCache, ids: list[int], step: int) -> None:
+    cache.read(torch.tensor(ids), step)
+
+
+def test_a_row_within_its_bound_costs_no_message() -> None:
+    server = Server(2)
+    cache = make(server, pull_bound=3)
+    read(cache, [1, 2], 0)
+    server.pull = None  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        read(cache, [1, 2], step)
+    found = cache.statistics()
+    assert (found.hits, found.misses) == (6, 2)
+
+
+def test_a_row_that_is_asked_about_and_has_not_changed_does_not_come_again() -> None:
+    server = Server(2)
+    cache = make(server)
+    for step in range(4):
+        read(cache, [1, 2], step)
+    assert server.sent == 2
+    server.push(torch.tensor([2]), torch.ones(1, 2))
+    assert cache.read(torch.tensor([1, 2]), 4).tolist() == [[0, 0], [1, 1]]
+    assert server.sent == 3
+    assert cache.statistics().refreshed == 1
+
+
+def test_hot_rows_age_in_steps_and_not_in_lookups() -> None:
+    server = Server(2)
+    cache = make(server, pull_bound=5)
+    for _ in range(100):
+        read(cache, [1], 0)
+    read(cache, [1], 5)
+    assert server.sent == 1
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("LRU", 2), ("LFU", 1), ("LFUOpt", 1)])
+def test_the_policy_says_who_leaves(policy: str, stays: int) -> None:
+    server = Server(2)
+    cache = make(server, policy=policy, capacity=2, pull_bound=100)
+    for step, known_id in enumerate([1, 1, 1, 2, 3]):
+        read(cache, [known_id], step)
+    sent = server.sent
+    read(cache, [stays], 5)
+    assert server.sent == sent
+
+
+def test_under_lfuopt_a_row_of_ten_uses_stays_for_good_and_the_rest_go_uncached() -> None:
+    server = Server(2)
+    cache = make(server, policy="LFUOpt", capacity=2, pull_bound=10**6)
+    for step in range(10):
+        read(cache, [1, 2], step)
+    for step in range(10, 60):
+        read(cache, [3], step)
+    assert server.sent == 2 + 50
+    assert cache.statistics().evictions == 0
+    read(cache, [1, 2], 60)
+    assert server.sent == 52
+    plain = make(server, policy="LFU", capacity=2, pull_bound=10**6)
+    for step in range(10):
+        read(plain, [1, 2], step)
+    read(plain, [3], 10)
+    assert plain.statistics().evictions == 1
+
+
+def test_a_dirty_row_that_leaves_is_pushed() -> None:
+    server = Server(2)
+    cache = make(server, capacity=1, push_bound=100)
+    read(cache, [1], 0)
+    cache.write(torch.tensor([1]), torch.ones(1, 2), 0)
+    assert not server.rows
+    read(cache, [2], 1)
+    assert server.rows[1].tolist() == [1, 1]
+    assert not len(cache.waiting()[0])
+
+
+@pytest.mark.parametrize(
+    "fault", [{"policy": "FIFO"}, {"capacity": 0}, {"pull_bound": -1}, {"push_bound": -1}, {"capacity": 1.5}]
+)
+def test_a_cache_that_cannot_be_is_refused(fault: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fault))):
+        Cache(**fault)
+
+
+def test_waiting_pushes_without_a_way_to_read_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="own writes"):
+        RowCache(Cache(push_bound=1), 2, torch.float32, Server(2))

@@ -1,0 +1,317 @@
+"""A shard that is killed at any point comes back with every push that was acknowledged, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError
+from anabranch.events import on_fault_point
+from anabranch.parameter_server import (
+    Constant,
+    Normal,
+    ParameterClient,
+    ParameterServer,
+    RowOptimizer,
+    TableSpec,
+    Worker,
+)
+from anabranch.parameter_server.push_log import PushLog, Record
+from anabranch.testing import MemoryTransport, faults
+
+ADAM = RowOptimizer.from_factory(functools.partial(torch.optim.Adam, lr=0.01))
+FIXED = TableSpec("fixed", 12, 4, initial=Normal(), every_row_moves=True)
+DYNAMIC = TableSpec("dynamic", None, 4, initial=Normal(), capacity=5, eviction="frequency", admission=0.7)
+SHARD = [
+    "push_log.before_append",
+    "push_log.mid_append",
+    "push_log.after_append",
+    "push_log.before_sync",
+    "push_log.after_sync",
+    "transport.before_reply",
+]
+
+
+def make(client: ParameterClient) -> None:
+    client.init_table(FIXED, ADAM)
+    client.init_table(DYNAMIC, ADAM)
+    client.init("bias", (3,), optimizer=functools.partial(torch.optim.Adam, lr=0.01))
+
+
+def draw(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 12, (4,), generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def pull(client: ParameterClient, number: int) -> None:
+    """Admits ids, for which others may leave: a change of its own."""
+    client.pull_many({"dynamic": draw(number)[0]}, training=True)
+
+
+def push(client: ParameterClient, number: int) -> None:
+    ids, grads = draw(number)
+    pull(client, number)
+    client.push_many({"fixed": (ids, grads), "dynamic": (ids, grads), "bias": (ids[:0], grads[0, :3])})
+
+
+def state(client: ParameterClient) -> list[torch.Tensor]:
+    everyone = torch.arange(12)
+    return [client.pull("fixed"), client.sparse_pull("dynamic", everyone), client.pull("bias")]
+
+
+def expected(count: int, *, then_pulled: bool = False) -> list[torch.Tensor]:
+    with ParameterClient() as client:
+        make(client)
+        for number in range(count):
+            push(client, number)
+        if then_pulled:
+            pull(client, count)
+        return state(client)
+
+
+def same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("nth", [1, 5, 11])
+@pytest.mark.parametrize("point", SHARD)
+def test_what_is_on_the_disk_at_any_point_is_every_acknowledged_push_and_no_half_of_one(
+    point: str, nth: int, tmp_path: Path
+) -> None:
+    """The files as a death at the point would leave them are put aside, and a shard is started from them."""
+    network = MemoryTransport()
+    acknowledged, passed = 0, 0
+    aside: list[int] = []
+
+    def put_aside(name: str) -> None:
+        nonlocal passed
+        passed += name == point
+        if name == point and passed == nth + 3:  # three changes make the tables
+            shutil.copytree(tmp_path / "state", tmp_path / "aside")
+            aside.append(acknowledged)
+
+    with (
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "state") as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+        on_fault_point(put_aside),
+    ):
+        make(client)
+        for number in range(12):
+            if number == 6:
+                server.checkpoint()
+            push(client, number)
+            acknowledged += 1
+    with (
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "aside") as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        found = state(client)
+    done = aside[0]
+    allowed = [expected(done), expected(done, then_pulled=True), expected(done + 1)]
+    assert any(same(found, one) for one in allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SHARD)
+def test_a_shard_that_is_killed_comes_back_and_the_client_goes_on(point: str, tmp_path: Path) -> None:
+    """The shard's process is a child that is killed at the point; the client goes on with the one started anew."""
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from anabranch.events import on_fault_point
+        from anabranch.parameter_server import ParameterServer
+
+        endpoint, directory, point, nth = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+        passed = 0
+
+        def strike(name):
+            global passed
+            passed += name == point
+            if name == point and passed == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with on_fault_point(strike), ParameterServer(
+            listen=endpoint, durability="log", checkpoint_dir=directory
+        ) as server:
+            print("ready", flush=True)
+            sys.stdin.readline()
+        """
+    )
+    directory = tmp_path / "socket"
+    directory.mkdir(mode=0o700)
+    endpoint = f"unix:{directory}/shard"
+
+    def start(nth: int) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", script, endpoint, str(tmp_path / "state"), point, str(nth)]
+        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    processes = [start(8)]
+    try:
+
+        def revive() -> None:
+            processes[0].wait(timeout=60)
+            processes.append(start(10**9))
+
+        reviver = threading.Thread(target=revive)
+        reviver.start()
+        with ParameterClient([endpoint], timeout=60, retries=200) as client:
+            make(client)
+            for number in range(12):
+                push(client, number)
+            reviver.join(timeout=60)
+            assert processes[0].returncode == -signal.SIGKILL
+            found = state(client)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.communicate("\n", timeout=30)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+    assert same(found, expected(12))
+
+
+@pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
+@pytest.mark.parametrize("durability", ["checkpoint", "log"])
+def test_a_checkpoint_cut_short_leaves_what_was_there(durability: str, point: str, tmp_path: Path) -> None:
+    network = MemoryTransport()
+
+    def serve() -> ParameterServer:
+        return ParameterServer(transport=network, durability=durability, checkpoint_dir=tmp_path)
+
+    with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
+        make(client)
+        for number in range(3):
+            push(client, number)
+        server.checkpoint()
+        for number in range(3, 6):
+            push(client, number)
+        with faults.at(point), pytest.raises(faults.FaultInjected):
+            server.checkpoint()
+        kept = sorted(path.name for path in (tmp_path / "shard-0-of-1").iterdir())
+        assert kept
+        server._keeper._durability = "none"  # leaves without writing, as one that is killed
+    with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
+        acknowledged = 6 if durability == "log" or point == "durability.before_forgetting" else 3
+        assert same(state(client), expected(acknowledged))
+
+
+def test_leaving_the_block_commits_the_state(tmp_path: Path) -> None:
+    network = MemoryTransport()
+    for round_ in range(3):
+        with (
+            ParameterServer(transport=network, durability="checkpoint", checkpoint_dir=tmp_path) as server,
+            ParameterClient([server.endpoint], transport=network) as client,
+        ):
+            make(client)
+            push(client, round_)
+    with (
+        ParameterServer(transport=network, durability="checkpoint", checkpoint_dir=tmp_path) as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        assert same(state(client), expected(3))
+
+
+def test_pushes_that_wait_for_another_worker_survive_a_checkpoint(tmp_path: Path) -> None:
+    network = MemoryTransport()
+    rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+    spec = TableSpec("t", 4, 2, initial=Constant(0.0))
+
+    def serve() -> ParameterServer:
+        return ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path)
+
+    ids, grad = torch.tensor([1]), torch.ones(1, 2)
+    with serve() as server, ParameterClient([server.endpoint], worker=Worker(0, 2), transport=network) as first:
+        first.init_table(spec, rule)
+        first.push_many({"t": (ids, grad)}, step=0)
+        server.checkpoint()
+        assert first.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
+    with serve() as server, ParameterClient([server.endpoint], worker=Worker(1, 2), transport=network) as second:
+        second.push_many({"t": (ids, 3 * grad)}, step=0)
+        assert second.sparse_pull("t", ids).tolist() == [[-2.0, -2.0]]
+
+
+def records(directory: Path) -> list[str]:
+    return [record.verb for record, _ in PushLog.read(directory)]
+
+
+def test_a_record_that_was_cut_or_damaged_ends_the_log(tmp_path: Path) -> None:
+    with PushLog(tmp_path) as log:
+        for number in range(4):
+            log.append(Record(f"v{number}", b"x"), [torch.arange(3), torch.ones(2, 2).bfloat16()])
+    path = tmp_path / "log-00000001"
+    whole = path.read_bytes()
+    size = len(whole) // 4
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        assert records(tmp_path) == [f"v{number}" for number in range(cut // size)]
+    for at in range(2 * size, 3 * size):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert records(tmp_path) == ["v0", "v1"]
+
+
+def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
+    given = [
+        torch.arange(3),
+        torch.randn(2, 3).bfloat16(),
+        torch.randn(2, 2).double(),
+        torch.empty(0, 4),
+        torch.ones(()),
+    ]
+    with PushLog(tmp_path) as log:
+        log.append(Record("push", b"facts", b"e" * 16, 7), given)
+    ((record, found),) = PushLog.read(tmp_path)
+    assert (record.payload, record.epoch, record.sequence) == (b"facts", b"e" * 16, 7)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(given, found, strict=True))
+
+
+def test_many_commits_share_one_sync(tmp_path: Path) -> None:
+    syncs, started = [], threading.Event()
+
+    def slow(name: str) -> None:
+        if name == "push_log.before_sync":
+            syncs.append(name)
+            started.wait(timeout=10)
+
+    with PushLog(tmp_path) as log, on_fault_point(slow):
+        positions = [log.append(Record("push", b"")) for _ in range(8)]
+        threads = [threading.Thread(target=log.commit, args=(position, Deadline.after(10.0))) for position in positions]
+        for thread in threads:
+            thread.start()
+        started.set()
+        for thread in threads:
+            thread.join(timeout=10)
+    assert len(syncs) == 1
+
+
+def test_a_disk_that_fails_is_said_and_nothing_more_is_taken(tmp_path: Path) -> None:
+    def fail(name: str) -> None:
+        if name == "push_log.before_append":
+            raise OSError(28, "No space left on device")
+
+    with PushLog(tmp_path) as log:
+        log.append(Record("first", b""))
+        with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left"):
+            log.append(Record("second", b""))
+        with pytest.raises(CheckpointError, match="No space left"):
+            log.append(Record("third", b""))
+    assert records(tmp_path) == ["first"]
+
+
+@pytest.mark.parametrize("fault", [{"durability": "sometimes"}, {"durability": "log"}, {"shard": 2, "shards": 2}])
+def test_a_server_that_cannot_be_is_refused(fault: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="durability|shard"):
+        ParameterServer(**fault)

@@ -1,0 +1,314 @@
+"""Clients and shards over a network: what is pulled is what the plain loop has, whoever pushes, and once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
+from anabranch.parameter_server import (
+    Constant,
+    Normal,
+    ParameterClient,
+    ParameterServer,
+    RowOptimizer,
+    TableSpec,
+    Worker,
+)
+from anabranch.testing import LossyTransport
+from anabranch.transport import MemoryTransport
+
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@contextmanager
+def cluster(shards: int = 2, **options: object) -> Iterator[tuple[MemoryTransport, list[str]]]:
+    with ExitStack() as stack:
+        network = MemoryTransport()
+        servers = [
+            stack.enter_context(ParameterServer(shard, shards, transport=network, **options)) for shard in range(shards)
+        ]
+        yield network, [server.endpoint for server in servers]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_dense_parameters_and_rows_move_as_in_the_plain_loop(shards: int) -> None:
+    bias, table = torch.nn.Parameter(torch.randn(48)), torch.nn.Parameter(torch.randn(40, 16))
+    optimizer = ADAM([bias, table], fused=True)
+    with cluster(shards) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("bias", (48,), init=bias.detach(), optimizer=ADAM)
+        client.init_table(TableSpec("table", 40, 16, every_row_moves=True), RowOptimizer.from_factory(ADAM))
+        client.write_rows("table", table.detach(), RowOptimizer.from_factory(ADAM))
+        for _ in range(5):
+            ids = torch.randint(0, 40, (3, 4))
+            bias.grad, row_grads = torch.randn(48), torch.randn(3, 4, 16)
+            table.grad = torch.zeros(40, 16).index_add(0, ids.reshape(-1), row_grads.reshape(-1, 16))
+            assert torch.equal(client.sparse_pull("table", ids), table.detach()[ids])
+            client.sparse_push("table", ids, row_grads)
+            pulled = client.push_pull("bias", bias.grad)
+            optimizer.step()
+            assert torch.equal(pulled, bias.detach())
+        assert torch.equal(client.pull("table"), table.detach())
+
+
+def test_the_fused_forms_are_a_push_and_a_pull() -> None:
+    with ParameterClient() as client:
+        client.init("t", (6, 2), kind="rows", init=1.0, optimizer=SGD)
+        found = client.ss_push_pull("t", torch.tensor([1, 2]), torch.ones(2, 2), torch.tensor([2, 3]))
+        assert found.tolist() == [[0.5, 0.5], [1.0, 1.0]]
+        whole = client.sd_push_pull("t", torch.tensor([0, 0]), torch.ones(2, 2))
+        assert whole[:4, 0].tolist() == [0.0, 0.5, 0.5, 1.0]
+
+
+def test_rows_of_several_dimensions_keep_theirs() -> None:
+    with ParameterClient() as client:
+        values = torch.randn(5, 2, 3)
+        client.init("t", (5, 2, 3), kind="rows", init=lambda shape: values, optimizer=SGD)
+        assert torch.equal(client.pull("t"), values)
+        assert torch.equal(client.sparse_pull("t", torch.tensor([[4], [0]])), values[torch.tensor([[4], [0]])])
+        client.push("t", torch.ones(5, 2, 3))
+        assert torch.equal(client.pull("t"), values - 0.5)
+
+
+def test_another_client_learns_what_there_is() -> None:
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
+        first.init("t", (50, 2), kind="rows", init=Normal(), optimizer=SGD)
+        first.init("b", (3,), init=2.0)
+        with ParameterClient(endpoints, transport=network) as second:
+            assert torch.equal(second.pull("t"), first.pull("t"))
+            assert second.pull("b").tolist() == [2.0] * 3
+            with pytest.raises(NotFound, match="no table or parameter 'c'"):
+                second.pull("c")
+
+
+def test_bad_input_is_a_typed_error_and_changes_nothing() -> None:
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
+        with pytest.raises(NotFound, match=r"ids\[1\] is 10"):
+            client.sparse_push("t", torch.tensor([0, 10]), torch.ones(2, 2))
+        with pytest.raises(NotFound, match=r"ids\[0\] is -1"):
+            client.sparse_pull("t", torch.tensor([-1]))
+        with pytest.raises(SchemaError, match="int64"):
+            client.sparse_pull("t", torch.tensor([1], dtype=torch.int32))
+        with pytest.raises(SchemaError):
+            client.sparse_push("t", torch.tensor([0]), torch.ones(1, 3))
+        with pytest.raises(NonFinite, match="NaN"):
+            client.sparse_push("t", torch.tensor([0]), torch.tensor([[1.0, float("nan")]]))
+        with pytest.raises(SchemaError, match="width"):
+            client.init("t", (10, 3), kind="rows", init=1.0, optimizer=SGD)
+        with pytest.raises(SchemaError, match="kept for SGD"):
+            client.init("t", (10, 2), kind="rows", init=1.0, optimizer=ADAM)
+        with pytest.raises(ValueError, match="LBFGS"):
+            client.init("u", (10, 2), kind="rows", optimizer=torch.optim.LBFGS)
+        with pytest.raises(ValueError, match="int64"):
+            client.init("u", (10, 2), kind="rows", dtype=torch.int64)
+        with pytest.raises(ValueError, match="no table name"):
+            client.init("../u", (10, 2), kind="rows")
+        assert (client.pull("t") == 1).all()
+        assert sum(sum(found.refused_values.values()) for found in client.statistics()) == 1
+
+
+def test_ids_from_the_wire_are_checked_again_by_the_shard() -> None:
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
+        plan = client._plan
+        client._plan = lambda name, ids, **more: {0: torch.arange(ids.numel())}  # a client that checks nothing
+        for bad in (-1, 10, 2**62):
+            with pytest.raises(NotFound, match="ids"):
+                client.sparse_push("t", torch.tensor([bad]), torch.ones(1, 2))
+        with pytest.raises(NotFound, match="does not hold"):
+            client.sparse_pull("t", torch.arange(10))
+        client._plan = plan
+        assert (client.pull("t") == 1).all()
+
+
+def test_poisoned_pushes_are_refused_one_by_one_and_counted() -> None:
+    with cluster(1) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("t", (4, 2), kind="rows", init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        refused = 0
+        for number in range(100):
+            grad = torch.full((1, 2), -1.0)
+            if number % 20 == 7:
+                grad[0, 1] = (float("nan"), float("inf"))[number % 2]
+            try:
+                client.sparse_push("t", torch.tensor([2]), grad)
+            except NonFinite:
+                refused += 1
+        assert refused == 5
+        assert client.pull("t")[2].tolist() == [95.0, 95.0]
+
+
+def test_every_push_is_applied_once_though_connections_are_cut() -> None:
+    network = LossyTransport(drop=0.05, seed=3)
+    with (
+        ParameterServer(transport=network) as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        client.init("n", (1,), init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        for _ in range(300):
+            client.push("n", torch.tensor([-1.0]))
+        assert client.pull("n").item() == 300
+
+
+def run_workers(endpoints: list[str], network: MemoryTransport, world: int, consistency: str, body) -> None:
+    def run(rank: int) -> None:
+        with ParameterClient(
+            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=30
+        ) as client:
+            body(client, rank)
+
+    with ThreadPoolExecutor(world) as pool:
+        for future in [pool.submit(run, rank) for rank in range(world)]:
+            future.result(timeout=60)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(shards: int, world: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(30, 16, generator=generator, dtype=torch.float64)
+    batches = [torch.randint(0, 30, (12,), generator=generator) for _ in range(5)]
+    targets = [torch.randn(12, 16, generator=generator, dtype=torch.float64) for _ in range(5)]
+    plain = torch.nn.Parameter(start.clone())
+    optimizer = ADAM([plain], fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rules = []
+    for ids, target in zip(batches, targets, strict=True):
+        optimizer.zero_grad()
+        ((plain[ids] - target) ** 2).sum(1).mean().backward()
+        rules.append(RowOptimizer.from_torch(optimizer))
+        optimizer.step()
+        schedule.step()
+    edges = {1: [0, 12], 2: [0, 5, 12], 4: [0, 1, 5, 11, 12]}[world]
+
+    def body(client: ParameterClient, rank: int) -> None:
+        client.init_table(TableSpec("t", 30, 16, torch.float64, every_row_moves=True), rules[0])
+        if rank == 0:
+            client.write_rows("t", start, rules[0])
+        client.barrier()
+        for step, (ids, target) in enumerate(zip(batches, targets, strict=True)):
+            mine = slice(edges[rank], edges[rank + 1])
+            rows = client.pull_many({"t": ids[mine]}, training=True, step=step)["t"].rows.requires_grad_()
+            ((rows - target[mine]) ** 2).sum(1).mean().backward()
+            client.push_many({"t": (ids[mine], rows.grad)}, rules={"t": rules[step]}, step=step, weight=len(ids[mine]))
+        client.barrier()
+        found = client.pull_many({"t": torch.arange(30)}, step=5)["t"].rows
+        torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
+
+    with cluster(shards) as (network, endpoints):
+        run_workers(endpoints, network, world, "bsp", body)
+
+
+def test_under_ssp_the_others_halt_after_exactly_k_steps() -> None:
+    with cluster(1) as (network, endpoints):
+        clients = [
+            ParameterClient(endpoints, worker=Worker(rank, 2, "ssp:3"), transport=network, timeout=0.3)
+            for rank in range(2)
+        ]
+        for client in clients:
+            client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+        ids = torch.tensor([1])
+        for step in range(4):  # none is more than 3 ahead of a worker that has finished none
+            clients[0].pull_many({"t": ids}, step=step)
+            clients[0].push_many({"t": (ids, torch.ones(1, 2))}, step=step)
+        with pytest.raises(DeadlineExceeded, match="worker 1"):
+            clients[0].pull_many({"t": ids}, step=4)
+        clients[1].push_many({}, step=0)
+        clients[0].pull_many({"t": ids}, step=4)
+        for client in clients:
+            client.close()
+
+
+def test_under_asp_nobody_waits() -> None:
+    with (
+        cluster(1) as (network, endpoints),
+        ParameterClient(endpoints, worker=Worker(0, 2, "asp"), transport=network, timeout=5) as client,
+    ):
+        client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+        for step in range(5):
+            client.pull_many({"t": torch.tensor([1])}, step=step)
+            client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=step)
+        assert client.pull("t")[1].tolist() == [-1.5, -1.5]
+
+
+def test_a_missing_worker_is_named() -> None:
+    with (
+        cluster(1) as (network, endpoints),
+        ParameterClient(endpoints, worker=Worker(0, 3, "bsp"), transport=network, timeout=0.2) as client,
+    ):
+        client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+        client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=0)
+        with pytest.raises(DeadlineExceeded, match="worker 1, worker 2"):
+            client.pull_many({"t": torch.tensor([1])}, step=1)
+        with pytest.raises(DeadlineExceeded, match="worker 1, worker 2"):
+            client.barrier()
+        with pytest.raises(SchemaError, match="its next is step 1"):
+            client.push_many({}, step=3)
+
+
+def test_a_barrier_holds_until_the_last_has_come() -> None:
+    arrived: list[int] = []
+    gate = threading.Event()
+
+    def body(client: ParameterClient, rank: int) -> None:
+        if rank == 0:
+            gate.wait(timeout=10)
+        arrived.append(rank)
+        if rank == 1:
+            gate.set()
+        client.barrier()
+        assert sorted(arrived) == [0, 1]
+
+    with cluster(1) as (network, endpoints):
+        run_workers(endpoints, network, 2, "bsp", body)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_checkpoint_of_two_shards_loads_into_another_number(others: int, tmp_path) -> None:
+    fixed = TableSpec("fixed", 40, 4, initial=Normal(), every_row_moves=True)
+    dynamic = TableSpec("dynamic", None, 4, initial=Constant(0.5))
+    rule = RowOptimizer.from_factory(ADAM)
+    steps = [(torch.randint(0, 40, (6,)), torch.randn(6, 4)) for _ in range(8)]
+
+    def train(client: ParameterClient, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for ids, grads in steps:
+            client.push_many({"fixed": (ids, grads), "dynamic": (ids * 2**40, grads)})
+            client.push("bias", grads[0])
+
+    def state(client: ParameterClient) -> list[torch.Tensor]:
+        everyone = torch.arange(40)
+        return [client.pull("fixed"), client.sparse_pull("dynamic", everyone * 2**40), client.pull("bias")]
+
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init_table(fixed, rule)
+        client.init_table(dynamic, rule)
+        client.init("bias", (4,), optimizer=ADAM)
+        train(client, steps[:4])
+        client.save(tmp_path / "saved", step=4)
+        train(client, steps[4:])
+        wanted = state(client)
+    with cluster(others) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("bias", (9,))  # what was there before goes
+        client.load(tmp_path / "saved")
+        train(client, steps[4:])
+        for mine, theirs in zip(state(client), wanted, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_only_rows_of_another_version_come_again() -> None:
+    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        client.init("t", (20, 2), kind="rows", init=1.0, optimizer=SGD)
+        ids = torch.arange(20)
+        first = client.pull_many({"t": ids})["t"]
+        client.sparse_push("t", torch.tensor([3, 11]), torch.ones(2, 2))
+        again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+        assert again.positions.tolist() == [3, 11]
+        assert again.rows.tolist() == [[0.5, 0.5]] * 2
+        assert (again.versions > first.versions[again.positions]).all()
