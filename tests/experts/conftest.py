@@ -5,22 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    gc.collect()
     threads = set(threading.enumerate())
-    files = len(os.listdir("/proc/self/fd"))
+    files = descriptors()
     yield
     assert set(threading.enumerate()) <= threads
-    # Modules close their connections when they are collected.
-    gc.collect()
-    until = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > files and time.monotonic() < until:
+    if descriptors() > files:
+        # Modules close their connections when they are collected.
         gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert descriptors() <= files

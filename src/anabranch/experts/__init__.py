@@ -1,12 +1,14 @@
 """Experts on the far side of a network: modules that train themselves, called as if they were here.
 
 Not a parameter server: an expert's parameters never leave it. Open ``calls.py`` first, it draws the boundary
-operation; ``server.py`` draws the other side. ``backend.py`` is one expert, ``task_pool.py`` and ``runtime.py`` batch
-its requests, ``directory.py`` knows who is where, ``persistence.py`` brings experts back after a crash.
+operation; ``server.py`` and ``mixture.py`` draw its two ends. ``backend.py`` is one expert, ``task_pool.py`` and
+``runtime.py`` batch its requests, ``directory.py`` knows who is where, ``persistence.py`` brings experts back after a
+crash.
 """
 
 from anabranch.experts.backend import ExpertBackend, ExpertInfo
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
+from anabranch.experts.mixture import MixtureStatistics, RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.remote_expert import RemoteExpert
 from anabranch.experts.runtime import Runtime
 from anabranch.experts.schema import Schema
@@ -22,8 +24,11 @@ __all__ = [
     "ExpertInfo",
     "ExpertServer",
     "ExpertServerStatistics",
+    "MixtureStatistics",
     "PoolStatistics",
     "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "Runtime",
     "Schema",
     "Task",

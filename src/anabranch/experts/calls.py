@@ -207,8 +207,13 @@ def _ask_backward(
         for offset, gradient in enumerate(found):
             like = inputs[first + offset]
             answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
-    if calls.check_backward is not None:
-        calls.check_backward([call for call, _ in asked])
+    try:
+        if calls.check_backward is not None:
+            calls.check_backward([call for call, _ in asked])
+    finally:
+        # The graph would hold an error whose traceback holds the graph.
+        for call, _ in asked:
+            call.gradient_error = None
     return answers
 
 

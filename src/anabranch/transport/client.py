@@ -511,7 +511,8 @@ class _Exchange:
     def _lose(self, error: OSError) -> None:
         """The connection was lost or refused: tries again, or gives up."""
         stale = self.channel is not None and self.channel.used and not self.heard
-        self.last_error = error
+        # Its traceback holds this exchange, which would hold it: a cycle for every retry.
+        self.last_error = error.with_traceback(None)
         self._let_go(reusable=False)
         self.fresh = True
         if stale:
