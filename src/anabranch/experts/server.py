@@ -160,6 +160,8 @@ class ExpertServer:
 
     def __enter__(self) -> ExpertServer:
         with ExitStack() as stack:
+            # It has listened since it was made; if entering fails, nobody else would close it.
+            stack.callback(self._server.close)
             if self._persistence is not None:
                 self._server.once.restore(self._persistence.load())
                 stack.enter_context(self._persistence)
