@@ -123,11 +123,13 @@ def test_any_dtype_and_shape_survives_the_way(code: int, shape: list[int], step:
 def test_views_conjugates_and_tensors_with_a_graph_are_sent_as_their_values() -> None:
     base = torch.arange(6.0, requires_grad=True).reshape(2, 3)
     conjugate = torch.tensor([1 + 2j]).conj()
-    frame = read(join(encode(ReplyHeader(), [base.t(), base[:, 1:], conjugate])))
+    single = torch.ones(()).expand(1, 1)
+    frame = read(join(encode(ReplyHeader(), [base.t(), base[:, 1:], conjugate, single])))
     assert frame.tensors is not None
     assert torch.equal(frame.tensors[0], base.detach().t())
     assert torch.equal(frame.tensors[1], base.detach()[:, 1:])
     assert torch.equal(frame.tensors[2], torch.tensor([1 - 2j]))
+    assert torch.equal(frame.tensors[3], torch.ones(1, 1))
 
 
 def test_a_large_tensor_is_not_copied_on_its_way_out() -> None:

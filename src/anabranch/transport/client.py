@@ -19,6 +19,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -142,6 +143,8 @@ class Client:
         self._epoch = os.urandom(16)
         self._next = 0
         self._outstanding: set[int] = set()
+        # A client that nobody closed closes its idle connections when it is collected.
+        weakref.finalize(self, _close_idle, self._idle)
 
     @property
     def epoch(self) -> bytes:
@@ -160,12 +163,9 @@ class Client:
         """Closes all connections; requests in flight on other threads end with ``PeerLost``."""
         with self._lock:
             self._closed = True
-            idle = [channel for channels in self._idle.values() for channel in channels]
-            self._idle.clear()
             for channel in self._busy:
                 channel.stream.abort()
-        for channel in idle:
-            channel.stream.close()
+            _close_idle(self._idle)
 
     def call(self, request: Request, deadline: Deadline) -> Answer:
         """Asks and waits for the answer.
@@ -282,6 +282,13 @@ class Client:
     def _settle(self, sequence: int) -> None:
         with self._lock:
             self._outstanding.discard(sequence)
+
+
+def _close_idle(idle: dict[str, list[_Channel]]) -> None:
+    while idle:
+        _, channels = idle.popitem()
+        for channel in channels:
+            channel.stream.close()
 
 
 def _wait(exchanges: Sequence[_Exchange], seconds: float) -> None:
@@ -504,7 +511,8 @@ class _Exchange:
     def _lose(self, error: OSError) -> None:
         """The connection was lost or refused: tries again, or gives up."""
         stale = self.channel is not None and self.channel.used and not self.heard
-        self.last_error = error
+        # Its traceback holds this exchange, which would hold it: a cycle for every retry.
+        self.last_error = error.with_traceback(None)
         self._let_go(reusable=False)
         self.fresh = True
         if stale:

@@ -118,6 +118,7 @@ class Call:
         self.peer = peer
         self.deadline = Deadline.after(min(max(header.seconds, 1e-3), _LONGEST))
         self.identity: Identity = (header.epoch, header.sequence)
+        self.settled = header.settled
         self._server = server
         self._nbytes = nbytes
         self._once = verb.once and bool(header.epoch)

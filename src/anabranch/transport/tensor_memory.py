@@ -49,7 +49,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     >>> bytes(memory)
     b'\x01\x00\x02\x00'
     """
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # A single value expanded to a shape counts as contiguous with strides of 0, which no view as bytes accepts.
+    flat = tensor.reshape(-1) if tensor.numel() != 1 else tensor.as_strided((1,), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def check_bools(tensor: Tensor) -> bool:

@@ -1,0 +1,257 @@
+"""The boundary operation: any number of expert calls, made at once, as one node of autograd's graph.
+
+::
+
+      inputs of all calls ──┐
+      token (requires grad) ┴──> [ ExpertCalls ] ──> outputs of the calls that were answered
+                                      │
+             forward: all requests at once, one deadline, stragglers cancelled
+             backward: all gradients at once, to those that answered; each expert updates itself
+
+The token makes the outputs require grad where no input does, so that the experts learn all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, NonFinite, ProtocolError
+from anabranch.events import report
+from anabranch.experts import wire
+from anabranch.experts.compression import check_tensors
+from anabranch.experts.schema import Schema, first_not_finite
+from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
+
+__all__ = ["Calls", "ExpertCall", "call_experts"]
+
+
+@dataclass(slots=True, eq=False)
+class ExpertCall:
+    """One expert, what it is asked, and what became of it.
+
+    Attributes:
+        uid: the expert.
+        endpoint: its server.
+        schema: what it takes and gives.
+        inputs: what it is given, flat, in the schema's order; let go once it was asked.
+        outputs: its answer; let go once it was handed on, for the graph must not hold its own ends.
+        answered: whether there was one.
+        error: why there was none; ``None`` with no answer means that it was cancelled.
+        gradient_error: why no gradient came back.
+    """
+
+    uid: str
+    endpoint: str
+    schema: Schema
+    inputs: Sequence[Tensor | None]
+    outputs: list[Tensor | None] | None = None
+    answered: bool = False
+    error: Exception | None = None
+    gradient_error: Exception | None = None
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = next(tensor.shape[0] for tensor in self.inputs if tensor is not None)
+
+
+@dataclass(slots=True, eq=False)
+class Calls:
+    """Calls that are made together, and how.
+
+    Attributes:
+        client: asks.
+        calls: whom, and what.
+        forward_timeout: seconds for all of the forward together.
+        backward_timeout: seconds for all of the backward together.
+        enough: looks at the calls after each answer; once it says yes the others have ``grace`` seconds left.
+        grace: seconds; ``None``: as long as the deadline.
+        check_backward: sees the calls after the backward; raises if too few gradients came.
+        finite_only: takes an answer that holds NaN or Inf as none.
+        deadline: of the forward, if it started before the calls were known.
+    """
+
+    client: Client
+    calls: Sequence[ExpertCall]
+    forward_timeout: float
+    backward_timeout: float
+    enough: Callable[[Sequence[ExpertCall]], bool] | None = None
+    grace: float | None = None
+    check_backward: Callable[[Sequence[ExpertCall]], None] | None = None
+    finite_only: bool = False
+    deadline: Deadline | None = None
+
+
+class _ExpertCalls(torch.autograd.Function):
+    """See the module's drawing."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, calls: Calls, token: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        _ask_forward(calls)
+        outputs: list[Tensor] = []
+        no_gradient: list[Tensor] = []
+        for call in calls.calls:
+            for output, spec in zip(call.outputs or (), call.schema.output_specs, strict=call.answered):
+                if output is not None and spec is not None:
+                    outputs.append(output)
+                    if not spec.requires_grad:
+                        no_gradient.append(output)
+            call.outputs = None
+        ctx.calls = calls  # type: ignore[attr-defined]
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
+        ctx.mark_non_differentiable(*no_gradient)
+        # Tells "no gradient" from zeros: an output that nobody used costs its expert nothing.
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (None, None, *_ask_backward(ctx.calls, inputs, gradients))  # type: ignore[attr-defined]
+
+
+def call_experts(calls: Calls) -> list[list[Tensor | None] | None]:
+    """Makes the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
+
+    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs.
+    """
+    flat = [tensor for call in calls.calls for tensor in call.inputs]
+    token = torch.empty(0, requires_grad=torch.is_grad_enabled())
+    made = _ExpertCalls.apply(calls, token, *flat)  # type: ignore[no-untyped-call]
+    outputs = iter(cast(tuple[Tensor, ...], made))
+    for call in calls.calls:
+        call.inputs = ()
+    return [
+        [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
+        for call in calls.calls
+    ]
+
+
+def _ask_forward(calls: Calls) -> None:
+    deadline = calls.deadline or Deadline.after(calls.forward_timeout)
+    requests = [
+        Request(
+            call.endpoint,
+            wire.FORWARD,
+            call.uid,
+            wire.to_wire(call.inputs, call.schema.inputs),
+            schema=call.schema.hash(),
+            allocate=_expect(wire.output_layout(call.schema), call.rows),
+        )
+        for call in calls.calls
+    ]
+    enough = calls.enough
+
+    def take(outcomes: Sequence[Outcome]) -> None:
+        for call, outcome in zip(calls.calls, outcomes, strict=True):
+            if outcome is not None and not call.answered and call.error is None:
+                _take_outputs(call, outcome, finite_only=calls.finite_only)
+
+    def enough_came(outcomes: Sequence[Outcome]) -> bool:
+        take(outcomes)
+        return enough is not None and enough(calls.calls)
+
+    grace = deadline.remaining() if calls.grace is None else calls.grace
+    take(calls.client.gather(requests, deadline, enough=None if enough is None else enough_came, grace=grace))
+
+
+def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> None:
+    if isinstance(outcome, Exception):
+        call.error = outcome
+        return
+    outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
+    name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
+    if name is not None:
+        report("experts.not_finite", uid=call.uid, what=name)
+        call.error = NonFinite(f"{call.uid}: {name} holds NaN or Inf")
+        return
+    device = next(tensor.device for tensor in call.inputs if tensor is not None)
+    call.outputs = [None if output is None else output.to(device) for output in outputs]
+    call.answered = True
+
+
+def _ask_backward(
+    calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of all inputs, from the experts whose outputs have one."""
+    answers: list[Tensor | None] = [None] * len(inputs)
+    asked: list[tuple[ExpertCall, int]] = []
+    requests: list[Request] = []
+    position = first_input = 0
+    for call in calls.calls:
+        width = len(call.schema.inputs)
+        mine: list[Tensor | None] = []
+        for spec in call.schema.output_specs if call.answered else ():
+            gradient = None if spec is None else gradients[position]
+            position += spec is not None
+            mine.append(gradient if spec is not None and spec.requires_grad else None)
+        if any(gradient is not None for gradient in mine):
+            asked.append((call, first_input))
+            requests.append(_backward_request(call, inputs[first_input : first_input + width], mine))
+        first_input += width
+    outcomes = calls.client.gather(requests, Deadline.after(calls.backward_timeout)) if requests else []
+    for (call, first), outcome in zip(asked, outcomes, strict=True):
+        assert outcome is not None
+        try:
+            found = _read_gradients(call, outcome, finite_only=calls.finite_only)
+        except (BoundaryError, ValueError) as error:
+            call.gradient_error = error
+            continue
+        for offset, gradient in enumerate(found):
+            like = inputs[first + offset]
+            answers[first + offset] = None if gradient is None or like is None else gradient.to(like.device)
+    try:
+        if calls.check_backward is not None:
+            calls.check_backward([call for call, _ in asked])
+    finally:
+        # The graph would hold an error whose traceback holds the graph.
+        for call, _ in asked:
+            call.gradient_error = None
+    return answers
+
+
+def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Request:
+    schema = call.schema
+    return Request(
+        call.endpoint,
+        wire.BACKWARD,
+        call.uid,
+        [*wire.to_wire(inputs, schema.inputs), *wire.to_wire(gradients, schema.output_specs)],
+        payload=wire.pack_present(gradients),
+        schema=schema.hash(),
+        once=True,
+    )
+
+
+def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> list[Tensor | None]:
+    """The gradients that came; raises what came instead."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    specs = call.schema.inputs
+    present = wire.read_present(outcome.payload)
+    layout = wire.gradient_layout(specs, present, "input")
+    rows = check_tensors(outcome.tensors, [spec for _, spec in layout], [name for name, _ in layout])
+    if outcome.tensors and rows != call.rows:
+        raise ProtocolError(f"{call.rows} rows were sent, gradients of {rows} came", peer=call.endpoint)
+    gradients = wire.from_wire(outcome.tensors, specs, present)
+    name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
+    if name is not None:
+        raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN or Inf")
+    return gradients
+
+
+def _expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
+    def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+        came = wire.check_layout(headers, layout)
+        if headers and came != rows:
+            raise ProtocolError(f"{rows} rows were asked for, {came} came")
+        return allocate(headers)
+
+    return make

@@ -1,0 +1,26 @@
+"""One client for all modules of a process that speak as the same role: their connections are shared, not multiplied."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from anabranch.transport import Client
+
+__all__ = ["shared_client"]
+
+_clients: weakref.WeakValueDictionary[tuple[str, str | None, bool, int], Client] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def shared_client(
+    *, role: str = "worker", keys: str | os.PathLike[str] | None = None, insecure: bool = False, retries: int = 8
+) -> Client:
+    """The client that speaks as ``role`` with ``keys``; its connections close when its last user is gone."""
+    key = (role, None if keys is None else os.fspath(keys), insecure, retries)
+    with _lock:
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = Client(role=role, keys=keys, insecure=insecure, retries=retries)
+        return client

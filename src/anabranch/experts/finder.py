@@ -1,0 +1,88 @@
+"""Where a mixture's experts are, what they take, and which of them are left alone for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError
+from anabranch.experts import wire
+from anabranch.experts.directory import DirectoryLike
+from anabranch.experts.schema import Schema
+from anabranch.transport import Answer, Client, Request
+
+__all__ = ["Avoidance", "ExpertFinder"]
+
+_PATIENCE = 2
+_LONGEST_BREAK = 10.0
+
+
+class Avoidance:
+    """Experts that failed twice in a row are left alone for half a second, doubling to ten, until they answer again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: dict[str, int] = {}
+        self._until: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def failed(self, uid: str) -> None:
+        """``uid`` did not answer, or answered nonsense."""
+        with self._lock:
+            failures = self._failures[uid] = self._failures.get(uid, 0) + 1
+            if failures >= _PATIENCE:
+                self._until[uid] = self._clock() + min(0.5 * 2 ** (failures - _PATIENCE), _LONGEST_BREAK)
+
+    def answered(self, uid: str) -> None:
+        """``uid`` is well again."""
+        with self._lock:
+            self._failures.pop(uid, None)
+            self._until.pop(uid, None)
+
+    def now(self) -> set[str]:
+        """Who is left alone now."""
+        with self._lock:
+            now = self._clock()
+            return {uid for uid, until in self._until.items() if until > now}
+
+
+class ExpertFinder:
+    """Looks experts up, and remembers their schemas."""
+
+    def __init__(self, directory: DirectoryLike, client: Client) -> None:
+        self.directory = directory
+        self.client = client
+        self.avoidance = Avoidance()
+        self._schemas: dict[tuple[str, str], Schema] = {}
+        self.any_schema: Schema | None = None
+
+    def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
+        """The endpoint and schema of each of ``uids`` that can be had; the others count as failed."""
+        endpoints = self.directory.lookup(uids)
+        unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
+        requests = [Request(endpoints[uid], wire.INFO, uid) for uid in unknown]
+        # Whoever does not say what it takes cannot be asked; half of the time is left for those that did.
+        patience = deadline.sooner(max(deadline.remaining() / 2, 1e-3))
+        for uid, outcome in zip(unknown, self.client.gather(requests, patience) if requests else (), strict=True):
+            self._learn(uid, endpoints[uid], outcome)
+        return {
+            uid: (endpoint, self._schemas[uid, endpoint])
+            for uid, endpoint in endpoints.items()
+            if (uid, endpoint) in self._schemas
+        }
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """Their schemas are asked for again."""
+        gone = set(uids)
+        self._schemas = {key: schema for key, schema in self._schemas.items() if key[0] not in gone}
+
+    def _learn(self, uid: str, endpoint: str, outcome: object) -> None:
+        if isinstance(outcome, Answer):
+            try:
+                self.any_schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
+            except BoundaryError:
+                self.avoidance.failed(uid)
+        else:
+            self.avoidance.failed(uid)

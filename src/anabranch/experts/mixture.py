@@ -1,0 +1,542 @@
+"""Mixtures of remote experts: a gate here, experts anywhere, and an answer from those that answer.
+
+::
+
+    x ──> gate ──> scores ──> beam search over the directory ──> rows grouped by expert
+    │                │                                                  │
+    │                │                     one call an expert, all at once, one deadline
+    │                │                                                  │
+    │                └──> softmax over the responders ──> * ──> sum ──> y
+    └──────────────────────── inputs of the calls ──────────┘
+
+Whoever does not answer is left out of the softmax, so what comes out is what a mixture of the responders alone gives,
+and so are its gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.experts.beam_search import Choices, beam_search
+from anabranch.experts.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.connections import shared_client
+from anabranch.experts.directory import DirectoryLike, as_directory
+from anabranch.experts.finder import ExpertFinder
+from anabranch.experts.schema import Schema
+from anabranch.experts.uids import check_prefix
+from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.transport import Client
+
+__all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
+
+# A mixture has other experts to turn to; it does not wait for one that refuses connections.
+_RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureStatistics:
+    """What a mixture has asked since it was made.
+
+    Attributes:
+        calls: calls of experts.
+        answered: those that were answered.
+        failed: those that failed, by the name of the error.
+        cancelled: stragglers that were not waited for.
+        rows: rows that each expert was asked for, by uid: how evenly the experts are used.
+        avoided: experts that are left alone at the moment.
+    """
+
+    calls: int
+    answered: int
+    failed: dict[str, int]
+    cancelled: int
+    rows: dict[str, int]
+    avoided: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """How long to wait, and for whom; as the modules' arguments say."""
+
+    k_min: int
+    forward_timeout: float
+    timeout_after_k_min: float | None
+    backward_k_min: int
+    backward_timeout: float
+    allow_zero_outputs: bool
+    detect_anomalies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The answers of the chosen experts.
+
+    Attributes:
+        present: of shape (rows, k): whether the slot's expert answered.
+        outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where there is none.
+        schema: of the experts.
+    """
+
+    present: Tensor
+    outputs: list[Tensor | None]
+    schema: Schema
+
+
+class _Asker:
+    """What both mixtures do: find the chosen experts, ask each once for all its rows, sort the answers by row."""
+
+    def __init__(self, finder: ExpertFinder, terms: _Terms) -> None:
+        self.finder = finder
+        self.terms = terms
+        self._calls = self._answered = self._cancelled = 0
+        self._failed: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
+
+    def statistics(self) -> MixtureStatistics:
+        return MixtureStatistics(
+            self._calls,
+            self._answered,
+            dict(self._failed),
+            self._cancelled,
+            dict(self._rows),
+            frozenset(self.finder.avoidance.now()),
+        )
+
+    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int) -> Choices:
+        arrays = [grid.detach().double().cpu().numpy() for grid in scores]
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
+        return beam_search(self.finder.directory, uid_prefix, arrays, k, self.finder.avoidance.now())
+
+    def ask(
+        self, choices: Choices, args: tuple[Structure, ...], kwargs: dict[str, Structure], deadline: Deadline
+    ) -> _Chosen:
+        """Asks the chosen experts; raises if too few answer."""
+        device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+        found = self.finder.find(choices.uids, deadline)
+        calls, rows = self._make_calls(choices, found, args, kwargs)
+        outputs = self._run(calls, rows, choices, deadline) if calls else []
+        present = _present(choices, [call.uid for call in calls if call.answered])
+        self._check_enough(present, calls, deadline)
+        schema = calls[0].schema if calls else self.finder.any_schema
+        if schema is None:
+            raise BoundaryError(
+                "no expert has answered yet, so the shape of their outputs is not known",
+                peer="experts",
+                operation="mixture",
+                elapsed=deadline.elapsed(),
+            )
+        _check_alike(calls)
+        position, count = _positions(choices, calls, rows)
+        columns = [
+            None if spec is None else _gather(outputs, index, spec, position, count, device)
+            for index, spec in enumerate(schema.output_specs)
+        ]
+        return _Chosen(torch.from_numpy(present).to(device), columns, schema)
+
+    def _make_calls(
+        self,
+        choices: Choices,
+        found: dict[str, tuple[str, Schema]],
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+    ) -> tuple[list[ExpertCall], list[NDArray[np.int64]]]:
+        calls: list[ExpertCall] = []
+        rows: list[NDArray[np.int64]] = []
+        for slot, uid in enumerate(choices.uids):
+            if uid not in found:
+                continue
+            endpoint, schema = found[uid]
+            mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
+            inputs = schema.flatten_inputs(args, kwargs)
+            some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
+            calls.append(ExpertCall(uid, endpoint, schema, some))
+            rows.append(mine)
+            self._rows[uid] += len(mine)
+        return calls, rows
+
+    def _run(
+        self, calls: list[ExpertCall], rows: list[NDArray[np.int64]], choices: Choices, deadline: Deadline
+    ) -> list[list[Tensor | None] | None]:
+        terms = self.terms
+        total = len(choices.slots)
+        rows_of = {id(call): mine for call, mine in zip(calls, rows, strict=True)}
+        wanted = np.minimum(_count(total, rows), terms.k_min)
+
+        def enough(now: Sequence[ExpertCall]) -> bool:
+            counts = _count(total, [mine for call, mine in zip(now, rows, strict=True) if call.answered])
+            return bool((counts >= wanted).all())
+
+        def check_backward(asked: Sequence[ExpertCall]) -> None:
+            for call in asked:
+                self._note(call.uid, call.gradient_error)
+            came = _count(total, [rows_of[id(call)] for call in asked if call.gradient_error is None])
+            least = np.minimum(_count(total, [rows_of[id(call)] for call in asked]), terms.backward_k_min)
+            if (came < least).any():
+                raise self._too_few("backward", asked, [call.gradient_error for call in asked], (came < least).sum())
+
+        made = call_experts(
+            Calls(
+                self.finder.client,
+                calls,
+                terms.forward_timeout,
+                terms.backward_timeout,
+                enough=None if terms.timeout_after_k_min is None else enough,
+                grace=terms.timeout_after_k_min,
+                check_backward=check_backward,
+                finite_only=terms.detect_anomalies,
+                deadline=deadline,
+            )
+        )
+        self._calls += len(calls)
+        for call in calls:
+            self._answered += call.answered
+            self._cancelled += not call.answered and call.error is None
+            if call.answered or call.error is not None:
+                self._note(call.uid, call.error)
+            if isinstance(call.error, SchemaError):
+                self.finder.forget([call.uid])
+        return made
+
+    def _note(self, uid: str, error: Exception | None) -> None:
+        if error is None:
+            self.finder.avoidance.answered(uid)
+        else:
+            self._failed[type(error).__name__] += 1
+            self.finder.avoidance.failed(uid)
+
+    def _check_enough(self, present: NDArray[np.bool_], calls: Sequence[ExpertCall], deadline: Deadline) -> None:
+        short = present.sum(axis=1) < self.terms.k_min
+        if short.any() and not self.terms.allow_zero_outputs:
+            raise self._too_few("forward", calls, [call.error for call in calls], short.sum(), deadline.elapsed())
+
+    def _too_few(
+        self,
+        phase: str,
+        calls: Sequence[ExpertCall],
+        errors: Sequence[Exception | None],
+        short: int,
+        elapsed: float | None = None,
+    ) -> BoundaryError:
+        least = self.terms.k_min if phase == "forward" else self.terms.backward_k_min
+        said = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
+        told = "; ".join(said[:3]) or "the directory knows too few"
+        return BoundaryError(
+            f"{short} rows have fewer than {least} experts that answered ({told})",
+            peer=f"{len(calls)} experts",
+            operation=f"mixture.{phase}",
+            elapsed=elapsed,
+        )
+
+
+def _select(tensor: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+
+def _count(total: int, rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    counts = np.zeros(total, dtype=np.int64)
+    for mine in rows:
+        counts[mine] += 1
+    return counts
+
+
+def _present(choices: Choices, answered: Sequence[str]) -> NDArray[np.bool_]:
+    there = np.zeros(len(choices.uids) + 1, dtype=np.bool_)
+    known = set(answered)
+    there[:-1] = [uid in known for uid in choices.uids]
+    # Slot -1, where there is no expert, takes the last entry.
+    return cast(NDArray[np.bool_], there[choices.slots])
+
+
+def _check_alike(calls: Sequence[ExpertCall]) -> None:
+    for call in calls[1:]:
+        if call.schema.output_specs != calls[0].schema.output_specs:
+            raise SchemaError(
+                f"{calls[0].uid} returns {calls[0].schema.outputs}, {call.uid} {call.schema.outputs}: a mixture's "
+                "experts return the same"
+            )
+    for spec in calls[0].schema.output_specs if calls else ():
+        if spec is not None and not spec.dtype.is_floating_point:
+            raise SchemaError(f"{calls[0].uid} returns {spec.dtype}, which has no weighted mean")
+
+
+def _positions(
+    choices: Choices, calls: Sequence[ExpertCall], rows: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], int]:
+    """For each row and slot, where its answer stands when all answers are joined; the last place is for no answer."""
+    count = sum(len(mine) for call, mine in zip(calls, rows, strict=True) if call.answered)
+    position = np.full(choices.slots.shape, count, dtype=np.int64)
+    slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
+    start = 0
+    for call, mine in zip(calls, rows, strict=True):
+        if call.answered:
+            where = choices.slots[mine] == slot_of[call.uid]
+            position[mine[:, None].repeat(where.shape[1], 1)[where], np.nonzero(where)[1]] = start + np.arange(
+                len(mine)
+            )
+            start += len(mine)
+    return position, count
+
+
+def _gather(
+    outputs: Sequence[list[Tensor | None] | None],
+    index: int,
+    spec: TensorSpec,
+    position: NDArray[np.int64],
+    count: int,
+    device: torch.device,
+) -> Tensor:
+    parts = [tensor for answer in outputs if answer is not None and (tensor := answer[index]) is not None]
+    joined = torch.cat([*parts, spec.zeros(1, device=device)])
+    assert len(joined) == count + 1
+    flat = joined.index_select(0, torch.from_numpy(position.reshape(-1)).to(device))
+    return flat.view(*position.shape, *spec.shape)
+
+
+def _weigh(weights: Tensor, answers: Tensor) -> Tensor:
+    shape = (*weights.shape, *[1] * (answers.ndim - 2))
+    return (weights.to(answers.dtype).view(shape) * answers).sum(1)
+
+
+def _scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
+    """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
+    coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
+    return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
+
+
+def _gate_input(x: Tensor) -> Tensor:
+    if x.ndim < 2:
+        raise SchemaError(f"a mixture's input has rows and features, got shape {tuple(x.shape)}")
+    return x if x.ndim == 2 else x.flatten(1, -2).mean(1)
+
+
+def _check_arguments(
+    grid_size: Sequence[int], uid_prefix: str, terms: _Terms, k_best: int
+) -> tuple[tuple[int, ...], str]:
+    sizes = tuple(grid_size)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"grid_size is one size above 0 a dimension, got {grid_size!r}")
+    if k_best < 1 or not 0 <= terms.k_min <= k_best or not 0 <= terms.backward_k_min <= k_best:
+        raise ValueError(
+            f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={k_best}, k_min={terms.k_min}, "
+            f"backward_k_min={terms.backward_k_min}"
+        )
+    for name, seconds in (("forward_timeout", terms.forward_timeout), ("backward_timeout", terms.backward_timeout)):
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+    if terms.timeout_after_k_min is not None and not 0 <= terms.timeout_after_k_min < float("inf"):
+        raise ValueError(f"timeout_after_k_min is seconds or None, got {terms.timeout_after_k_min!r}")
+    return sizes, check_prefix(uid_prefix)
+
+
+def _finder(
+    directory: DirectoryLike | str, client: Client | None, keys: str | os.PathLike[str] | None, *, insecure: bool
+) -> ExpertFinder:
+    asks = client or shared_client(keys=keys, insecure=insecure, retries=_RETRIES)
+    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), asks)
+
+
+class RemoteMixtureOfExperts(nn.Module):
+    """Asks the best experts of a grid for each row, and mixes the answers of those that answer.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteMixtureOfExperts(4, [3], directory, "same", k_best=2)
+    ...     torch.allclose(mixture(torch.ones(5, 4)), torch.ones(5, 4))
+    True
+
+    Args:
+        in_features: of the gate: the last size of the input.
+        grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
+        directory: who is there: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        uid_prefix: of the experts' uids.
+        k_best: experts asked for each row.
+        k_min: answers that each row needs, or ``BoundaryError`` is raised.
+        forward_timeout: seconds for all of a forward, beam search included.
+        timeout_after_k_min: seconds for which stragglers are waited for once every row has ``k_min`` answers; ``None``:
+            as long as ``forward_timeout``.
+        backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer).
+        backward_timeout: seconds for a backward.
+        allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from those there are, zeros if there are
+            none, instead of raising.
+        detect_anomalies: takes an answer that holds NaN or Inf as none.
+        client: asks; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
+
+    Raises:
+        ValueError: a grid without sizes, counts that contradict each other, what is no prefix or no time.
+
+    Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
+    many rows; returns what an expert returns. The gate is one ``nn.Linear``; it sees the mean over the sizes between.
+    An expert that fails twice in a row is left alone for a while.
+
+    Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, for a
+    gate that went wrong.
+
+    Source: Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks using Decentralized
+    Mixture-of-Experts", 2020; product keys after Lample et al., 2019.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        *,
+        k_best: int = 4,
+        k_min: int = 1,
+        forward_timeout: float = 30.0,
+        timeout_after_k_min: float | None = None,
+        backward_k_min: int = 1,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = False,
+        detect_anomalies: bool = True,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        terms = _Terms(
+            k_min,
+            forward_timeout,
+            timeout_after_k_min,
+            backward_k_min,
+            backward_timeout,
+            allow_zero_outputs,
+            detect_anomalies,
+        )
+        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
+        self.k_best = k_best
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+
+    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
+        """The mixture's output for ``x``."""
+        deadline = Deadline.after(self._asker.terms.forward_timeout)
+        scores = self.gate(_gate_input(x)).split(self.grid_size, dim=-1)
+        choices = self._asker.choose(self.uid_prefix, scores, self.k_best)
+        chosen = self._asker.ask(choices, (x, *args), kwargs, deadline)
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+        answered = chosen.present.any(dim=1, keepdim=True)
+        logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
+        weights = torch.softmax(logits, dim=1) * answered
+        mixed = [None if answers is None else _weigh(weights, answers) for answers in chosen.outputs]
+        return unflatten(flatten(chosen.schema.outputs)[1], cast(list[object], mixed))
+
+    def statistics(self) -> MixtureStatistics:
+        """What was asked since the module was made."""
+        return self._asker.statistics()
+
+
+class RemoteSwitchMixtureOfExperts(nn.Module):
+    """Asks the one best expert of a grid for each row, and keeps the experts evenly used.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteSwitchMixtureOfExperts(4, [3], directory, "same")
+    ...     output, balancing_loss = mixture(torch.ones(5, 4))
+    >>> output.shape, balancing_loss.shape
+    (torch.Size([5, 4]), torch.Size([]))
+
+    A row's output is its expert's, times the expert's probability: the product over dimensions of the softmax of the
+    gate's scores, which is how the gate learns. The balancing loss is, for each dimension, the size times the sum over
+    indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
+    Add a small multiple of it to the training loss.
+
+    Args:
+        in_features, grid_size, directory, uid_prefix, forward_timeout, backward_timeout, detect_anomalies, client,
+            keys, insecure: as for ``RemoteMixtureOfExperts``.
+        k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
+        backward_k_min: 1: every gradient must come back.
+        allow_zero_outputs: rows without an answer are zeros instead of raising.
+        utilization_alpha: weight of the past in the moving mean of utilisation.
+        jitter: in train mode the gate's input is multiplied by numbers drawn evenly from 1 - jitter to 1 + jitter.
+
+    Raises:
+        ValueError: as ``RemoteMixtureOfExperts``; a weight outside [0, 1) or a jitter outside [0, 1).
+
+    Returns a pair: what an expert returns, and the balancing loss.
+
+    Source: Fedus, Zoph and Shazeer, "Switch Transformers", 2021.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        *,
+        k_min: int = 0,
+        forward_timeout: float = 30.0,
+        backward_k_min: int = 0,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = True,
+        detect_anomalies: bool = True,
+        utilization_alpha: float = 0.9,
+        jitter: float = 1e-2,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+        terms = _Terms(
+            k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
+        )
+        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, 1)
+        self.utilization_alpha = utilization_alpha
+        self.jitter = jitter
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        for dimension, size in enumerate(self.grid_size):
+            self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
+        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+
+    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
+        """The output for ``x``, and the balancing loss."""
+        deadline = Deadline.after(self._asker.terms.forward_timeout)
+        seen = _gate_input(x)
+        if self.training and self.jitter:
+            seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
+        scores = self.gate(seen).split(self.grid_size, dim=-1)
+        choices = self._asker.choose(self.uid_prefix, scores, 1)
+        chosen = self._asker.ask(choices, (x, *args), kwargs, deadline)
+        probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
+        outputs = [None if answers is None else _weigh(probability, answers) for answers in chosen.outputs]
+        output = unflatten(flatten(chosen.schema.outputs)[1], cast(list[object], outputs))
+        return output, self._balancing_loss(scores, choices)
+
+    def _balancing_loss(self, scores: Sequence[Tensor], choices: Choices) -> Tensor:
+        losses: list[Tensor] = []
+        taken = choices.slots[:, 0] >= 0
+        for dimension, grid in enumerate(scores):
+            utilization = cast(Tensor, getattr(self, f"utilization_{dimension}"))
+            if self.training and taken.any():
+                counts = np.bincount(choices.coordinates[taken, 0, dimension], minlength=grid.shape[1])
+                share = torch.from_numpy(counts / counts.sum()).to(utilization)
+                utilization.mul_(self.utilization_alpha).add_(share, alpha=1 - self.utilization_alpha)
+            losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
+        return torch.stack(losses).mean()
+
+    def statistics(self) -> MixtureStatistics:
+        """What was asked since the module was made."""
+        return self._asker.statistics()

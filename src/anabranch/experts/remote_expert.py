@@ -1,0 +1,152 @@
+"""An expert on the far side, called as if it were here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import NotFound, PeerLost, SchemaError
+from anabranch.experts import wire
+from anabranch.experts.backend import ExpertInfo
+from anabranch.experts.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.connections import shared_client
+from anabranch.experts.directory import DirectoryLike
+from anabranch.experts.schema import Schema
+from anabranch.experts.uids import check_uid
+from anabranch.tensors import Structure, flatten, unflatten
+from anabranch.transport import Client, Request
+
+__all__ = ["RemoteExpert", "fetch_schema"]
+
+
+def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
+    """What the expert ``uid`` at ``endpoint`` takes and gives."""
+    return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid), deadline).payload)
+
+
+class RemoteExpert(nn.Module):
+    """Calls an expert on the far side; gradients flow back, and the expert updates itself on the way.
+
+    >>> import torch
+    >>> from anabranch.experts import ExpertBackend, ExpertServer
+    >>> from anabranch.tensors import TensorSpec
+    >>> backend = ExpertBackend("double.0", nn.Identity(), args_schema=[TensorSpec(2)])
+    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> with ExpertServer([backend]) as server:
+    ...     RemoteExpert("double.0", server.endpoint)(x).sum().backward()
+    >>> x.grad
+    tensor([[1., 1.]])
+
+    Args:
+        uid: the expert.
+        endpoint_or_directory: its server's endpoint, or a directory that knows it.
+        forward_timeout: seconds for a forward call.
+        backward_timeout: seconds for a backward call.
+        client: asks; shared by the process's modules by default, with ``keys`` and ``insecure``.
+
+    Raises:
+        ValueError: no uid, or a time that is not above 0.
+
+    Calling it takes and returns the structures of the expert's schema, on the device of the first input. In grad mode
+    the floating outputs require grad even where no input does: their backward is what the expert learns from. A
+    gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
+
+    Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if nobody serves the
+    uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        endpoint_or_directory: str | DirectoryLike,
+        *,
+        forward_timeout: float = 30.0,
+        backward_timeout: float = 30.0,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, seconds in (("forward_timeout", forward_timeout), ("backward_timeout", backward_timeout)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+        self.uid = check_uid(uid)
+        self.forward_timeout = forward_timeout
+        self.backward_timeout = backward_timeout
+        self._where = endpoint_or_directory
+        self._client = client or shared_client(keys=keys, insecure=insecure)
+        self._known: tuple[str, Schema] | None = None
+        self._lock = threading.Lock()
+
+    def extra_repr(self) -> str:
+        """The uid and where it is."""
+        return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
+
+    def get_info(self) -> ExpertInfo:
+        """What the expert takes and gives."""
+        _, schema = self._find(Deadline.after(self.forward_timeout))
+        keywords = dict(schema.keywords)
+        return {
+            "forward_schema": (schema.arguments, keywords),
+            "outputs_schema": schema.outputs,
+            "keyword_names": tuple(sorted(keywords)),
+        }
+
+    def forward(self, *args: object, **kwargs: object) -> Structure:
+        """The expert's outputs for these inputs."""
+        deadline = Deadline.after(self.forward_timeout)
+        call, outputs = self._call(args, kwargs, deadline)
+        if self._may_have_changed(call.error) and not deadline.expired():
+            self._known = None
+            call, outputs = self._call(args, kwargs, deadline)
+        if outputs is None:
+            assert call.error is not None
+            raise call.error
+        _, treedef = flatten(call.schema.outputs)
+        return unflatten(treedef, cast(list[object], outputs))
+
+    def _call(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], deadline: Deadline
+    ) -> tuple[ExpertCall, list[Tensor | None] | None]:
+        endpoint, schema = self._find(deadline)
+        inputs = schema.flatten_inputs(args, kwargs)
+        call = ExpertCall(self.uid, endpoint, schema, inputs)
+        calls = Calls(
+            self._client,
+            [call],
+            self.forward_timeout,
+            self.backward_timeout,
+            check_backward=_raise_first,
+            deadline=deadline,
+        )
+        return call, call_experts(calls)[0]
+
+    def _find(self, deadline: Deadline) -> tuple[str, Schema]:
+        with self._lock:
+            if self._known is None:
+                endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where)
+                self._known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
+            return self._known
+
+    def _may_have_changed(self, error: Exception | None) -> bool:
+        """Whether to look again, once, within the deadline: it may have moved, or come back with another schema."""
+        if isinstance(error, SchemaError):
+            return "another schema" in str(error)
+        return isinstance(error, (PeerLost, NotFound)) and not isinstance(self._where, str)
+
+    def _look_up(self, directory: DirectoryLike) -> str:
+        found = directory.lookup([self.uid])
+        if self.uid not in found:
+            raise NotFound(f"the directory knows nobody who serves {self.uid!r}")
+        return found[self.uid]
+
+
+def _raise_first(calls: Sequence[ExpertCall]) -> None:
+    for call in calls:
+        if call.gradient_error is not None:
+            raise call.gradient_error

@@ -1,0 +1,229 @@
+"""What an expert takes and gives: nested ``TensorSpec``s, packed for the wire, and checked against what comes.
+
+Structures are dicts with text keys, lists, tuples, specs and ``None``; packing them needs no pickle and unpacking them
+runs no code. Two sides agree on a schema by its hash, so a request carries tensors only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import ProtocolError, SchemaError
+from anabranch.tensors import Structure, TensorSpec, flatten, paths, unflatten
+from anabranch.tensors.spec import Compression
+from anabranch.transport import pack, unpack
+from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES
+
+__all__ = ["Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
+
+_DEEPEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an expert takes and gives.
+
+    Attributes:
+        arguments: the specs of positional arguments, each nested as the argument is.
+        keywords: the specs of keyword arguments.
+        outputs: the specs of what comes back, nested as it is.
+    """
+
+    arguments: tuple[Structure, ...]
+    keywords: Mapping[str, Structure]
+    outputs: Structure
+
+    @property
+    def inputs(self) -> list[TensorSpec | None]:
+        """The specs of all inputs in order; ``None`` for an argument that is always ``None``."""
+        return specs_of((self.arguments, dict(self.keywords)))
+
+    @property
+    def output_specs(self) -> list[TensorSpec | None]:
+        """The specs of all outputs in order."""
+        return specs_of(self.outputs)
+
+    @property
+    def input_names(self) -> list[str]:
+        """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
+        return [_input_name(path) for path in paths((self.arguments, dict(self.keywords)))]
+
+    def pack(self) -> bytes:
+        """The schema as bytes."""
+        return pack([_pack(self.arguments, 0), _pack(dict(self.keywords), 0), _pack(self.outputs, 0)])
+
+    def hash(self) -> bytes:
+        """Sixteen bytes that two equal schemas share."""
+        return hashlib.sha256(self.pack()).digest()[:16]
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Schema:
+        """The schema that ``pack`` gave the bytes of; a ``ProtocolError`` if they are none."""
+        nodes = unpack(payload, list[object])
+        if len(nodes) != 3:
+            raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
+        arguments, keywords, outputs = (_unpack(node, 0) for node in nodes)
+        if not isinstance(arguments, tuple) or not isinstance(keywords, dict):
+            raise ProtocolError("a schema's arguments are a tuple and its keywords a dict")
+        return cls(arguments, keywords, outputs)
+
+    def flatten_inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor | None]:
+        """The inputs of a call, in order.
+
+        Raises:
+            SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
+        """
+        leaves, came = flatten((tuple(args), dict(kwargs)))
+        _, expected = flatten((self.arguments, dict(self.keywords)))
+        if came != expected:
+            raise SchemaError(
+                f"expected arguments {_describe(self.arguments, self.keywords)}, "
+                f"got {_outline((tuple(args), dict(kwargs)))}"
+            )
+        return check_leaves(leaves, self.inputs, self.input_names)
+
+
+def specs_of(structure: Structure) -> list[TensorSpec | None]:
+    """The leaves of a structure of specs.
+
+    Raises:
+        SchemaError: a leaf is neither a spec nor ``None``.
+    """
+    leaves, _ = flatten(structure)
+    for name, leaf in zip(paths(structure), leaves, strict=True):
+        if leaf is not None and not isinstance(leaf, TensorSpec):
+            raise SchemaError(f"{name or 'schema'}: a schema holds TensorSpec(...) or None, got {leaf!r}")
+    return cast(list[TensorSpec | None], leaves)
+
+
+def check_leaves(
+    leaves: Sequence[object], specs: Sequence[TensorSpec | None], names: Sequence[str]
+) -> list[Tensor | None]:
+    """``leaves`` if each is rows of its spec, the same number for all; a ``SchemaError`` otherwise."""
+    rows: int | None = None
+    first = ""
+    for leaf, spec, name in zip(leaves, specs, names, strict=True):
+        if spec is None:
+            if leaf is not None:
+                raise SchemaError(f"{name}: expected None, got {type(leaf).__name__}")
+            continue
+        spec.check(leaf, name)
+        assert isinstance(leaf, Tensor)
+        if rows is None:
+            rows, first = leaf.shape[0], name
+        elif leaf.shape[0] != rows:
+            raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {rows}, {name} has {leaf.shape[0]}")
+    return cast(list[Tensor | None], list(leaves))
+
+
+def _pack(node: object, depth: int) -> list[object]:
+    if depth > _DEEPEST:
+        raise SchemaError(f"a schema nests at most {_DEEPEST} deep")
+    if node is None:
+        return ["none"]
+    if isinstance(node, TensorSpec):
+        return ["tensor", list(node.shape), DTYPE_CODES[node.dtype], node.requires_grad, node.compression]
+    if type(node) is tuple:
+        return ["tuple", *(_pack(child, depth + 1) for child in cast(tuple[object, ...], node))]
+    if type(node) is list:
+        return ["list", *(_pack(child, depth + 1) for child in cast(list[object], node))]
+    if type(node) is dict:
+        items = cast(dict[object, object], node)
+        if all(isinstance(key, str) for key in items):
+            return ["dict", {key: _pack(items[key], depth + 1) for key in sorted(cast(dict[str, object], items))}]
+    raise SchemaError(
+        f"only dicts with text keys, lists, tuples and None cross to an expert, not {type(node).__name__}; "
+        "wrap the module in one that takes and returns those"
+    )
+
+
+def _unpack(node: object, depth: int) -> Structure:
+    if not isinstance(node, list) or not node or depth > _DEEPEST:
+        raise ProtocolError("a schema's node is a short list")
+    kind, rest = node[0], node[1:]
+    if kind == "none" and not rest:
+        return None
+    if kind == "tensor" and len(rest) == 4:
+        shape, code, requires_grad, compression = rest
+        if not isinstance(shape, list) or code not in DTYPES:
+            raise ProtocolError("a schema's tensor has a shape and a dtype")
+        try:
+            return TensorSpec(
+                *shape,
+                dtype=DTYPES[code],
+                requires_grad=bool(requires_grad),
+                compression=cast(Compression | None, compression),
+            )
+        except ValueError as error:
+            raise ProtocolError(f"a schema's tensor is none: {error}") from None
+    if kind == "tuple":
+        return tuple(_unpack(child, depth + 1) for child in rest)
+    if kind == "list":
+        return [_unpack(child, depth + 1) for child in rest]
+    if kind == "dict" and len(rest) == 1 and isinstance(rest[0], dict):
+        return {str(key): _unpack(child, depth + 1) for key, child in rest[0].items()}
+    raise ProtocolError(f"a schema has no node {kind!r}")
+
+
+def infer_specs(outputs: Structure, rows: int) -> Structure:
+    """The specs of what a module returned for ``rows`` rows; a ``SchemaError`` if it cannot cross."""
+    leaves, treedef = flatten(outputs)
+    specs: list[object] = []
+    for name, leaf in zip(paths(outputs), leaves, strict=True):
+        if leaf is None:
+            specs.append(None)
+            continue
+        if not isinstance(leaf, Tensor):
+            raise SchemaError(f"the module returned {type(leaf).__name__} at {name or 'its output'}, not a tensor")
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            raise SchemaError(
+                f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows} rows; an expert returns "
+                "as many rows (dim 0) as it takes"
+            )
+        specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
+    inferred = unflatten(treedef, specs)
+    _pack(inferred, 0)
+    return inferred
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor Inf; integers always do not."""
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 0:
+        return True
+    # A finite sum proves it in one pass; an overflowing one proves nothing.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
+    """The name of the first tensor that holds NaN or Inf, ``None`` if all are finite."""
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor is not None and not all_finite(tensor):
+            return name
+    return None
+
+
+def _input_name(path: str) -> str:
+    head, _, rest = path.partition(".")
+    return f"{'args' if head == '0' else 'kwargs'}.{rest}"
+
+
+def _describe(arguments: Structure, keywords: Mapping[str, Structure]) -> str:
+    return _outline((arguments, dict(keywords)))
+
+
+def _outline(structure: Structure) -> str:
+    if isinstance(structure, Tensor):
+        return f"{tuple(structure.shape)} {str(structure.dtype).removeprefix('torch.')}"
+    if isinstance(structure, TensorSpec):
+        return f"(rows, {', '.join(map(str, structure.shape))}) {str(structure.dtype).removeprefix('torch.')}"
+    if isinstance(structure, dict):
+        return "{" + ", ".join(f"{key}: {_outline(structure[key])}" for key in sorted(structure, key=str)) + "}"
+    if isinstance(structure, (list, tuple)):
+        return "(" + ", ".join(_outline(child) for child in structure) + ")"
+    return type(structure).__name__

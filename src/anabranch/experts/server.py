@@ -1,0 +1,322 @@
+"""The server of experts: checks each request against its expert's schema before it is queued, announces who is here.
+
+::
+
+    connection thread                                        device thread
+    header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
+             refused before its body has a place            refused before it meets its neighbours
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import BoundaryError, NonFinite, NotFound, SchemaError
+from anabranch.events import report
+from anabranch.experts import wire
+from anabranch.experts.backend import ExpertBackend
+from anabranch.experts.compression import wire_parts
+from anabranch.experts.directory import DirectoryLike, as_directory
+from anabranch.experts.persistence import Persistence
+from anabranch.experts.runtime import Runtime
+from anabranch.experts.schema import first_not_finite
+from anabranch.experts.task_pool import PoolStatistics, Task, TaskPool
+from anabranch.transport import Call, Limits, RequestHeader, Server, TensorHeader, Transport, Verb, allocate
+
+__all__ = ["ExpertServer", "ExpertServerStatistics"]
+
+# Announcements are renewed three times before they would be forgotten.
+_RENEWALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertServerStatistics:
+    """What a server of experts has done since it started.
+
+    Attributes:
+        pools: of each pool, by name.
+        not_finite: requests refused for NaN or Inf, by peer.
+        updates: updates of each expert, by uid.
+    """
+
+    pools: dict[str, PoolStatistics]
+    not_finite: dict[str, int]
+    updates: dict[str, int]
+
+
+class ExpertServer:
+    """Serves experts while its ``with`` block runs.
+
+    >>> from anabranch.experts import ExpertBackend, RemoteExpert
+    >>> from anabranch.tensors import TensorSpec
+    >>> backend = ExpertBackend("double.0", torch.nn.Identity(), args_schema=[TensorSpec(2)])
+    >>> with ExpertServer([backend]) as server:
+    ...     RemoteExpert("double.0", server.endpoint)(torch.ones(1, 2)).detach()
+    tensor([[1., 1.]])
+
+    Args:
+        backends: the experts; those on one device share its thread.
+        listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
+        directory: where to announce them: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        checkpoint_dir: where their states are saved, and found again after a restart; ``None``: nowhere.
+        device: moves all experts there.
+        checkpoint_seconds: between two savings.
+        ttl: seconds for which an announcement holds; renewed three times as often.
+        keys: the directory of certificates, for TCP.
+        insecure: allow TCP without certificates.
+        heartbeat: seconds between the beats that tell a waiting caller that the server lives.
+        transport: the network; sockets by default.
+        max_connections: each is a thread; a caller above it is told ``Overloaded``.
+        limits: what a caller may send in one frame.
+        drain_seconds: how long leaving the block waits for calls in flight.
+
+    Raises:
+        ValueError: no backend, two of one uid, an endpoint that is none or is taken, TCP without keys.
+        CheckpointError: a checkpoint that is damaged or of other experts.
+
+    Entering has announced the uids, leaving withdraws them, finishes what is in flight, and saves.
+    """
+
+    def __init__(
+        self,
+        backends: Iterable[ExpertBackend],
+        *,
+        listen: str | None = None,
+        directory: DirectoryLike | str | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        device: torch.device | str | None = None,
+        checkpoint_seconds: float = 60.0,
+        ttl: float = 30.0,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+        max_connections: int = 512,
+        limits: Limits | None = None,
+        drain_seconds: float = 5.0,
+    ) -> None:
+        self._backends: dict[str, ExpertBackend] = {}
+        for backend in backends:
+            if backend.uid in self._backends:
+                raise ValueError(f"two backends are called {backend.uid!r}")
+            self._backends[backend.uid] = backend.to(device) if device is not None else backend
+        if not self._backends:
+            raise ValueError("a server without experts serves nobody; give it backends")
+        if not 0 < ttl < float("inf"):
+            raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
+        self._schemas = {uid: (backend.schema.pack(), backend.schema.hash()) for uid, backend in self._backends.items()}
+        self._directory = (
+            None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
+        )
+        self._ttl = ttl
+        self._not_finite: Counter[str] = Counter()
+        self._runtimes = [Runtime(pools, name=name) for name, pools in self._pools_by_device().items()]
+        self._server = Server(
+            [
+                Verb(wire.INFO, self._info),
+                Verb(wire.FORWARD, self._forward, check=self._check, allocate=self._allocate),
+                Verb(
+                    wire.BACKWARD,
+                    self._backward,
+                    check=self._check,
+                    once=True,
+                    again=self._backward_again,
+                    allocate=self._allocate,
+                ),
+            ],
+            listen=listen,
+            role="experts",
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            transport=transport,
+            limits=limits,
+            max_connections=max_connections,
+            drain_seconds=drain_seconds,
+            healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
+        )
+        self._persistence = (
+            None
+            if checkpoint_dir is None
+            else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
+        )
+        self._stop = threading.Event()
+        self._stack = ExitStack()
+
+    @property
+    def endpoint(self) -> str:
+        """Where ``RemoteExpert`` finds it."""
+        return self._server.endpoint
+
+    def __enter__(self) -> ExpertServer:
+        with ExitStack() as stack:
+            # It has listened since it was made; if entering fails, nobody else would close it.
+            stack.callback(self._server.close)
+            if self._persistence is not None:
+                self._server.once.restore(self._persistence.load())
+                stack.enter_context(self._persistence)
+            for runtime in self._runtimes:
+                stack.enter_context(runtime)
+            stack.enter_context(self._server)
+            if self._directory is not None:
+                self._announce()
+                stack.callback(self._withdraw)
+                self._start_renewing(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def statistics(self) -> ExpertServerStatistics:
+        """Counts since the start."""
+        pools = [pool for backend in self._backends.values() for pool in backend.get_pools()]
+        return ExpertServerStatistics(
+            {pool.name: pool.statistics() for pool in pools},
+            dict(self._not_finite),
+            {uid: backend.updates for uid, backend in self._backends.items()},
+        )
+
+    # Announcing.
+
+    def _announce(self) -> None:
+        assert self._directory is not None
+        self._directory.announce(self._backends, self.endpoint, self._ttl)
+
+    def _withdraw(self) -> None:
+        assert self._directory is not None
+        try:
+            self._directory.withdraw(self._backends, self.endpoint)
+        except BoundaryError as error:
+            # What is not withdrawn is forgotten after its time.
+            report("experts.directory_lost", error=str(error))
+
+    def _start_renewing(self, stack: ExitStack) -> None:
+        thread = threading.Thread(target=self._renew, name="anabranch-announce", daemon=True)
+        thread.start()
+        stack.callback(thread.join, timeout=15.0)
+        stack.callback(self._stop.set)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(timeout=self._ttl / _RENEWALS):
+            try:
+                self._announce()
+            except BoundaryError as error:
+                report("experts.directory_lost", error=str(error))
+
+    # Serving.
+
+    def _pools_by_device(self) -> dict[str, list[TaskPool]]:
+        pools: dict[str, list[TaskPool]] = {}
+        for backend in self._backends.values():
+            pools.setdefault(str(backend.device), []).extend(backend.get_pools())
+        return pools
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                stack.enter_context(runtime.paused())
+            yield
+
+    def _find(self, uid: str) -> ExpertBackend:
+        backend = self._backends.get(uid)
+        if backend is None:
+            some = ", ".join(list(self._backends)[:8])
+            raise NotFound(f"no expert {uid!r} here; there are {len(self._backends)}: {some}")
+        return backend
+
+    def _info(self, call: Call) -> None:
+        self._find(call.target)
+        call.reply(payload=self._schemas[call.target][0])
+
+    def _check(self, header: RequestHeader) -> None:
+        """Refuses what does not fit its expert, before there is memory for it."""
+        backend = self._find(header.target)
+        if header.schema != self._schemas[header.target][1]:
+            raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
+        rows = wire.check_layout(header.tensors, wire.request_layout(backend.schema, header))
+        pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
+        pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
+
+    def _allocate(self, headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+        if any(backend.device.type == "cuda" for backend in self._backends.values()):
+            return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
+        return allocate(headers)
+
+    def _forward(self, call: Call) -> None:
+        backend = self._find(call.target)
+        schema = backend.schema
+        inputs = wire.from_wire(call.tensors, schema.inputs)
+        self._check_finite(call, inputs, schema.input_names)
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+            else:
+                call.reply(wire.to_wire(outcome, schema.output_specs))
+
+        rows = _rows(inputs)
+        if rows == 0:
+            finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
+        else:
+            backend.forward_pool.submit(Task(inputs, rows, call.deadline, finish, call.drop))
+
+    def _backward(self, call: Call) -> None:
+        backend = self._find(call.target)
+        inputs, gradients = self._read_backward(call, backend)
+        specs = backend.schema.inputs
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+                return
+            if self._persistence is not None:
+                self._persistence.note_applied(call.target, call.identity, call.settled)
+            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
+
+        rows = _rows(inputs)
+        if rows == 0:
+            finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
+        else:
+            task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop)
+            backend.backward_pool.submit(task)
+
+    def _backward_again(self, call: Call) -> None:
+        """A retry after a restart: the update is in the state that was loaded, the gradients are not any more."""
+        backend = self._find(call.target)
+        none: list[Tensor | None] = [None] * len(backend.schema.inputs)
+        call.reply(payload=wire.pack_present(none))
+
+    def _read_backward(self, call: Call, backend: ExpertBackend) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        schema = backend.schema
+        present = wire.read_present(call.payload)
+        count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
+        inputs = wire.from_wire(call.tensors[:count], schema.inputs)
+        gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
+        names = [f"gradient of output {index}" for index in range(len(gradients))]
+        self._check_finite(call, inputs, schema.input_names)
+        self._check_finite(call, gradients, names)
+        return inputs, gradients
+
+    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        name = first_not_finite(tensors, names)
+        if name is not None:
+            self._not_finite[call.peer.name] += 1
+            raise NonFinite(f"{call.target}: {name} holds NaN or Inf")
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> int:
+    return next(tensor.shape[0] for tensor in tensors if tensor is not None)

@@ -1,0 +1,136 @@
+"""Long-lived services of a process: what ``anabranch serve experts`` and ``anabranch serve directory`` run.
+
+Functions of plain values, so that a command line, a launcher and a test start the same thing. Each prints
+``listening on ENDPOINT`` first and serves until it is told to stop; being told is an event, and ``stopped_by_signals``
+makes SIGTERM and SIGINT into one. Stopping drains: new calls are told, those in flight finish, states are saved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from anabranch.experts.backend import ExpertBackend
+from anabranch.experts.directory import DirectoryLike, DirectoryServer
+from anabranch.experts.layers import find_factory, make_optimizer
+from anabranch.experts.server import ExpertServer
+from anabranch.experts.uids import expand_uids
+from anabranch.tensors import TensorSpec
+
+__all__ = ["make_backends", "serve_directory", "serve_experts", "stopped_by_signals"]
+
+# A wait without end would not see signals on every platform.
+_NAP = 0.5
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set while the block runs; only in the main thread."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def make_backends(
+    uids: str,
+    module: str,
+    *,
+    features: int,
+    optimizer: str = "adam",
+    lr: float = 1e-3,
+    max_batch_size: int = 4096,
+    device: torch.device | str | None = None,
+) -> list[ExpertBackend]:
+    """The experts that a pattern of uids and the name of a module stand for.
+
+    >>> [backend.uid for backend in make_backends("ffn.[0:2]", "ffn", features=8)]
+    ['ffn.0', 'ffn.1']
+
+    Args:
+        uids: such as ``ffn.[0:4].[0:8]``.
+        module: ``ffn``, ``nop``, or ``package.module:function`` of the number of features.
+        features: the last size of an expert's input.
+        optimizer: ``sgd``, ``adam``, ``adamw``, ``adagrad`` or ``none``.
+        lr: the learning rate.
+        max_batch_size: rows of a batch.
+        device: where the experts live.
+
+    Raises:
+        ValueError: a pattern, module or optimizer that is none.
+        SchemaError: the module does not take rows of ``features``.
+    """
+    factory = find_factory(module)
+    backends: list[ExpertBackend] = []
+    for uid in expand_uids(uids):
+        made = factory(features).to(device)
+        chosen = make_optimizer(optimizer, made, lr)
+        backends.append(
+            ExpertBackend(uid, made, chosen, args_schema=[TensorSpec(features)], max_batch_size=max_batch_size)
+        )
+    return backends
+
+
+def serve_experts(
+    backends: Sequence[ExpertBackend],
+    stop: threading.Event,
+    *,
+    listen: str | None = None,
+    directory: DirectoryLike | str | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    heartbeat: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serves ``backends`` until ``stop`` is set, then drains and saves; arguments as of ``ExpertServer``.
+
+    Args:
+        say: told ``listening on ENDPOINT`` once calls are served.
+    """
+    with ExpertServer(
+        backends,
+        listen=listen,
+        directory=directory,
+        checkpoint_dir=checkpoint_dir,
+        device=device,
+        keys=keys,
+        insecure=insecure,
+        heartbeat=heartbeat,
+    ) as server:
+        say(f"listening on {server.endpoint}")
+        _wait(stop)
+
+
+def serve_directory(
+    stop: threading.Event,
+    *,
+    listen: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    heartbeat: float = 1.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serves a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
+    with DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server:
+        say(f"listening on {server.endpoint}")
+        _wait(stop)
+
+
+def _wait(stop: threading.Event) -> None:
+    while not stop.wait(timeout=_NAP):
+        pass

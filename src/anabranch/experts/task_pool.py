@@ -1,0 +1,322 @@
+"""A queue that batches one expert's requests, and the batches it gives to the device.
+
+::
+
+    connection threads ── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
+                                      oldest first                                            answer each
+
+A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
+oldest has waited for ``timeout``. Tasks whose caller has gone or whose deadline has passed are dropped before compute.
+What waits is bounded in rows and bytes; beyond it a task is ``Overloaded`` at once, which costs the caller less than
+waiting for a deadline that cannot be met.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import Overloaded, PeerLost
+from anabranch.events import report
+
+__all__ = ["PoolStatistics", "Process", "Task", "TaskPool", "Unrepeatable"]
+
+Process = Callable[..., Sequence[Tensor | None]]
+"""Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` where a task of the schema has none."""
+
+
+class Unrepeatable(RuntimeError):
+    """A batch failed after it had changed something, so its tasks are not to be run again one by one."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One request, or a part of one that was too large for a batch.
+
+    Attributes:
+        inputs: the tensors, agreeing in rows (dim 0).
+        rows: how many.
+        deadline: after it nobody wants the answer.
+        finish: called once, with the outputs or the error, on whichever thread has it.
+        unwanted: whether the caller has gone; called before compute, and may give the request up for good.
+    """
+
+    inputs: Sequence[Tensor | None]
+    rows: int
+    deadline: Deadline
+    finish: Callable[[Sequence[Tensor | None] | BaseException], None]
+    unwanted: Callable[[], bool] = field(default=lambda: False)
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return sum(tensor.nbytes for tensor in self.inputs if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """What a pool has done since it was made, and holds now."""
+
+    tasks: int
+    batches: int
+    rows: int
+    dropped: int
+    declined: int
+    waiting_tasks: int
+    waiting_rows: int
+    waiting_bytes: int
+
+
+class TaskPool:
+    """The queue of one function of one expert.
+
+    >>> pool = TaskPool(lambda x: [2 * x], name="ffn.0_forward")
+    >>> answers = []
+    >>> pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(5.0), answers.append))
+    >>> pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(5.0), answers.append))
+    >>> pool.run(pool.take_batch())
+    >>> [answer[0].shape for answer in answers], pool.statistics().batches
+    ([torch.Size([1, 2]), torch.Size([2, 2])], 1)
+
+    Args:
+        process: runs one batch.
+        name: for errors and events.
+        min_batch_size: rows below which a batch waits for more, at most for ``timeout``.
+        max_batch_size: rows above which a batch is not made; a larger request is split.
+        timeout: seconds until a batch below ``min_batch_size`` runs anyway; ``None``: never.
+        max_queue_rows: rows that may wait; by default 16 batches.
+        max_queue_bytes: bytes that may wait.
+
+    Raises:
+        ValueError: sizes that are no whole numbers above 0, or a minimum over the maximum.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        *,
+        name: str = "pool",
+        min_batch_size: int = 1,
+        max_batch_size: int = 4096,
+        timeout: float | None = None,
+        max_queue_rows: int | None = None,
+        max_queue_bytes: int = 1 << 30,
+    ) -> None:
+        if not 1 <= min_batch_size <= max_batch_size:
+            raise ValueError(
+                f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {min_batch_size} and {max_batch_size}"
+            )
+        if timeout is not None and not 0 <= timeout < float("inf"):
+            raise ValueError(f"timeout is a finite number of seconds or None, got {timeout!r}")
+        self.name = name
+        self.process = process
+        self.min_batch_size = min_batch_size
+        self.max_batch_size = max_batch_size
+        self.timeout = timeout
+        self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
+        self.max_queue_bytes = max_queue_bytes
+        self.changed = threading.Condition()
+        """Notified when a task arrives; a runtime gives all its pools one condition."""
+        self.tasks_in_batch = 1
+        """How many tasks the running batch is made of, for ``process``."""
+        self._queue: deque[Task] = deque()
+        self._rows = self._bytes = 0
+        self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
+        self._closed = False
+
+    def check_room(self, rows: int, nbytes: int) -> None:
+        """Raises ``Overloaded`` if a request of so many rows and bytes finds no room now."""
+        with self.changed:
+            self._check_room(rows, nbytes)
+
+    def _check_room(self, rows: int, nbytes: int) -> None:
+        if self._closed:
+            raise PeerLost(f"{self.name} is closed")
+        # An empty queue takes any request, or one over the bound would never be served.
+        if self._queue and (self._rows + rows > self.max_queue_rows or self._bytes + nbytes > self.max_queue_bytes):
+            self._declined += 1
+            raise Overloaded(
+                f"{self.name}: {self._rows} rows and {self._bytes} bytes wait; {rows} rows more exceed "
+                f"{self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
+            )
+
+    def submit(self, task: Task) -> None:
+        """Queues ``task``, split if it is larger than a batch.
+
+        Raises:
+            Overloaded: there is no room.
+            PeerLost: the pool is closed.
+        """
+        parts = [task] if task.rows <= self.max_batch_size else _split(task, self.max_batch_size)
+        with self.changed:
+            self._check_room(task.rows, task.nbytes)
+            self._tasks += 1
+            for part in parts:
+                self._queue.append(part)
+                self._rows += part.rows
+                self._bytes += part.nbytes
+            self.changed.notify_all()
+
+    # For the runtime, which holds ``changed`` while it looks and takes.
+
+    def due_at(self) -> float:
+        """The ``time.monotonic`` moment at which an idle device should run a batch of this pool."""
+        if not self._queue:
+            return float("inf")
+        if self._rows >= self.min_batch_size:
+            return 0.0
+        return float("inf") if self.timeout is None else self._queue[0].arrived + self.timeout
+
+    def oldest(self) -> float:
+        """When the oldest waiting task arrived."""
+        return self._queue[0].arrived if self._queue else float("inf")
+
+    def take_batch(self) -> list[Task]:
+        """The oldest tasks, up to ``max_batch_size`` rows; those that nobody wants any more are dropped."""
+        batch: list[Task] = []
+        late: list[Task] = []
+        rows = 0
+        with self.changed:
+            while self._queue and rows + self._queue[0].rows <= self.max_batch_size:
+                task = self._queue.popleft()
+                self._rows -= task.rows
+                self._bytes -= task.nbytes
+                if task.unwanted():
+                    self._dropped += 1
+                elif task.deadline.expired():
+                    self._dropped += 1
+                    late.append(task)
+                else:
+                    batch.append(task)
+                    rows += task.rows
+        for task in late:
+            task.finish(task.deadline.error(peer="client", operation=self.name))
+        return batch
+
+    def open(self) -> None:
+        """Takes tasks, also after ``close``: a backend may be served again."""
+        with self.changed:
+            self._closed = False
+
+    def close(self) -> None:
+        """Takes no more tasks and fails those that wait."""
+        with self.changed:
+            self._closed = True
+            left = list(self._queue)
+            self._queue.clear()
+            self._rows = self._bytes = 0
+        for task in left:
+            task.finish(PeerLost(f"{self.name} is closed"))
+
+    def run(self, batch: Sequence[Task]) -> None:
+        """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails."""
+        if not batch:
+            return
+        rows = sum(task.rows for task in batch)
+        report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
+        try:
+            inputs = batch[0].inputs if len(batch) == 1 else _join(batch)
+            self._batches += 1
+            self._rows_run += rows
+            self.tasks_in_batch = len(batch)
+            outputs = self.process(*inputs)
+        except Exception as error:  # noqa: BLE001 - whatever the module raises is its caller's answer
+            if len(batch) > 1 and not isinstance(error, Unrepeatable):
+                for task in batch:
+                    self.run([task])
+            else:
+                for task in batch:
+                    task.finish(error)
+            return
+        if len(batch) == 1:
+            batch[0].finish(outputs)
+            return
+        sizes = [task.rows for task in batch]
+        columns = [[None] * len(sizes) if output is None else torch.split(output, sizes) for output in outputs]
+        for index, task in enumerate(batch):
+            task.finish([column[index] for column in columns])
+
+    def statistics(self) -> PoolStatistics:
+        """Counts since the pool was made, and what waits."""
+        with self.changed:
+            return PoolStatistics(
+                self._tasks,
+                self._batches,
+                self._rows_run,
+                self._dropped,
+                self._declined,
+                len(self._queue),
+                self._rows,
+                self._bytes,
+            )
+
+
+def _join(batch: Sequence[Task]) -> list[Tensor | None]:
+    joined: list[Tensor | None] = []
+    for column in zip(*(task.inputs for task in batch), strict=True):
+        present = [tensor for tensor in column if tensor is not None]
+        if not present:
+            joined.append(None)
+            continue
+        like = present[0]
+        # A gradient that one request has and another has not is zero for the other.
+        filled = [
+            like.new_zeros(task.rows, *like.shape[1:]) if tensor is None else tensor
+            for task, tensor in zip(batch, column, strict=True)
+        ]
+        joined.append(torch.cat(filled))
+    return joined
+
+
+def _split(task: Task, size: int) -> list[Task]:
+    """Parts of at most ``size`` rows that together finish ``task``, with its first error if there is one."""
+    starts = range(0, task.rows, size)
+    answers: list[Sequence[Tensor | None]] = [()] * len(starts)
+    lock = threading.Lock()
+    state = {"left": len(starts), "failed": 0}
+
+    def finisher(index: int) -> Callable[[Sequence[Tensor | None] | BaseException], None]:
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            with lock:
+                state["left"] -= 1
+                if isinstance(outcome, BaseException):
+                    state["failed"] += 1
+                    first, last = state["failed"] == 1, False
+                else:
+                    answers[index] = outcome
+                    first, last = False, state["left"] == 0 and not state["failed"]
+            if first and isinstance(outcome, BaseException):
+                task.finish(outcome)
+            elif last:
+                columns = zip(*answers, strict=True)
+                task.finish([_concatenate(column) for column in columns])
+
+        return finish
+
+    def unwanted() -> bool:
+        return state["failed"] > 0 or task.unwanted()
+
+    return [
+        Task(
+            [None if tensor is None else tensor[start : start + size] for tensor in task.inputs],
+            min(size, task.rows - start),
+            task.deadline,
+            finisher(index),
+            unwanted,
+            task.arrived,
+        )
+        for index, start in enumerate(starts)
+    ]
+
+
+def _concatenate(column: Sequence[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in column if tensor is not None]
+    return torch.cat(present) if present else None

@@ -1,0 +1,118 @@
+"""What callers and servers of experts say to each other: three verbs, and how tensors are laid into a request.
+
+    expert.info       -> the schema
+    expert.forward    inputs -> outputs
+    expert.backward   inputs, gradients of outputs -> gradients of inputs; done exactly once
+
+Tensors come in the schema's order. A gradient that is not there is left out, and the payload says which are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+from anabranch.experts.compression import check_parts, compress, decompress, wire_parts
+from anabranch.experts.schema import Schema
+from anabranch.tensors import TensorSpec
+from anabranch.transport import RequestHeader, TensorHeader, pack, unpack
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INFO",
+    "Layout",
+    "check_layout",
+    "from_wire",
+    "gradient_layout",
+    "input_layout",
+    "output_layout",
+    "pack_present",
+    "read_present",
+    "request_layout",
+    "to_wire",
+]
+
+INFO = "expert.info"
+FORWARD = "expert.forward"
+BACKWARD = "expert.backward"
+
+Layout = list[tuple[str, TensorSpec]]
+"""The name and spec of each tensor of a message, before compression."""
+
+
+def input_layout(schema: Schema) -> Layout:
+    """What a forward request carries."""
+    return [(name, spec) for name, spec in zip(schema.input_names, schema.inputs, strict=True) if spec is not None]
+
+
+def output_layout(schema: Schema) -> Layout:
+    """What a forward's answer carries."""
+    return [(f"output {index}", spec) for index, spec in enumerate(schema.output_specs) if spec is not None]
+
+
+def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
+    """What carries the gradients of ``specs``, of which those ``present`` are sent.
+
+    Raises:
+        SchemaError: a gradient is present where none can be, or the count differs.
+    """
+    if len(present) != len(specs):
+        raise SchemaError(f"expected to be told of {len(specs)} gradients of {what}s, was told of {len(present)}")
+    layout: Layout = []
+    for index, (spec, there) in enumerate(zip(specs, present, strict=True)):
+        if there and (spec is None or not spec.requires_grad):
+            raise SchemaError(f"{what} {index} has no gradient, but one came")
+        if there and spec is not None:
+            layout.append((f"gradient of {what} {index}", spec))
+    return layout
+
+
+def request_layout(schema: Schema, header: RequestHeader) -> Layout:
+    """What a forward or backward request with ``header`` has to carry."""
+    layout = input_layout(schema)
+    if header.verb == BACKWARD:
+        layout += gradient_layout(schema.output_specs, read_present(header.payload), "output")
+    return layout
+
+
+def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
+    """The rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
+    return check_parts(headers, [spec for _, spec in layout], [name for name, _ in layout])
+
+
+def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
+    """The tensors to send for those that are there."""
+    parts: list[Tensor] = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor is not None and spec is not None:
+            parts += compress(tensor, spec)
+    return parts
+
+
+def from_wire(
+    parts: Sequence[Tensor], specs: Sequence[TensorSpec | None], present: Sequence[bool] | None = None
+) -> list[Tensor | None]:
+    """The tensors that came, ``None`` where there is none."""
+    tensors: list[Tensor | None] = []
+    position = 0
+    for index, spec in enumerate(specs):
+        if spec is None or (present is not None and not present[index]):
+            tensors.append(None)
+            continue
+        count = len(wire_parts(spec, 0))
+        tensors.append(decompress(parts[position : position + count], spec))
+        position += count
+    return tensors
+
+
+def read_present(payload: bytes) -> list[bool]:
+    """What ``pack_present`` said."""
+    return unpack(payload, list[bool])
+
+
+def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
+    """Which of ``tensors`` are there."""
+    return pack([tensor is not None for tensor in tensors])

@@ -1,0 +1,26 @@
+"""What tests of experts share: nothing may outlive a test, and every wait ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    files = descriptors()
+    yield
+    assert set(threading.enumerate()) <= threads
+    if descriptors() > files:
+        # Modules close their connections when they are collected.
+        gc.collect()
+    assert descriptors() <= files

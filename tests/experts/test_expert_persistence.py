@@ -1,0 +1,147 @@
+"""Experts come back from a crash with their state, and know which requests that state holds."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
+from anabranch.tensors import TensorSpec
+from anabranch.transport import Client, Request, pack
+
+
+def make(seed: int = 0, uid: str = "ffn.0") -> ExpertBackend:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return ExpertBackend(uid, module, optimizer, scheduler=scheduler, args_schema=[TensorSpec(4)])
+
+
+def train(expert: RemoteExpert, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        expert(torch.randn(5, 4, generator=generator)).square().sum().backward()
+
+
+def test_a_restarted_server_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole, first, second = make(), make(), make(seed=9)
+    with ExpertServer([whole]) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        train(expert, 3, seed=1)
+        train(expert, 3, seed=2)
+    with ExpertServer([first], checkpoint_dir=tmp_path) as server:
+        train(RemoteExpert("ffn.0", server.endpoint), 3, seed=1)
+    with ExpertServer([second], checkpoint_dir=tmp_path) as server:
+        assert second.updates == 3
+        train(RemoteExpert("ffn.0", server.endpoint), 3, seed=2)
+    assert second.updates == 6
+    for name, value in whole.module.state_dict().items():
+        assert torch.equal(value, second.module.state_dict()[name]), name
+    assert second.optimizer is not None
+    assert whole.optimizer is not None
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp_path: Path) -> None:
+    backend = make()
+    x = torch.ones(2, 4)
+    with Client() as client:
+
+        def push(server: ExpertServer, sequence: int) -> bytes:
+            client._next = sequence
+            request = Request(
+                server.endpoint,
+                wire.BACKWARD,
+                "ffn.0",
+                [x, x],
+                payload=pack([True]),
+                schema=backend.schema.hash(),
+                once=True,
+            )
+            return client.call(request, Deadline.after(20.0)).payload
+
+        with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
+            assert push(server, 0) == pack([True])
+        restarted = make(seed=5)
+        with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
+            after = copy.deepcopy(restarted.module.state_dict())
+            assert push(server, 0) == pack([False])
+            assert restarted.updates == 1
+            assert all(torch.equal(value, after[name]) for name, value in restarted.module.state_dict().items())
+            push(server, 1)
+            assert restarted.updates == 2
+
+
+def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
+    with ExpertServer([make()], checkpoint_dir=tmp_path) as server:
+        train(RemoteExpert("ffn.0", server.endpoint), 1, seed=0)
+    other = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
+    with pytest.raises(CheckpointError, match=r"ffn\.0 is of another module"):
+        ExpertServer([other], checkpoint_dir=tmp_path).__enter__()
+
+
+def test_experts_are_saved_each_by_itself_so_their_set_may_change(tmp_path: Path) -> None:
+    with ExpertServer([make(uid="ffn.0"), make(uid="ffn.1")], checkpoint_dir=tmp_path) as server:
+        train(RemoteExpert("ffn.1", server.endpoint), 2, seed=0)
+    kept, new = make(uid="ffn.1", seed=7), make(uid="ffn.2")
+    with ExpertServer([kept, new], checkpoint_dir=tmp_path):
+        assert kept.updates == 2
+        assert new.updates == 0
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from anabranch.experts import ExpertBackend, ExpertServer
+from anabranch.tensors import TensorSpec
+
+module = nn.Linear(1, 1, bias=False)
+nn.init.zeros_(module.weight)
+backend = ExpertBackend("count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)])
+with ExpertServer([backend], listen=sys.argv[1], checkpoint_dir=sys.argv[2], checkpoint_seconds=0.02):
+    print(backend.updates, float(module.weight.detach()), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    endpoint = f"unix:{folder}/socket"
+    known = 0
+    for round_ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, endpoint, str(tmp_path / "saved")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            updates, weight = process.stdout.readline().split()
+            # The count and the parameter are of one moment.
+            assert float(weight) == -float(updates)
+            assert int(updates) >= known
+            expert = RemoteExpert("count.0", endpoint)
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                expert(torch.ones(1, 1)).sum().backward()
+            known = int(updates)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=10)
+            process.stdin.close()
+            process.stdout.close()
+        assert round_ == 0 or known > 0

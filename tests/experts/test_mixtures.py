@@ -1,0 +1,511 @@
+"""Mixtures: the manual sum over the responders, in outputs and gradients, whoever does not answer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.experts import (
+    Directory,
+    DirectoryServer,
+    ExpertBackend,
+    ExpertServer,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+)
+from anabranch.experts.beam_search import beam_search
+from anabranch.experts.finder import Avoidance
+from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
+
+SPEC = TensorSpec(4, dtype=torch.float64)
+
+
+class Expert(nn.Module):
+    """Linear, and as ill-behaved as a test wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.fault: Exception | None = None
+        self.factor = 1.0
+        self.open = threading.Event()
+        self.open.set()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.open.wait(timeout=20)
+        if self.fault is not None:
+            raise self.fault
+        return self.linear(x) * self.factor
+
+
+@contextmanager
+def grid(
+    *sizes: int, missing: Sequence[str] = (), servers: int = 1
+) -> Iterator[tuple[Directory, dict[str, Expert], dict[str, ExpertBackend]]]:
+    directory = Directory()
+    uids = [f"ffn.{'.'.join(map(str, point))}" for point in itertools.product(*map(range, sizes))]
+    experts = {uid: Expert() for uid in uids if uid not in missing}
+    backends = {uid: ExpertBackend(uid, expert, args_schema=[SPEC]) for uid, expert in experts.items()}
+    for expert in experts.values():
+        expert.calls = 0
+    with ExitStack() as stack:
+        for index in range(servers):
+            mine = list(backends.values())[index::servers]
+            stack.enter_context(ExpertServer(mine, directory=directory, heartbeat=0.5, drain_seconds=0.1))
+        yield directory, experts, backends
+
+
+def mixture(directory: Directory, sizes: Sequence[int], **options: object) -> RemoteMixtureOfExperts:
+    return RemoteMixtureOfExperts(4, sizes, directory, "ffn", **options).double()  # type: ignore[arg-type]
+
+
+def by_hand(
+    gate: nn.Linear, sizes: Sequence[int], experts: dict[str, Expert], x: Tensor, k: int, dead: Sequence[str] = ()
+) -> Tensor:
+    """Exhaustive search, then softmax over the responders, a row at a time."""
+    rows = []
+    for row in x:
+        scores = gate(row).split(list(sizes))
+        every = {
+            f"ffn.{'.'.join(map(str, point))}": sum(grid[i] for grid, i in zip(scores, point, strict=True))
+            for point in itertools.product(*map(range, sizes))
+        }
+        known = {uid: score for uid, score in every.items() if uid in experts}
+        best = sorted(known, key=lambda uid: -float(known[uid].detach()))[:k]  # type: ignore[union-attr]
+        responders = [uid for uid in best if uid not in dead]
+        if not responders:
+            rows.append(torch.zeros(4, dtype=x.dtype))
+            continue
+        weights = torch.softmax(torch.stack([known[uid] for uid in responders]), dim=0)  # type: ignore[arg-type]
+        rows.append(
+            sum(w * experts[uid].linear(row[None])[0] for w, uid in zip(weights, responders, strict=True))  # type: ignore[arg-type]
+        )
+    return torch.stack(rows)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> bool:
+    assert a is not None
+    assert b is not None
+    return torch.allclose(a, b, rtol=0, atol=1e-12 * max(1.0, float(b.detach().abs().max())))
+
+
+@pytest.mark.parametrize(("sizes", "k"), [((5,), 2), ((3, 4), 4), ((2, 3, 2), 3), ((3,), 8)])
+def test_a_mixture_is_the_manual_sum_in_outputs_and_gradients(sizes: tuple[int, ...], k: int) -> None:
+    with grid(*sizes, servers=2) as (directory, experts, _):
+        moe = mixture(directory, sizes, k_best=k)
+        twin = copy.deepcopy(moe.gate)
+        x = torch.randn(9, 4, dtype=torch.float64)
+        far, near = x.clone().requires_grad_(), x.clone().requires_grad_()
+        output, expected = moe(far), by_hand(twin, sizes, experts, near, k)
+        assert close(output, expected)
+        weights = torch.randn_like(output)
+        (output * weights).sum().backward()
+        (expected * weights).sum().backward()
+        assert close(far.grad, near.grad)
+        assert close(moe.gate.weight.grad, twin.weight.grad)
+        assert close(moe.gate.bias.grad, twin.bias.grad)
+
+
+def test_ragged_grids_and_rows_with_fewer_experts_than_k() -> None:
+    missing = ["ffn.0.1", "ffn.0.2", "ffn.1.0", "ffn.1.1", "ffn.1.2", "ffn.2.2"]
+    with grid(3, 3, missing=missing) as (directory, experts, _):
+        moe = mixture(directory, (3, 3), k_best=8)
+        x = torch.randn(5, 4, dtype=torch.float64)
+        assert close(moe(x), by_hand(moe.gate, (3, 3), experts, x, 8))
+
+
+def test_whoever_fails_is_left_out_of_the_sum_and_its_gradients() -> None:
+    with grid(4) as (directory, experts, _):
+        experts["ffn.1"].fault = RuntimeError("broken")
+        experts["ffn.3"].factor = float("nan")
+        moe = mixture(directory, (4,), k_best=4)
+        twin = copy.deepcopy(moe.gate)
+        x = torch.randn(6, 4, dtype=torch.float64)
+        far, near = x.clone().requires_grad_(), x.clone().requires_grad_()
+        output, expected = moe(far), by_hand(twin, (4,), experts, near, 4, dead=["ffn.1", "ffn.3"])
+        assert close(output, expected)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        assert close(far.grad, near.grad)
+        assert close(moe.gate.weight.grad, twin.weight.grad)
+        assert moe.statistics().failed == {"RemoteError": 1, "NonFinite": 1}
+
+
+def test_one_call_an_expert_however_many_rows() -> None:
+    with grid(4, 4, servers=4) as (directory, experts, _):
+        moe = mixture(directory, (4, 4), k_best=4)
+        moe(torch.randn(32, 4, dtype=torch.float64)).sum().backward()
+        statistics = moe.statistics()
+        assert statistics.calls == len(statistics.rows) <= 16
+        assert sum(statistics.rows.values()) == 32 * 4
+        # Once forward, once to compute it again in backward.
+        assert all(expert.calls in (0, 2) for expert in experts.values())
+
+
+def test_too_few_answers_raise_and_say_what_the_experts_said() -> None:
+    with grid(3) as (directory, experts, _):
+        for expert in experts.values():
+            expert.fault = RuntimeError("no luck")
+        moe = mixture(directory, (3,), k_best=2, k_min=2)
+        with pytest.raises(BoundaryError, match="no luck") as caught:
+            moe(torch.randn(2, 4, dtype=torch.float64))
+        assert caught.value.operation == "mixture.forward"
+        experts["ffn.0"].fault = experts["ffn.1"].fault = None
+
+
+def test_no_experts_at_all() -> None:
+    moe = mixture(Directory(), (3,))
+    with pytest.raises(BoundaryError, match="too few"):
+        moe(torch.randn(2, 4, dtype=torch.float64))
+    lenient = mixture(Directory(), (3,), allow_zero_outputs=True)
+    with pytest.raises(BoundaryError, match="shape of their outputs is not known"):
+        lenient(torch.randn(2, 4, dtype=torch.float64))
+
+
+def test_rows_without_responders_are_zeros_where_that_is_allowed() -> None:
+    with grid(4) as (directory, experts, _):
+        moe = mixture(directory, (4,), k_best=1, allow_zero_outputs=True)
+        experts["ffn.2"].fault = RuntimeError("broken")
+        x = torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
+        twin = copy.deepcopy(moe.gate)
+        near = x.detach().clone().requires_grad_()
+        output, expected = moe(x), by_hand(twin, (4,), experts, near, 1, dead=["ffn.2"])
+        assert (output == 0).all(dim=1).any()
+        assert close(output, expected)
+        output.sum().backward()
+        expected.sum().backward()
+        assert close(x.grad, near.grad)
+        assert moe.gate.weight.grad is not None
+        assert torch.isfinite(moe.gate.weight.grad).all()
+
+
+def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:
+    with grid(3) as (directory, experts, _):
+        moe = mixture(directory, (3,), k_best=3, k_min=2, timeout_after_k_min=0.05)
+        x = torch.randn(4, 4, dtype=torch.float64)
+        moe(x)
+        experts["ffn.1"].open.clear()
+        # The slow one runs on the same device thread, so it is asked through a server of its own.
+        with (
+            ExpertServer(
+                [ExpertBackend("ffn.0", experts["ffn.0"], args_schema=[SPEC], outputs_schema=SPEC)],
+                directory=directory,
+                drain_seconds=0.1,
+            ),
+            ExpertServer(
+                [ExpertBackend("ffn.2", experts["ffn.2"], args_schema=[SPEC], outputs_schema=SPEC)],
+                directory=directory,
+                drain_seconds=0.1,
+            ),
+        ):
+            start = time.monotonic()
+            output = moe(x)
+            assert time.monotonic() - start < 5.0
+        assert close(output, by_hand(moe.gate, (3,), experts, x, 3, dead=["ffn.1"]))
+        assert moe.statistics().cancelled == 1
+        experts["ffn.1"].open.set()
+
+
+def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> None:
+    with grid(2) as (directory, experts, _):
+        strict = mixture(directory, (2,), k_best=2, backward_k_min=2)
+        lenient = mixture(directory, (2,), k_best=2, backward_k_min=1)
+        for moe, raises in ((strict, True), (lenient, False)):
+            x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+            output = moe(x)
+            experts["ffn.1"].fault = RuntimeError("gone")
+            if raises:
+                with pytest.raises(BoundaryError, match="gone") as caught:
+                    output.sum().backward()
+                assert caught.value.operation == "mixture.backward"
+            else:
+                output.sum().backward()
+                assert x.grad is not None
+                assert torch.isfinite(x.grad).all()
+            experts["ffn.1"].fault = None
+
+
+def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again() -> None:
+    clock = FakeClock()
+    avoidance = Avoidance(clock)
+    avoidance.failed("ffn.0")
+    assert avoidance.now() == set()
+    avoidance.failed("ffn.0")
+    assert avoidance.now() == {"ffn.0"}
+    clock.advance(0.6)
+    assert avoidance.now() == set()
+    avoidance.failed("ffn.0")
+    clock.advance(0.6)
+    assert avoidance.now() == {"ffn.0"}
+    avoidance.answered("ffn.0")
+    assert avoidance.now() == set()
+    with grid(2) as (directory, experts, _):
+        moe = mixture(directory, (2,), k_best=2)
+        experts["ffn.0"].fault = RuntimeError("broken")
+        for _ in range(2):
+            moe(torch.randn(2, 4, dtype=torch.float64))
+        assert moe.statistics().avoided == {"ffn.0"}
+        calls = experts["ffn.0"].calls
+        moe(torch.randn(2, 4, dtype=torch.float64))
+        assert experts["ffn.0"].calls == calls
+
+
+def test_inputs_with_dimensions_between_and_further_arguments() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+            return {"twice": 2 * x * mask[:, :, None]}
+
+    directory = Directory()
+    schema = [TensorSpec(3, 4), TensorSpec(3, dtype=torch.bool, requires_grad=False)]
+    backends = [ExpertBackend(f"ffn.{i}", Masked(), args_schema=schema) for i in range(3)]
+    with ExpertServer(backends, directory=directory):
+        moe = RemoteMixtureOfExperts(4, [3], directory, "ffn", k_best=2)
+        x, mask = torch.randn(5, 3, 4), torch.rand(5, 3) > 0.5
+        output = moe(x, mask)
+        assert isinstance(output, dict)
+        assert torch.allclose(output["twice"], 2 * x * mask[:, :, None], atol=1e-6)
+        with pytest.raises(SchemaError, match="expected arguments"):
+            moe(x)
+
+
+def test_a_gate_that_went_wrong_is_named() -> None:
+    with grid(2) as (directory, _, _):
+        moe = mixture(directory, (2,))
+        nn.init.constant_(moe.gate.bias, float("nan"))
+        with pytest.raises(NonFinite, match="gate"):
+            moe(torch.randn(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"grid_size": ()}, "grid_size"),
+        ({"k_min": 9}, "k_min"),
+        ({"forward_timeout": 0.0}, "forward_timeout"),
+        ({"uid_prefix": "1ffn"}, "no prefix"),
+        ({"timeout_after_k_min": -1.0}, "timeout_after_k_min"),
+    ],
+)
+def test_contradictory_arguments_say_which(options: dict[str, object], says: str) -> None:
+    arguments = {"in_features": 4, "grid_size": (2,), "directory": Directory(), "uid_prefix": "ffn", **options}
+    with pytest.raises(ValueError, match=says):
+        RemoteMixtureOfExperts(**arguments)  # type: ignore[arg-type]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    k=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=50, deadline=None)
+def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    directory = Directory()
+    uids = ["ffn." + ".".join(map(str, point)) for point in itertools.product(*map(range, sizes))]
+    directory.announce(uids, "unix:/x", ttl=60.0)
+    scores = [rng.normal(size=(3, size)) for size in sizes]
+    found = beam_search(directory, "ffn", scores, k)
+    for row in range(3):
+        total = {
+            uid: sum(grid[row, int(i)] for grid, i in zip(scores, uid.split(".")[1:], strict=True)) for uid in uids
+        }
+        best = sorted(total, key=lambda uid: -total[uid])[:k]
+        assert [found.uids[slot] for slot in found.slots[row] if slot >= 0] == best
+        for slot, point in zip(found.slots[row], found.coordinates[row], strict=True):
+            if slot >= 0:
+                assert found.uids[slot] == "ffn." + ".".join(map(str, point))
+
+
+def test_beam_search_asks_the_directory_once_a_dimension() -> None:
+    class Counting(Directory):
+        asked = 0
+
+        def active(self, prefixes: object) -> dict[str, list[int]]:
+            self.asked += 1
+            return super().active(prefixes)  # type: ignore[arg-type]
+
+    directory = Counting()
+    directory.announce([f"ffn.{i}.{j}.{k}" for i in range(3) for j in range(3) for k in range(3)], "unix:/x", 60.0)
+    beam_search(directory, "ffn", [np.random.default_rng(0).normal(size=(20, 3))] * 3, 4)
+    assert directory.asked == 3
+
+
+def test_switch_gives_the_best_expert_times_its_probability_and_a_balancing_loss() -> None:
+    with grid(3, 2) as (directory, experts, _):
+        moe = RemoteSwitchMixtureOfExperts(4, (3, 2), directory, "ffn", jitter=0.0).double()
+        x = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
+        output, loss = moe(x)
+        near = x.detach().clone().requires_grad_()
+        twin = copy.deepcopy(moe.gate)
+        parts = [grid_.softmax(-1) for grid_ in twin(near).split((3, 2), dim=-1)]
+        rows = []
+        for row in range(12):
+            i, j = (int(part[row].argmax()) for part in parts)
+            rows.append(parts[0][row, i] * parts[1][row, j] * experts[f"ffn.{i}.{j}"].linear(near[row : row + 1])[0])
+        expected = torch.stack(rows)
+        assert close(output, expected)
+        output.sum().backward()
+        expected.sum().backward()
+        assert close(x.grad, near.grad)
+        assert close(moe.gate.weight.grad, twin.weight.grad)
+        assert loss.requires_grad
+        assert float(loss.detach()) > 0.5
+
+
+def test_switch_balancing_loss_is_one_when_all_are_used_evenly() -> None:
+    with grid(4) as (directory, _, _):
+        moe = RemoteSwitchMixtureOfExperts(4, (4,), directory, "ffn", jitter=0.0, utilization_alpha=0.0).double()
+        with torch.no_grad():
+            moe.gate.weight.copy_(torch.eye(4) * 50)
+            moe.gate.bias.zero_()
+        _, even = moe(torch.eye(4, dtype=torch.float64))
+        _, skewed = moe(torch.eye(4, dtype=torch.float64)[[0, 0, 0, 1]])
+        assert abs(float(even.detach()) - 1.0) < 1e-6
+        assert float(skewed.detach()) > 2.0
+
+
+def test_a_mixture_finds_its_experts_through_a_directory_server() -> None:
+    with DirectoryServer() as directory:
+        backends = [ExpertBackend(f"ffn.{i}", Expert(), args_schema=[SPEC]) for i in range(3)]
+        with ExpertServer(backends, directory=directory.endpoint):
+            moe = RemoteMixtureOfExperts(4, [3], directory.endpoint, "ffn", k_best=2).double()
+            assert moe(torch.randn(3, 4, dtype=torch.float64)).shape == (3, 4)
+
+
+EXPERT_PROCESS = """
+import sys, torch
+from torch import nn
+from anabranch.experts import ExpertBackend, ExpertServer
+from anabranch.tensors import TensorSpec
+
+torch.set_num_threads(1)
+index, directory, checkpoints = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+backends = []
+for j in range(2):
+    torch.manual_seed(10 * index + j)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
+with ExpertServer(backends, directory=directory, ttl=3.0, checkpoint_dir=f"{checkpoints}/{index}",
+                  checkpoint_seconds=0.5):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def make_backends(index: int) -> list[ExpertBackend]:
+    """The same experts in this process."""
+    backends = []
+    for j in range(2):
+        torch.manual_seed(10 * index + j)
+        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
+    return backends
+
+
+class ServerProcess:
+    def __init__(self, index: int, directory: str, checkpoints: str) -> None:
+        self._arguments = [sys.executable, "-c", EXPERT_PROCESS, str(index), directory, checkpoints]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def wait_until_up(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "up\n"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tuple[float, RemoteMixtureOfExperts]:
+    """A mixture that learns a fixed map; the mean loss of its last steps."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    target = nn.Linear(8, 8)
+    moe = RemoteMixtureOfExperts(
+        8, (4, 2), directory, "ffn", k_best=4, k_min=1, forward_timeout=10.0, backward_timeout=10.0
+    )
+    head = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam([*moe.parameters(), *head.parameters()], lr=0.01)
+    losses: list[float] = []
+    for step in range(STEPS):
+        between(step)
+        generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+        x = torch.randn(32, 8, generator=generator)
+        loss = (head(x + moe(x)) - target(x).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return sum(losses[-20:]) / 20, moe
+
+
+STEPS = 120
+
+
+def train_undisturbed(seed: int) -> float:
+    directory = Directory()
+    with ExitStack() as stack:
+        for index in range(4):
+            stack.enter_context(ExpertServer(make_backends(index), directory=directory))
+        return train(directory, seed, lambda step: None)[0]
+
+
+def train_disturbed(checkpoints: str, seed: int) -> tuple[float, RemoteMixtureOfExperts]:
+    victim = seed % 4
+    with ExitStack() as stack:
+        directory = stack.enter_context(DirectoryServer())
+        servers = [ServerProcess(index, directory.endpoint, checkpoints) for index in range(4)]
+        for server in servers:
+            stack.callback(server.kill)
+        for server in servers:
+            server.wait_until_up()
+
+        def between(step: int) -> None:
+            if step == STEPS // 3:
+                servers[victim].kill()
+            if step == STEPS // 2:
+                servers[victim].start()
+                servers[victim].wait_until_up()
+
+        return train(Directory(directory.endpoint), seed, between)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *[pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.timeout(300)]) for seed in range(1, 5)]]
+)
+def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(tmp_path: Path, seed: int) -> None:
+    undisturbed = train_undisturbed(seed)
+    disturbed, moe = train_disturbed(str(tmp_path), seed)
+    assert moe.statistics().failed.get("PeerLost", 0) > 0
+    assert disturbed <= undisturbed * 1.02 + 1e-3
+    # The server that came back is used again.
+    assert not moe.statistics().avoided
