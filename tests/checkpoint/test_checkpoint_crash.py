@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,16 @@ while True:
 
 BEFORE_MANIFEST = {"claimed", "file_opened", "header_written", "tensor_written", "file_synced", "file_renamed"}
 BEFORE_MANIFEST |= {"directory_made", "files_durable", "manifest_written", "manifest_synced"}
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory where that is possible: these tests sync thousands of files, and none asks what a real disk keeps."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="anabranch-") as directory:
+        path = Path(directory) / "checkpoints"
+        path.mkdir()
+        yield path
 
 
 def save(directory: Path, step: int) -> None:

@@ -137,11 +137,11 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
 
     for directory in directories:
         try:
-            generations = complete_generations(directory)
+            newest_first = complete_generations(directory)
         except OSError as error:
             reasons.append(f"{directory} cannot be read: {error.strerror}")
         else:
-            offer(directory, iter(generations))
+            offer(directory, iter(newest_first))
     while heap:
         _, _, directory, generations, generation, manifest = heapq.heappop(heap)
         try:

@@ -36,7 +36,7 @@ from anabranch.checkpoint.manifest import FileRecord, TensorRecord, unique_keys
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
 
-__all__ = ["check", "lay_out", "load", "write_tensors"]
+__all__ = ["check", "lay_out", "load", "write_all", "write_tensors"]
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -103,7 +103,7 @@ def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[bytes, list[str]
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> FileRecord:
     """Writes ``tensors`` to ``file``, holding one copy of one tensor at a time at most."""
     header, order = lay_out(tensors, group)
-    _write_all(file, memoryview(header))
+    write_all(file, memoryview(header))
     fault_point("checkpoint.header_written")
     written = len(header)
     records = {}
@@ -112,13 +112,19 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> 
         checksum = 0
         for start in range(0, len(data), _CHUNK):
             checksum = zlib.crc32(data[start : start + _CHUNK], checksum)
-            _write_all(file, data[start : start + _CHUNK])
+            write_all(file, data[start : start + _CHUNK])
         written += len(data)
         del data  # before the next one is copied
         records[name] = TensorRecord(_DTYPES[tensors[name].dtype], list(tensors[name].shape), checksum)
         fault_point("checkpoint.tensor_written")
     in_order_given = {name: records[name] for name in tensors}
     return FileRecord(written, len(header), zlib.crc32(header), in_order_given)
+
+
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    """Writes all of ``data`` to an unbuffered ``file``, which may take it in parts."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str, Tensor]:
@@ -192,11 +198,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -36,7 +36,7 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.checkpoint.manifest import FileRecord, check_group, pack
 from anabranch.checkpoint.state import encode
-from anabranch.checkpoint.tensor_file import lay_out, write_tensors
+from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 
@@ -118,9 +118,7 @@ def _write_generation(
         fault_point("checkpoint.files_durable")
         text = pack(step, time.time_ns(), state, files)
         with open(temporary(manifest), "xb", buffering=0) as file:
-            view = memoryview(text)
-            while view:
-                view = view[file.write(view) :]
+            write_all(file, memoryview(text))
             fault_point("checkpoint.manifest_written")
             os.fsync(file.fileno())
         fault_point("checkpoint.manifest_synced")
