@@ -143,12 +143,12 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
         else:
             offer(directory, iter(newest_first))
     while heap:
-        _, _, directory, generations, generation, manifest = heapq.heappop(heap)
+        _, _, directory, rest, generation, manifest = heapq.heappop(heap)
         try:
             checkpoint = _open(directory, generation, manifest, data=True)
         except CheckpointError as error:
             reasons.append(str(error))
-            offer(directory, generations)
+            offer(directory, rest)
             continue
         for reason in reasons:
             _log.warning("%s; taking generation %d in %s, step %d", reason, generation, directory, checkpoint.step)
