@@ -322,7 +322,8 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
                 f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
                 f"workers: {job.world_size}, communication: {team.mode}; bits/byte are those of held-out text",
-                *([f"going on from the checkpoint after step {done}"] if done else []),
+                *([f"going on from the checkpoint after step {done}"] if 0 < done < options.steps else []),
+                *(["training has ended before; --fresh starts anew"] if done == options.steps else []),
             )
             seconds = train_on(executor, team, curve, screen, held_out[:: max(1, len(held_out) // 8)], options)
         screen.say(f"measuring all {len(text.held_out):,} held-out bytes")

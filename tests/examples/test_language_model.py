@@ -21,11 +21,13 @@ TIMINGS = {"seconds", "steps_per_second", "resumed_from", "out"}
 SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512")
 
 
-def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object, said: str = "") -> dict[str, object]:
     import language_model
 
     assert language_model.main([str(argument) for argument in arguments]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    assert said in printed
+    return json.loads(printed.splitlines()[-1])
 
 
 def curve(out: Path) -> dict[str, list[object]]:
@@ -156,7 +158,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_the_last_checkpoint(small_text, tmp
 def test_a_finished_run_is_measured_again_and_fresh_starts_anew(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", small_text, "--out", tmp_path / "out"]
     first = run_here(capsys, *arguments)
-    again = run_here(capsys, *arguments)
+    again = run_here(capsys, *arguments, said="training has ended before; --fresh starts anew")
     anew = run_here(capsys, *arguments, "--fresh")
     assert again["resumed_from"] == 4
     assert anew["resumed_from"] == 0
