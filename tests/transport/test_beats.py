@@ -38,6 +38,9 @@ class MemoryStore:
         self.beaten.release()
         return values
 
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:

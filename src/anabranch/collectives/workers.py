@@ -34,6 +34,7 @@ __all__ = ["Pending", "Workers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
+_LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 
 
 class Pending:
@@ -204,10 +205,24 @@ class Workers:
 
     def _peer_lost(self, lost: dict[int, str], started: float, operation: str, step: int | None) -> PeerLost:
         self._lost_someone = True
+        lost = self._lost_first(lost)
         who = ", ".join(f"rank {rank}" for rank in sorted(lost))
         what = "; ".join(f"rank {rank} is lost: {lost[rank]}" for rank in sorted(lost))
         report("workers.lost", ranks=sorted(lost), operation=operation)
         return PeerLost(what, peer=who, operation=operation, step=step, elapsed=time.monotonic() - started)
+
+    def _lost_first(self, lost: dict[int, str]) -> dict[int, str]:
+        """Those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of it."""
+        own = self._global_ranks[self.rank]
+        try:
+            store = _store()
+            first = lost
+            if len(lost) > 1:
+                first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
+            store.set(_LOST_TO_ANOTHER.format(own), "yes")
+        except RuntimeError:  # whoever held the store is among the lost
+            return lost
+        return first or lost
 
     def _others(self) -> str:
         others = [rank for index, rank in enumerate(self._global_ranks) if index != self.rank]

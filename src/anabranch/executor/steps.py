@@ -17,8 +17,9 @@ from anabranch.tensors import Structure
 
 __all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "named_steps"]
 
-Loss: TypeAlias = "Callable[[nn.Module, Structure], Tensor | tuple[Tensor, dict[str, Tensor]]]"
-Outputs: TypeAlias = "Callable[[nn.Module, Structure], dict[str, Tensor]]"
+Loss: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
+Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
+"""``loss(model, batch)`` and ``outputs(model, batch)``; the batch is whatever nested structure the caller passes."""
 
 
 class TrainStep:

@@ -29,7 +29,7 @@ _GONE = frozenset("ZXx")
 
 
 class Store(Protocol):
-    """The two verbs that beats need of a ``torch.distributed`` store."""
+    """What is needed of a ``torch.distributed`` store."""
 
     def set(self, key: str, value: str) -> None:
         """Stores ``value`` under ``key``."""
@@ -37,6 +37,10 @@ class Store(Protocol):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """The values under ``keys``, waiting for those that nobody has set yet."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of ``keys`` have been set."""
         ...
 
 
