@@ -1,0 +1,2 @@
+"""Capture, look at, change and run a training step as one graph."""
+__all__ = []

@@ -1,0 +1,171 @@
+"""``Graph``: a captured function as a list of ATen operations that can be looked at, changed and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import SchemaError
+from anabranch.graph.codegen import Program, generate
+from anabranch.graph.effects import Effects
+from anabranch.tensors import Structure, flatten, paths, unflatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["Graph", "Input", "InputKind", "Node"]
+
+InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a graph: its name, what it is, and the tensor it is bound to, if any."""
+
+    name: str
+    kind: InputKind = "argument"
+    bound: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation of a graph, as the reader sees it."""
+
+    name: str
+    operation: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    scope: str
+
+
+class Graph:
+    """A captured function: named inputs, operations, named outputs.
+
+    A graph is a value: the passes return new ones and leave theirs as they were. State (parameters, buffers, optimizer
+    state) is an input that is bound already, and is updated in place on the user's own tensors.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[Input],
+        outputs: Sequence[str],
+        *,
+        argument_structure: PyTreeSpec | None = None,
+        output_structure: PyTreeSpec | None = None,
+    ) -> None:
+        self.fx = graph
+        self.bindings = tuple(inputs)
+        self.outputs = list(outputs)
+        self._argument_structure = argument_structure
+        self._output_structure = output_structure
+        self._program: Program | None = None
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of all inputs: first the function's own, then its state."""
+        return [binding.name for binding in self.bindings]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of the inputs, in their order."""
+        return list(self.fx.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[object, ...]:
+        """The nodes of the outputs, in their order; an output that is a constant stands for itself."""
+        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The operations in the order in which they run."""
+        return [_describe(node) for node in self.fx.nodes if node.op == "call_function"]
+
+    @property
+    def code(self) -> str:
+        """The Python source that a call runs."""
+        return self.program().source
+
+    def program(self) -> Program:
+        """The generated program, made at first use."""
+        if self._program is None:
+            bound = {
+                node: binding.bound
+                for node, binding in zip(self.placeholders, self.bindings, strict=True)
+                if binding.bound is not None
+            }
+            self._program = generate(self.fx, bound)
+        return self._program
+
+    def effects(self) -> Effects:
+        """What each operation writes, aliases and draws."""
+        shared = [
+            (node, binding.bound)
+            for node, binding in zip(self.placeholders, self.bindings, strict=True)
+            if binding.bound is not None
+        ]
+        return Effects(self.fx, shared)
+
+    def copy(self, **changes: object) -> Graph:
+        """A graph of the same nodes that can be changed without changing this one."""
+        fresh = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = fresh.graph_copy(self.fx, mapping)
+        fresh.output(output)
+        return Graph(
+            fresh,
+            self.bindings,
+            self.outputs,
+            argument_structure=self._argument_structure,
+            output_structure=self._output_structure,
+        )
+
+    def __call__(self, *inputs: Structure) -> Structure:
+        """Runs the operations; returns what the captured function returns.
+
+        Raises:
+            SchemaError: if an input differs from the captured example in structure, shape or dtype.
+        """
+        leaves, structure = flatten(inputs)
+        if self._argument_structure is not None and structure != self._argument_structure:
+            raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")
+        free = [n for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
+        names = [b.name for b in self.bindings if b.bound is None]
+        if len(leaves) != len(free):
+            raise SchemaError(f"the graph takes {len(free)} inputs ({', '.join(names)}), got {len(leaves)}")
+        for name, node, leaf in zip(names, free, leaves, strict=True):
+            _check(name, node.meta.get("val"), leaf)
+        results = self.program().run(*leaves)
+        if self._output_structure is None:
+            return results
+        return unflatten(self._output_structure, list(results))
+
+
+def _describe(node: fx.Node) -> Node:
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, Tensor)
+    return Node(
+        node.name,
+        str(node.target) if not callable(node.target) or "torch" in str(type(node.target)) else node.target.__name__,
+        tuple(source.name for source in node.all_input_nodes),
+        tuple(value.shape) if is_tensor else None,
+        value.dtype if is_tensor else None,
+        node.meta.get("scope", ""),
+    )
+
+
+def _check(name: str, expected: object, value: object) -> None:
+    if isinstance(expected, Tensor):
+        if not isinstance(value, Tensor):
+            raise SchemaError(f"{name}: expected a tensor, got {type(value).__name__}")
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            raise SchemaError(
+                f"{name}: the graph was captured for {tuple(expected.shape)} {expected.dtype}, got "
+                f"{tuple(value.shape)} {value.dtype}; capture it again for another shape"
+            )
