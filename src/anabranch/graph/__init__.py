@@ -1,2 +1,11 @@
-"""Capture, look at, change and run a training step as one graph."""
-__all__ = []
+"""Capture, look at, change and run a training step as one graph.
+
+Not a tensor engine: the operations are ATen's, and the tracer is torch's ``make_fx``. Open ``capture.py`` for how a
+function becomes a ``Graph``, ``step.py`` for how a whole training step does, ``codegen.py`` for how one runs.
+"""
+
+from anabranch.graph.capture import capture
+from anabranch.graph.graph import Graph
+from anabranch.graph.step import StepProgram
+
+__all__ = ["Graph", "StepProgram", "capture"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +12,7 @@ from torch import Tensor, fx
 from anabranch.errors import SchemaError
 from anabranch.graph.codegen import Program, generate
 from anabranch.graph.effects import Effects
-from anabranch.tensors import Structure, flatten, paths, unflatten
+from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
@@ -25,11 +24,12 @@ InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a graph: its name, what it is, and the tensor it is bound to, if any."""
+    """One input of a graph: its name, what it is, the tensor it is bound to, the only value it takes, if any."""
 
     name: str
     kind: InputKind = "argument"
     bound: Tensor | None = None
+    fixed: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +112,32 @@ class Graph:
         ]
         return Effects(self.fx, shared)
 
-    def copy(self, **changes: object) -> Graph:
+    def examples(self) -> tuple[object, ...]:
+        """What the outputs look like: a fake tensor for each tensor."""
+        return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
+
+    def copy(self) -> Graph:
         """A graph of the same nodes that can be changed without changing this one."""
         fresh = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        output = fresh.graph_copy(self.fx, mapping)
-        fresh.output(output)
+        fresh.output(fresh.graph_copy(self.fx, {}))
+        return self.with_nodes(fresh)
+
+    def with_nodes(self, graph: fx.Graph) -> Graph:
+        """A graph of other nodes with the inputs and outputs of this one."""
         return Graph(
-            fresh,
+            graph,
             self.bindings,
             self.outputs,
             argument_structure=self._argument_structure,
             output_structure=self._output_structure,
         )
+
+    def with_structure(
+        self, arguments: PyTreeSpec, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+    ) -> Graph:
+        """This graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
+        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
+        return Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
 
     def __call__(self, *inputs: Structure) -> Structure:
         """Runs the operations; returns what the captured function returns.
@@ -135,12 +148,12 @@ class Graph:
         leaves, structure = flatten(inputs)
         if self._argument_structure is not None and structure != self._argument_structure:
             raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")
-        free = [n for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
-        names = [b.name for b in self.bindings if b.bound is None]
+        free = [(n, b) for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
         if len(leaves) != len(free):
-            raise SchemaError(f"the graph takes {len(free)} inputs ({', '.join(names)}), got {len(leaves)}")
-        for name, node, leaf in zip(names, free, leaves, strict=True):
-            _check(name, node.meta.get("val"), leaf)
+            names = ", ".join(binding.name for _, binding in free)
+            raise SchemaError(f"the graph takes {len(free)} inputs ({names}), got {len(leaves)}")
+        for (node, binding), leaf in zip(free, leaves, strict=True):
+            _check(binding, node.meta.get("val"), leaf)
         results = self.program().run(*leaves)
         if self._output_structure is None:
             return results
@@ -160,12 +173,18 @@ def _describe(node: fx.Node) -> Node:
     )
 
 
-def _check(name: str, expected: object, value: object) -> None:
-    if isinstance(expected, Tensor):
-        if not isinstance(value, Tensor):
-            raise SchemaError(f"{name}: expected a tensor, got {type(value).__name__}")
-        if value.shape != expected.shape or value.dtype != expected.dtype:
-            raise SchemaError(
-                f"{name}: the graph was captured for {tuple(expected.shape)} {expected.dtype}, got "
-                f"{tuple(value.shape)} {value.dtype}; capture it again for another shape"
-            )
+def _check(binding: Input, expected: object, value: object) -> None:
+    name = binding.name
+    if binding.fixed is not None:
+        if value != binding.fixed:
+            raise SchemaError(f"{name}: the graph was captured for {binding.fixed!r}, got {value!r}; capture it again")
+    elif not isinstance(expected, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (float, int)):
+            raise SchemaError(f"{name}: expected a number, got {type(value).__name__}")
+    elif not isinstance(value, Tensor):
+        raise SchemaError(f"{name}: expected a tensor, got {type(value).__name__}")
+    elif value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
+        raise SchemaError(
+            f"{name}: the graph was captured for {tuple(expected.shape)} {expected.dtype} on {expected.device}, got "
+            f"{tuple(value.shape)} {value.dtype} on {value.device}; capture it again for other inputs"
+        )

@@ -1,107 +1,369 @@
-"""``StepProgram``: a training step as graphs, keyed by everything that is baked into one."""
+"""``StepProgram``: a training step as graphs, one for everything that is baked into one.
+
+::
+
+    batch --> backward graph --> gradients --> between --> update graph --> state, in place
+              (forward, autograd)   |          (traced)    (unmodified optimizer)
+                                    +-- sparse rows ---------> optimizer.step on those rows
+
+The three graphs are captured apart and joined into one, which is what ``run`` runs. ``backward`` and ``update`` run them
+apart, for a caller that has something to do in between that cannot be traced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
+from anabranch.graph.backward import Backward, Gradients, Loss, capture_backward
 from anabranch.graph.build import build
 from anabranch.graph.codegen import Program
+from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.graph import Graph
 from anabranch.graph.join import join
-from anabranch.graph.tracing import Source, user_line
-from anabranch.graph.update import LearningRates, capture_update, group_numbers
+from anabranch.graph.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.tracing import Recorder, Source
+from anabranch.graph.update import LearningRates, capture_update, group_numbers, has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["StepProgram"]
+__all__ = ["Between", "Pass", "StepProgram"]
 
-Loss = Callable[[nn.Module, Structure], object]
+Between: TypeAlias = Callable[
+    [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
+]
+"""``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
+Pass: TypeAlias = Callable[[Graph], Graph]
+
+_MOST_NUMBERS = 8
 
 
 class StepProgram:
-    def __init__(self, model: nn.Module, loss: Loss, optimizers: Sequence[Optimizer]) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizers = list(optimizers)
-        self._rates = LearningRates(self.optimizers)
+    """Forward, backward and optimizer of one training step, captured at the first batch of each kind.
+
+    >>> model = nn.Linear(3, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    >>> program = StepProgram(model, lambda model, batch: model(batch).square().mean(), [optimizer])
+    >>> batch = torch.randn(8, 3)
+    >>> first, second = program.run(batch)["loss"], program.run(batch)["loss"]
+    >>> bool(second < first)
+    True
+
+    A graph is kept for each combination of the batch's structure, shapes, strides, dtypes and devices, the modules'
+    training modes, ``requires_grad`` of the parameters, autocast, and the numbers in the parameter groups; learning
+    rates may change freely. Results and state are bit for bit those of ``loss.backward(); optimizer.step()``;
+    ``.grad`` is neither read nor written.
+
+    Args:
+        model: its parameters, buffers and the optimizers' state are updated in place.
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors.
+        optimizers: torch optimizers over disjoint parameters.
+        between: a function that is traced between gradients and optimizers; see ``Between``.
+        passes: applied to each joint graph before it runs, after ours.
+        compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
+
+    Raises:
+        CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizers: Sequence[Optimizer],
+        *,
+        between: Between | None = None,
+        passes: Sequence[Pass] = (),
+        compile: bool = False,  # noqa: A002 - the executor's own word
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._optimizers = list(optimizers)
+        self._trace_between = between
+        self._passes = tuple(passes)
+        self._compile = compile
+        self._bind()
+
+    def _bind(self) -> None:
+        """Looks the state up again and forgets every graph, as at construction."""
+        model, optimizers = self._model, self._optimizers
         self._modules = list(model.modules())
         self._parameters = dict(model.named_parameters())
-        self._buffers = dict(model.named_buffers())
-        self._names = {p: n for n, p in self._parameters.items()}
-        self._programs: dict[object, tuple[Graph, Program]] = {}
-        self._updates: dict[object, Graph] = {}
+        self._names = _names_of(optimizers, self._parameters)
+        self._slots = [
+            (entries, name, tensor)
+            for module in self._modules
+            for entries in (module._parameters, module._buffers)
+            for name, tensor in entries.items()
+        ]
+        self._states = [optimizer.state for optimizer in optimizers]
+        self._rates = LearningRates(optimizers)
+        self._backwards: dict[object, tuple[Backward, Program]] = {}
+        self._betweens: dict[object, Graph] = {}
+        self._updates: dict[object, tuple[Graph, Program]] = {}
+        self._joints: dict[object, _Joint] = {}
+        self._numbers: set[object] = set()
+        self._last: _Joint | None = None
+        self._broken: CaptureError | None = None
 
-    def __call__(self, batch: Structure) -> dict[str, object]:
-        leaves, structure = flatten(batch)
-        key = self._key(leaves, structure)
-        found = self._programs.get(key)
-        if found is None:
-            return self._first(leaves, structure, key)
-        graph, program = found
+    @property
+    def graph(self) -> Graph:
+        """The joint graph of the last ``run``."""
+        if self._last is None:
+            raise RuntimeError("nothing has been captured yet; run a batch first")
+        return self._last.graph
+
+    def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Tensor]:
+        """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
+
+        Args:
+            batch: a nested structure of tensors.
+            extra: tensors and floats that ``between`` takes.
+            fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees it).
+        """
+        leaves, key = self._situation(batch, extra, fetch)
+        joint = self._joints.get(key)
+        if joint is None:
+            return self._first_run(key, batch, extra, tuple(fetch))
+        self._last = joint
         self._rates.refresh()
-        for optimizer in self.optimizers:
-            optimizer._opt_called = True
-        results = program.run(*leaves)
-        return dict(zip(graph.outputs, results))
+        results = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not joint.backward.lookups:
+            return results  # type: ignore[return-value]
+        return self._finish(joint, results, fetch)
 
-    def _key(self, leaves, structure):
-        return (
+    def backward(self, batch: Structure, fetch: Sequence[str] = ()) -> Gradients:
+        """Forward and backward alone: nothing is updated but buffers."""
+        leaves, key = self._situation(batch, (), fetch)
+        backward, program = self._backward(key, batch, fetch)
+        return backward.sort(dict(zip(backward.graph.outputs, program.run(*leaves), strict=True)))
+
+    def update(
+        self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None
+    ) -> None:
+        """The optimizers' step on these gradients; parameters without one are left alone."""
+        self._check_bound()
+        if dense and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
+            self._step_eagerly({**dense}, sparse or {})
+            return
+        if dense:
+            self._rates.refresh()
+            _, program = self._update(dense)
+            program.run(*dense.values())
+        if sparse:
+            self._step_eagerly({}, sparse)
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # What a graph is kept for.
+
+    def _situation(self, batch: Structure, extra: Structure, fetch: Sequence[str]) -> tuple[list[object], object]:
+        self._check_bound()
+        leaves, structure = flatten(batch)
+        more, extra_structure = flatten(extra) if extra != () else ([], None)
+        key = (
             structure,
-            tuple((l.shape, l.stride(), l.dtype, l.device) for l in leaves),
-            tuple([m.training for m in self._modules]),
-            tuple([p.requires_grad for p in self._names]),
-            group_numbers(self.optimizers),
+            extra_structure,
+            tuple([_look(leaf) for leaf in leaves]),
+            tuple([_look(leaf) for leaf in more]),
+            tuple([module.training for module in self._modules]),
+            tuple([parameter.requires_grad for parameter in self._parameters.values()]),
+            group_numbers(self._optimizers),
+            tuple(fetch),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
         )
+        if more:
+            leaves = leaves + more
+        return [leaf for leaf in leaves if isinstance(leaf, (Tensor, float))], key
 
-    def capture_backward(self, leaves, structure) -> Graph:
-        names = [f"batch.{p}" if p else "batch" for p in paths(unflatten(structure, leaves))]
-        sources = [Source(n, l) for n, l in zip(names, leaves, strict=True)]
-        wrt = {n: p for n, p in self._parameters.items() if p.requires_grad}
-        sources += [Source(n, p, True) for n, p in {**self._parameters, **self._buffers}.items()]
-        outputs: list[str] = []
+    def _check_bound(self) -> None:
+        same = all([entries.get(name) is tensor for entries, name, tensor in self._slots])
+        if not same or any([o.state is not s for o, s in zip(self._optimizers, self._states, strict=True)]):
+            self._bind()
 
-        def body(values, recorder):
-            batch = unflatten(structure, values[: len(leaves)])
-            traced = {s.name: v for s, v in zip(sources, values, strict=True)}
-            result = self.loss(self.model, batch)
-            loss, extras = result if isinstance(result, tuple) else (result, {})
-            recorder.follow_backward(loss)
-            grads = torch.autograd.grad(loss, [traced[n] for n in wrt], allow_unused=True)
-            kept = {}
-            for name, g in zip(wrt, grads, strict=True):
-                if g is not None:
-                    p = traced[name]
-                    if g.stride() != p.stride():
-                        with torch.no_grad():
-                            g = torch.empty_like(p).copy_(g)
-                    kept[f"{name}.grad"] = g
-            outputs[:] = ["loss", *extras, *kept]
-            return [loss, *extras.values(), *kept.values()]
+    # Capture.
 
-        graph = build(body, sources, outputs, {"": self.model}, kinds={"": "buffer"})
-        graph.outputs = outputs
-        return graph
+    def _first_run(self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]) -> dict[str, Tensor]:
+        if self._broken is not None:
+            raise self._broken
+        self._refuse_changing_numbers()
+        modules = [name for name in fetch if not name.endswith(".grad")]
+        backward, program = self._backward(key, batch, modules)
+        between = self._between(backward, extra)
+        pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
+        if not pending:
+            self._last = self._joints[key] = self._join(backward, between, fetch)
+            return self.run(batch, extra, fetch)
+        results = self._run_apart(backward, program, between, batch, extra, fetch)
+        # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
+        try:
+            self._last = self._joints[key] = self._join(backward, between, fetch)
+        except CaptureError as error:
+            self._broken = error
+        return results
 
-    def _first(self, leaves, structure, key):
-        backward = self.capture_backward(leaves, structure)
-        names = [n[:-5] for n in backward.outputs if n.endswith(".grad")]
-        run = None
-        if any(p not in o.state for o in self.optimizers for g in o.param_groups for p in g["params"]):
-            run = dict(zip(backward.outputs, backward.program().run(*leaves)))
-            for n in names:
-                self._parameters[n].grad = run[n + ".grad"]
-            for o in self.optimizers:
-                o.step()
-                o.zero_grad()
-        examples = {n: torch.zeros_like(self._parameters[n]) for n in names}
-        update = capture_update(self.optimizers, examples, self._rates, self._names)
-        joint = join(backward, update, [n for n in backward.outputs if not n.endswith(".grad")])
-        self._programs[key] = (joint, joint.program())
-        if run is None:
-            return self([*leaves] and unflatten(structure, leaves))
-        return run
+    def _refuse_changing_numbers(self) -> None:
+        self._numbers.add(group_numbers(self._optimizers))
+        if len(self._numbers) > _MOST_NUMBERS:
+            raise CaptureError(
+                "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from step to "
+                "step, and each change makes a new graph; use engine='tape', or a scheduler that leaves them alone "
+                "(cycle_momentum=False)"
+            )
+
+    def _backward(self, key: object, batch: Structure, fetch: Sequence[str]) -> tuple[Backward, Program]:
+        key = (key, tuple(fetch))
+        if key not in self._backwards:
+            wrt = [n for n, p in self._parameters.items() if p.requires_grad and p in self._names]
+            found = capture_backward(self._model, self._loss, batch, wrt, fetch)
+            found = found.improved(merge_duplicates)
+            self._backwards[key] = (found, found.graph.program())
+        return self._backwards[key]
+
+    def _between(self, backward: Backward, extra: Structure) -> Graph | None:
+        if self._trace_between is None:
+            return None
+        examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
+        names = [*backward.outputs, *(f"{name}.grad" for name in backward.dense)]
+        leaves, structure = flatten(extra)
+        sources = [Source(name, examples[name]) for name in names]  # type: ignore[arg-type]
+        sources += [
+            Source(f"extra.{path}" if path else "extra", leaf)  # type: ignore[arg-type]
+            for path, leaf in zip(paths(extra), leaves, strict=True)
+        ]
+        between = self._trace_between
+        found: list[str] = []
+
+        def body(values: Sequence[Tensor], _recorder: Recorder) -> list[object]:
+            outputs = dict(zip(backward.outputs, values, strict=False))
+            gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
+            given = unflatten(structure, list(values[len(names) :]))
+            with torch.no_grad():
+                outputs, gradients = between(outputs, gradients, given)
+            found[:] = [*outputs, *(f"{name}.grad" for name in gradients)]
+            return [*outputs.values(), *gradients.values()]
+
+        return build(body, sources, found)
+
+    def _update(self, dense: Mapping[str, Tensor]) -> tuple[Graph, Program]:
+        key = (tuple(dense), group_numbers(self._optimizers))
+        if key not in self._updates:
+            graph = capture_update(self._optimizers, dense, self._rates, self._names)
+            self._updates[key] = (graph, graph.program())
+        return self._updates[key]
+
+    def _join(self, backward: Backward, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+        keep = {*backward.outputs, *fetch}
+        keep |= {name for name in backward.graph.outputs if ".ids." in name or ".rows." in name}
+        graph = backward.graph
+        if between is not None:
+            sparse = [name for name in keep if name not in between.outputs]
+            graph = join(graph, between, sparse)
+            keep |= {name for name in between.outputs if not name.endswith(".grad")}
+        examples = dict(zip(graph.outputs, graph.examples(), strict=True))
+        dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}
+        front = graph
+        if dense:
+            update, _ = self._update(dense)  # type: ignore[arg-type]
+            graph = merge_duplicates(join(graph, update, keep))
+        for improve in self._passes:
+            graph = improve(graph)
+        return _Joint(graph, backward, graph.program())
+
+    # Running in parts.
+
+    def _run_apart(
+        self,
+        backward: Backward,
+        program: Program,
+        between: Graph | None,
+        batch: Structure,
+        extra: Structure,
+        fetch: Sequence[str],
+    ) -> dict[str, Tensor]:
+        leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, (Tensor, float))]
+        results = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
+        found = backward.sort(results)
+        outputs, dense = found.outputs, found.dense
+        if between is not None:
+            given = [*outputs.values(), *dense.values(), *flatten(extra)[0]]
+            changed = dict(zip(between.outputs, between.program().run(*given), strict=True))
+            outputs = {n: v for n, v in changed.items() if not n.endswith(".grad")}  # type: ignore[misc]
+            dense = {n[:-5]: v for n, v in changed.items() if n.endswith(".grad")}  # type: ignore[misc]
+        self.update(dense, found.sparse)
+        return outputs | {n: dense[n[:-5]] for n in fetch if n.endswith(".grad")}
+
+    def _finish(self, joint: _Joint, results: dict[str, object], fetch: Sequence[str]) -> dict[str, Tensor]:
+        """Steps the optimizers on the rows that the graph yields."""
+        sparse: dict[str, list[SparseRows]] = {}
+        for index, (table, padding) in enumerate(joint.backward.lookups):
+            ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
+            assert isinstance(ids, Tensor) and isinstance(rows, Tensor)
+            sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
+        self._step_eagerly({}, sparse)
+        return results  # type: ignore[return-value]
+
+    def _step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
+        gradients = {**dense}
+        for name, lookups in sparse.items():
+            gradients[name] = as_sparse_gradient(lookups, self._parameters[name])
+        with _gradients(self._names, gradients):
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+
+class _Joint:
+    """A joint graph, the backward it was made of, and how it runs."""
+
+    __slots__ = ("backward", "graph", "program")
+
+    def __init__(self, graph: Graph, backward: Backward, program: Program) -> None:
+        self.graph, self.backward, self.program = graph, backward, program
+
+    def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
+        return self.program.run(*leaves)
+
+
+def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    known = {tensor: name for name, tensor in parameters.items()}
+    names: dict[Tensor, str] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the model "
+                        "has not; give the step the module that owns it"
+                    )
+                if parameter in names:
+                    raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")
+                names[parameter] = known[parameter]
+    return names
+
+
+def _look(leaf: object) -> object:
+    """What of a leaf is baked into a graph."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf) if isinstance(leaf, float) else leaf
+
+
+@contextmanager
+def _gradients(names: Mapping[Tensor, str], gradients: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    """The parameters' ``.grad`` set to these, or to ``None``, until the block ends."""
+    kept = [(parameter, parameter.grad) for parameter in names]
+    try:
+        for parameter, name in names.items():
+            parameter.grad = gradients.get(name)
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient

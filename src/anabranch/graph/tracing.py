@@ -14,6 +14,8 @@ One module, because the tracer is a moving part of PyTorch. What it adds to ``ma
 from __future__ import annotations
 
 import math
+import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
 
-__all__ = ["Interceptor", "Source", "TracedModules", "trace", "user_line"]
+__all__ = ["Interceptor", "Recorder", "Source", "TracedModules", "bytes_of", "constants", "is_library", "trace", "user_line"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<eval_with_key>", "<string>")
 
@@ -99,7 +101,7 @@ class TracedModules:
                 traced.copy_(now)
 
     @contextmanager
-    def scopes(self, recorder: _Recorder) -> Iterator[None]:
+    def scopes(self, recorder: Recorder) -> Iterator[None]:
         """Tells ``recorder`` which module is running until the block ends."""
         with ExitStack() as stack:
             for module, name in self.names.items():
@@ -110,7 +112,7 @@ class TracedModules:
             yield
 
 
-class _Recorder:
+class Recorder:
     """Marks each node with the module and the line of user code that it comes from, backward nodes included."""
 
     def __init__(self, keep: frozenset[str]) -> None:
@@ -229,7 +231,7 @@ class _Faithful(TorchFunctionMode):
 
 
 def trace(
-    body: Callable[[list[Tensor | float], _Recorder], Sequence[object]],
+    body: Callable[[list[Tensor | float], Recorder], Sequence[object]],
     sources: Sequence[Source],
     modules: dict[str, nn.Module] | None = None,
     *,
@@ -251,12 +253,12 @@ def trace(
         CaptureError: naming the line of user code that cannot be captured.
     """
     fakes_of = FakeTensorMode(
-        shape_env=ShapeEnv(allow_scalar_outputs=True), static_shapes=True, allow_non_fake_inputs=True
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False), static_shapes=True, allow_non_fake_inputs=True
     )
     fakes = [_fake(fakes_of, source.value) for source in sources]
     stand_ins = {id(s.value): fake for s, fake in zip(sources, fakes, strict=True) if s.state}
     traced_modules = TracedModules(modules or {})
-    recorder = _Recorder(keep)
+    recorder = Recorder(keep)
 
     def run(*values: Tensor) -> list[object]:
         proxies = get_proxy_mode()
@@ -307,17 +309,15 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES)
 
 
 def user_line() -> str:
     """``file:line`` of the innermost running frame that is neither torch's nor ours."""
-    import sys
-
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch's own code"
@@ -326,7 +326,7 @@ def user_line() -> str:
 def _line_of_error(error: BaseException) -> str:
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{number}"
     return line or user_line()
 
@@ -334,16 +334,18 @@ def _line_of_error(error: BaseException) -> str:
 def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     for node, source in zip(placeholders, sources, strict=True):
-        node.meta["source"] = source.name
+        node._rename(re.sub(r"\W", "_", source.name) or "input")
+        node.target = node.name
         if isinstance(source.value, float):
             _use_number_itself(node)
 
 
 def _use_number_itself(node: fx.Node) -> None:
     """Drops the ``.item()`` behind which a float was traced: the replay is given the number."""
-    for user in list(node.users):
-        user.replace_all_uses_with(node)
-        user.graph.erase_node(user)
+    for item in list(node.users):
+        node.meta["val"] = item.meta["val"]
+        item.replace_all_uses_with(node)
+        item.graph.erase_node(item)
 
 
 def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:

@@ -59,6 +59,21 @@ def group_numbers(optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
 _NOT_NUMBERS = {"params", "lr", "initial_lr"}
 
 
+def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
+    """Whether the optimizers have stepped on all these parameters, so that whatever state they keep exists."""
+    return all(
+        parameter in optimizer.state or _keeps_nothing(optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if any(parameter is wanted for wanted in parameters)
+    )
+
+
+def _keeps_nothing(optimizer: Optimizer, group: Mapping[str, object]) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and group["momentum"] == 0
+
+
 def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates,
                    names: Mapping[Tensor, str]) -> Graph:
     """The graph of one step of ``optimizers`` on dense gradients.
@@ -73,7 +88,6 @@ def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tens
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
     sources = [Source(f"{name}.grad", gradient) for name, gradient in gradients.items()]
-    slots: list[tuple[int, Tensor, str]] = []
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
         for position, group in enumerate(optimizer.param_groups):
@@ -95,7 +109,6 @@ def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tens
                 type(optimizer).step(optimizer)
         return []
 
-    del slots
     return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
 
 
