@@ -109,7 +109,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], Tensor], Call
 CASES: dict[str, Case] = {
     "mlp_small": (lambda: mlp(64, 128, 128, 10), classify, lambda: dense(32, 64)),
     "mlp_deep": (lambda: mlp(*[64] * 12, 10), classify, lambda: dense(32, 64)),
-    "transformer d64 L2": (lambda: Transformer(64, 2), classify, text),
+    "transformer d64 L2": (lambda: Transformer(64, 2), classify, lambda: text(4, 16)),
     "wide & deep 20k rows": (WideAndDeep, click, clicks),
     "mlp_med": (lambda: mlp(512, 1024, 1024, 10), classify, lambda: dense(256, 512)),
     "transformer d256 L4": (lambda: Transformer(256, 4), classify, text),

@@ -13,7 +13,7 @@ from anabranch.graph.build import build
 from anabranch.graph.faithful import PythonState, captured_tensors, refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.tracing import Recorder, Source, TracedModules
+from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 __all__ = ["Backward", "Gradients", "Loss", "capture_backward"]
@@ -95,12 +95,12 @@ class _Body:
         loss, extras = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be one number in a tensor, got {shown}; reduce it with .mean() or .sum()")
+            raise UserMistake(f"the loss must be one number in a tensor, got {shown}; reduce it with .mean() or .sum()")
         for name, value in extras.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"the loss returned {name!r} as a {type(value).__name__}; return tensors")
+                raise UserMistake(f"the loss returned {name!r} as a {type(value).__name__}; return tensors")
         if not loss.requires_grad:
-            raise ValueError("the loss depends on no parameter that requires a gradient")
+            raise UserMistake("the loss depends on no parameter that requires a gradient")
         return loss, extras
 
     def _sparse(
@@ -179,7 +179,7 @@ def _fetched(fetch: Sequence[str], kept: Mapping[str, object]) -> dict[str, Tens
     found = {}
     for name in fetch:
         if name not in kept:
-            raise ValueError(f"{name!r} was to be fetched, but the forward did not call that module")
+            raise UserMistake(f"{name!r} was to be fetched, but the forward did not call that module")
         flat, _ = flatten(kept[name])
         for path, leaf in zip(paths(kept[name]), flat, strict=True):
             if isinstance(leaf, Tensor):

@@ -82,6 +82,7 @@ class _Writer:
         self._kept: list[object] = []
         self._effects = Effects(graph, bound.items())
         self._last_use = _last_uses(graph)
+        self._returned = {self._effects.root[node] for node in graph.output_node().all_input_nodes}
 
     def write(self) -> tuple[str, dict[str, object]]:
         parameters = []
@@ -102,24 +103,26 @@ class _Writer:
     def _hoist(self, node: fx.Node) -> bool:
         if not isinstance(node.target, OpOverload) or self._effects.written_by(node):
             return False
-        sources = node.all_input_nodes
-        if not all(source in self._constants for source in sources):
-            return False
+        root = self._effects.root[node]
+        known = all(source in self._constants for source in node.all_input_nodes)
         if is_view(node):
-            hoisted = True
+            hoisted = known and (root.op == "placeholder" or root in self._constants)
         else:
-            hoisted = node.target in _FILLED and self._effects.root[node] not in self._effects.writers
-            hoisted = hoisted and not self._escapes(node)
+            hoisted = root not in self._effects.writers and root not in self._returned
+            hoisted = hoisted and (node.target in _FILLED and known or node.target in _FILLED_LIKE)
         if hoisted:
             with torch.no_grad():
                 self._constants[node] = node.target(
-                    *fx.map_arg(node.args, self._constants.__getitem__),
-                    **fx.map_arg(node.kwargs, self._constants.__getitem__),
+                    *fx.map_arg(node.args, self._constant_or_alike), **fx.map_arg(node.kwargs, self._constant_or_alike)
                 )
         return hoisted
 
-    def _escapes(self, node: fx.Node) -> bool:
-        return any(user.op == "output" for user in node.users)
+    def _constant_or_alike(self, node: fx.Node) -> object:
+        """The constant, or a tensor of the same form for operators that look at nothing else."""
+        if node in self._constants:
+            return self._constants[node]
+        example = node.meta["val"]
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
     # One statement a node.
 
@@ -230,10 +233,8 @@ _SYMBOLS: dict[object, str] = {
     operator.mod: "%",
     operator.pow: "**",
 }
+_FILLED_LIKE = {_aten.ones_like.default, _aten.zeros_like.default, _aten.full_like.default}
 _FILLED = {
-    _aten.ones_like.default,
-    _aten.zeros_like.default,
-    _aten.full_like.default,
     _aten.full.default,
     _aten.ones.default,
     _aten.zeros.default,

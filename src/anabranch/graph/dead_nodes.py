@@ -37,6 +37,8 @@ def _same_values(node: fx.Node) -> fx.Node | None:
         assert isinstance(inner, fx.Node)
         if inner.target is _aten.t.default:
             return inner.args[0]  # type: ignore[return-value]
+    if node.target is _aten.view.default:
+        _skip_inner_view(node)
     if node.target is _aten.view.default or node.target is _aten.expand.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -44,6 +46,19 @@ def _same_values(node: fx.Node) -> fx.Node | None:
         if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
             return source
     return None
+
+
+def _skip_inner_view(node: fx.Node) -> None:
+    """A view of a view of contiguous memory is a view of that memory."""
+    inner = node.args[0]
+    assert isinstance(inner, fx.Node)
+    if inner.target is not _aten.view.default:
+        return
+    source = inner.args[0]
+    assert isinstance(source, fx.Node)
+    example = source.meta.get("val")
+    if isinstance(example, Tensor) and example.is_contiguous():
+        node.replace_input_with(inner, source)
 
 
 def _looks_same(before: Tensor, after: Tensor) -> bool:

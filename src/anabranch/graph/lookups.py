@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,8 @@ class SparseRows:
     padding_idx: int = -1
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Flat ids and their rows, the padding left out."""
-        ids, rows = self.ids.reshape(-1), self.rows.reshape(-1, self.rows.shape[-1])
+        """Flat ids and their rows, the padding left out; contiguous, as ``.grad`` holds them."""
+        ids, rows = self.ids.reshape(-1).contiguous(), self.rows.reshape(-1, self.rows.shape[-1]).contiguous()
         if self.padding_idx == -1:
             return ids, rows
         kept = ids != self.padding_idx
@@ -49,11 +50,14 @@ class SparseRows:
 
 
 def as_sparse_gradient(lookups: Sequence[SparseRows], table: Tensor) -> Tensor:
-    """The uncoalesced sparse gradient of ``table`` that eager autograd makes of these lookups, last lookup first."""
-    pairs = [lookup.pairs() for lookup in reversed(lookups)]
-    ids = torch.cat([ids for ids, _ in pairs])
-    rows = torch.cat([rows for _, rows in pairs])
-    return torch.sparse_coo_tensor(ids[None], rows, table.shape, check_invariants=False)
+    """The sparse gradient of ``table`` that eager autograd makes of these lookups, the order of its sum included."""
+
+    def one(lookup: SparseRows) -> Tensor:
+        ids, rows = lookup.pairs()
+        return torch.sparse_coo_tensor(ids[None], rows, table.shape, check_invariants=False)
+
+    *earlier, last = lookups
+    return reduce(lambda total, lookup: one(lookup) + total, reversed(earlier), one(last))
 
 
 @dataclass(frozen=True, slots=True)

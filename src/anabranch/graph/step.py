@@ -25,6 +25,8 @@ from anabranch.graph.backward import Backward, Gradients, Loss, capture_backward
 from anabranch.graph.build import build
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.faithful import refuse_hooks
+from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
@@ -194,6 +196,7 @@ class StepProgram:
     def _first_run(self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]) -> dict[str, Tensor]:
         if self._broken is not None:
             raise self._broken
+        refuse_hooks({}, {}, self._optimizers)
         self._refuse_changing_numbers()
         modules = [name for name in fetch if not name.endswith(".grad")]
         backward, program = self._backward(key, batch, modules)
@@ -270,10 +273,9 @@ class StepProgram:
             keep |= {name for name in between.outputs if not name.endswith(".grad")}
         examples = dict(zip(graph.outputs, graph.examples(), strict=True))
         dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}
-        front = graph
         if dense:
             update, _ = self._update(dense)  # type: ignore[arg-type]
-            graph = merge_duplicates(join(graph, update, keep))
+            graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in self._passes:
             graph = improve(graph)
         return _Joint(graph, backward, graph.program())

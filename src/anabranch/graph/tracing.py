@@ -32,12 +32,16 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
 
-__all__ = ["Interceptor", "Recorder", "Source", "TracedModules", "bytes_of", "constants", "is_library", "trace", "user_line"]
+__all__ = ["Interceptor", "Recorder", "Source", "TracedModules", "UserMistake", "bytes_of", "constants", "is_library", "trace", "user_line"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<eval_with_key>", "<string>")
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
+
+
+class UserMistake(ValueError):
+    """A mistake found while tracing that no engine would forgive; it reaches the caller as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +304,7 @@ def _explained() -> Iterator[None]:
     """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line."""
     try:
         yield
-    except CaptureError:
+    except (CaptureError, UserMistake):
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

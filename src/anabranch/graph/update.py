@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
+from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.tracing import Source
 
@@ -87,6 +88,7 @@ def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tens
     Returns:
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
+    refuse_hooks({}, {}, optimizers)
     sources = [Source(f"{name}.grad", gradient) for name, gradient in gradients.items()]
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
