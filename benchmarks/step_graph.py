@@ -48,8 +48,9 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.before, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.between, self.feed_forward = nn.LayerNorm(width), nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.between, self.feed_forward = (
+            nn.LayerNorm(width),
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
         )
 
     def forward(self, x: Tensor) -> Tensor:

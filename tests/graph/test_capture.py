@@ -218,7 +218,9 @@ def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
 
     handle = model.weight.register_hook(double)
     program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
-    with pytest.raises(CaptureError, match=rf"{re.escape(line_in(double, 'def double'))}: 'weight' has a gradient hook"):
+    with pytest.raises(
+        CaptureError, match=rf"{re.escape(line_in(double, 'def double'))}: 'weight' has a gradient hook"
+    ):
         program.run(torch.ones(1, 2))
     handle.remove()
     program.run(torch.ones(1, 2))

@@ -5,7 +5,10 @@ function becomes a ``Graph``, ``step.py`` for how a whole training step does, ``
 """
 
 from anabranch.graph.capture import capture
-from anabranch.graph.graph import Graph
+from anabranch.graph.gradients import gradients
+from anabranch.graph.graph import Graph, Input, Node
+from anabranch.graph.lookups import SparseRows
+from anabranch.graph.memory import MemoryPlan
 from anabranch.graph.step import StepProgram
 
-__all__ = ["Graph", "StepProgram", "capture"]
+__all__ = ["Graph", "Input", "MemoryPlan", "Node", "SparseRows", "StepProgram", "capture", "gradients"]

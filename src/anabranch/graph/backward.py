@@ -73,7 +73,9 @@ class _Body:
         self.dense: list[str] = []
         self.lookups: list[tuple[str, int]] = []
 
-    def run(self, batch: Structure, state: Mapping[str, Tensor], recorder: Recorder, cut: SparseLookups) -> list[object]:
+    def run(
+        self, batch: Structure, state: Mapping[str, Tensor], recorder: Recorder, cut: SparseLookups
+    ) -> list[object]:
         loss, extras = self._evaluate(batch)
         results = {"loss": loss, **extras, **_fetched(self._fetch, recorder.outputs)}
         self.outputs = list(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from anabranch.graph.build import build
@@ -74,7 +75,22 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     if changed is not None:
         raise changed
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
-    return graph.with_structure(structure, found[0], fixed)
+    graph = graph.with_structure(structure, found[0], fixed)
+    graph.origin = _recapture(fn, example_inputs)
+    return graph
+
+
+def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
+    """What captures ``fn`` for other shapes of its tensor inputs."""
+    leaves, structure = flatten(inputs)
+    forms = [torch.empty(0, dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in leaves]
+
+    def capture_for(shapes: Sequence[torch.Size]) -> Graph:
+        wanted = iter(shapes)
+        examples = [f.new_empty(next(wanted, f.shape)) if isinstance(f, Tensor) else f for f in forms]
+        return capture(fn, *unflatten(structure, examples))  # type: ignore[misc]
+
+    return capture_for
 
 
 def _as_source(leaf: object) -> Tensor | float:
@@ -89,7 +105,9 @@ def _input_names(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) ->
     if len(inputs) > len(positional) and rest is None:
         raise TypeError(f"capture got {len(inputs)} example inputs for a function of {len(positional)}: {signature}")
     heads = [*positional[: len(inputs)], *(f"{rest}.{i}" for i in range(len(inputs) - len(positional)))]
-    return [f"{head}.{path}" if path else head for head, value in zip(heads, inputs, strict=True) for path in paths(value)]
+    return [
+        f"{head}.{path}" if path else head for head, value in zip(heads, inputs, strict=True) for path in paths(value)
+    ]
 
 
 def _check_examples(names: Sequence[str], leaves: Sequence[object]) -> None:

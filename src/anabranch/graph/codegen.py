@@ -329,9 +329,7 @@ def _example(node: fx.Node) -> object:
     return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
-def _same_arguments(
-    op: OpOverload, seen: _Dispatched, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> bool:
+def _same_arguments(op: OpOverload, seen: _Dispatched, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
     names = [argument.name for argument in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     expected = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

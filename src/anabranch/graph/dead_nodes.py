@@ -15,13 +15,16 @@ _aten = torch.ops.aten
 _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
-def drop_handles(graph: Graph) -> Graph:
+def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
     """``graph`` without nodes that only make another handle of the same values.
 
-    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already.
+    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already. A
+    ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops`` says to drop it too.
     """
     graph = graph.copy()
     for node in list(graph.fx.nodes):
+        if node.meta.get("stop") and not stops:
+            continue
         same = _same_values(node)
         if same is not None:
             node.replace_all_uses_with(same)

@@ -40,11 +40,7 @@ def _signature(op: OpOverload) -> _Signature:
     for result in schema.returns:
         if result.alias_info is not None:
             returned |= set(result.alias_info.before_set)
-    viewed = {
-        a.name
-        for a in schema.arguments
-        if a.alias_info is not None and returned & set(a.alias_info.before_set)
-    }
+    viewed = {a.name for a in schema.arguments if a.alias_info is not None and returned & set(a.alias_info.before_set)}
     if schema.name in _UNDECLARED_VIEWS:
         viewed.add(names[0])
     return _Signature(names, frozenset(written), frozenset(viewed))

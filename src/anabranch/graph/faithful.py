@@ -76,7 +76,11 @@ def _surroundings(function: object, depth: int = 0) -> Iterator[tuple[str, objec
     if depth > _DEPTH:
         return
     if isinstance(function, functools.partial):
-        inner = [("", function.func), *((f"args.{i}", a) for i, a in enumerate(function.args)), *function.keywords.items()]
+        inner = [
+            ("", function.func),
+            *((f"args.{i}", a) for i, a in enumerate(function.args)),
+            *function.keywords.items(),
+        ]
     elif isinstance(function, types.MethodType):
         inner = [("self", function.__self__), ("", function.__func__)]
     elif isinstance(function, types.FunctionType):
@@ -258,7 +262,11 @@ def _codes_of(kind: type) -> Iterator[types.CodeType]:
     for base in kind.__mro__:
         for value in vars(base).values():
             function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType) and not _from_library(function) and function.__name__ != "__init__":
+            if (
+                isinstance(function, types.FunctionType)
+                and not _from_library(function)
+                and function.__name__ != "__init__"
+            ):
                 yield function.__code__
 
 
@@ -269,5 +277,3 @@ def _mentions(code: types.CodeType, name: str) -> Iterator[tuple[str, str]]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentions(constant, name)
-
-

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +17,13 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Graph", "Input", "InputKind", "Node"]
+    from anabranch.graph.memory import MemoryPlan
+
+__all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
 
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+Origin: TypeAlias = "Callable[[Sequence[torch.Size]], Graph]"
+"""Captures the same function for other shapes of its tensor inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Graph:
         self._argument_structure = argument_structure
         self._output_structure = output_structure
         self._program: Program | None = None
+        self.origin: Origin | None = None
 
     @property
     def inputs(self) -> list[str]:
@@ -95,22 +100,25 @@ class Graph:
     def program(self) -> Program:
         """The generated program, made at first use."""
         if self._program is None:
-            bound = {
-                node: binding.bound
-                for node, binding in zip(self.placeholders, self.bindings, strict=True)
-                if binding.bound is not None
-            }
-            self._program = generate(self.fx, bound)
+            lowered = self.lowered()
+            self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
+
+    def lowered(self) -> Graph:
+        """The graph that the program is generated from: handles dropped, memory reused in place."""
+        from anabranch.graph.dead_nodes import drop_handles
+        from anabranch.graph.in_place import reuse_in_place
+
+        return reuse_in_place(drop_handles(self, stops=True))
+
+    def shared(self) -> list[tuple[fx.Node, Tensor]]:
+        """The inputs that are bound, with what they are bound to."""
+        pairs = zip(self.placeholders, self.bindings, strict=True)
+        return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
 
     def effects(self) -> Effects:
         """What each operation writes, aliases and draws."""
-        shared = [
-            (node, binding.bound)
-            for node, binding in zip(self.placeholders, self.bindings, strict=True)
-            if binding.bound is not None
-        ]
-        return Effects(self.fx, shared)
+        return Effects(self.fx, self.shared())
 
     def examples(self) -> tuple[object, ...]:
         """What the outputs look like: a fake tensor for each tensor."""
@@ -133,11 +141,75 @@ class Graph:
         )
 
     def with_structure(
-        self, arguments: PyTreeSpec, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
     ) -> Graph:
         """This graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
         bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
-        return Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
+        graph = Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
+        graph.origin = self.origin
+        return graph
+
+    def memory_plan(self) -> MemoryPlan:
+        """When each value is alive in a run, what is reused in place, and the most bytes alive at once.
+
+        Counted is what a run allocates: not the inputs, nor the state.
+        """
+        from anabranch.graph.memory import plan_memory
+
+        return plan_memory(self)
+
+    def recompute(self, budget_bytes: int) -> Graph:
+        """This graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the budget.
+
+        >>> import torch
+        >>> from anabranch.graph import capture
+        >>> def fn(x):
+        ...     kept = [torch.sin(x * i) for i in range(1, 6)]
+        ...     return sum(k.sum() for k in reversed(kept))
+        >>> graph = capture(fn, torch.ones(1000))
+        >>> graph.memory_plan().peak_bytes
+        20004
+        >>> smaller = graph.recompute(9000)
+        >>> smaller.memory_plan().peak_bytes <= 9000, bool(smaller(torch.ones(1000)) == graph(torch.ones(1000)))
+        (True, True)
+
+        Args:
+            budget_bytes: most bytes that a run may have allocated at once.
+
+        Raises:
+            ValueError: if no choice of recomputation that was found fits; names the least that was reached.
+
+        Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
+        tradeoffs in checkpointing by being fusion aware", 2023).
+        """
+        from anabranch.graph.recompute import recompute
+
+        return recompute(self, budget_bytes)
+
+    def infer_shapes(self, *input_shapes: Sequence[int]) -> dict[str, torch.Size]:
+        """The shape of every input, operation and output, for free inputs of these shapes.
+
+        >>> import torch
+        >>> from anabranch.graph import capture
+        >>> graph = capture(lambda x: x.flatten(1).relu(), torch.ones(2, 3, 4))
+        >>> graph.infer_shapes((5, 3, 4))["output"]
+        torch.Size([5, 12])
+
+        Args:
+            input_shapes: one for each free tensor input, in order; none at all for the captured shapes.
+
+        Raises:
+            ValueError: if the operations do not work on these shapes; names the first that does not.
+        """
+        from anabranch.graph.shapes import infer_shapes
+
+        return infer_shapes(self, input_shapes)
+
+    def to_dot(self) -> str:
+        """The graph in Graphviz's language, a cluster a module."""
+        from anabranch.graph.dot import to_dot
+
+        return to_dot(self)
 
     def __call__(self, *inputs: Structure) -> Structure:
         """Runs the operations; returns what the captured function returns.

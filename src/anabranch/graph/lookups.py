@@ -77,9 +77,7 @@ class SparseLookups:
         self.tables: dict[int, str] = {}
         self.found: list[Lookup] = []
 
-    def __call__(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
+    def __call__(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Replaces a sparse lookup in a known table; leaves every other function alone."""
         if func not in _SIGNATURES or not torch.is_grad_enabled():
             return NotImplemented

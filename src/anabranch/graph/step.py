@@ -147,9 +147,7 @@ class StepProgram:
         backward, program = self._backward(key, batch, fetch)
         return backward.sort(dict(zip(backward.graph.outputs, program.run(*leaves), strict=True)))
 
-    def update(
-        self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None
-    ) -> None:
+    def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
         """The optimizers' step on these gradients; parameters without one are left alone."""
         self._check_bound()
         if dense and not has_state(self._optimizers, [self._parameters[name] for name in dense]):

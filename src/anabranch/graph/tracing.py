@@ -13,6 +13,7 @@ One module, because the tracer is a moving part of PyTorch. What it adds to ``ma
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import optree
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,9 +34,28 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
 
-__all__ = ["Interceptor", "Recorder", "Source", "TracedModules", "UserMistake", "bytes_of", "constants", "is_library", "trace", "user_line"]
+__all__ = [
+    "Interceptor",
+    "Recorder",
+    "Source",
+    "TracedModules",
+    "UserMistake",
+    "bytes_of",
+    "constants",
+    "is_library",
+    "trace",
+    "user_line",
+]
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<eval_with_key>", "<string>")
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(optree.__file__).parent),
+    str(Path(__file__).parents[1]),
+    str(Path(contextlib.__file__).parent) + "/contextlib",
+    str(Path(contextlib.__file__).parent) + "/functools",
+    "<eval_with_key>",
+    "<string>",
+)
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
@@ -124,6 +145,8 @@ class Recorder:
         self._spans: list[tuple[int, str]] = []
         self._keep = keep
         self.scope = ""
+        self.stops_gradients = False
+        self.differentiable: bool | None = None
         self.outputs: dict[str, object] = {}
 
     def attach(self, tracer: fx.Tracer) -> None:
@@ -132,6 +155,9 @@ class Recorder:
         def create(*args: object, **kwargs: object) -> fx.Node:
             node = create_node(*args, **kwargs)  # type: ignore[arg-type]
             node.meta["scope"] = self.scope
+            node.meta["stop"] = self.stops_gradients
+            recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
+            node.meta["recorded"] = recorded
             return node
 
         tracer.create_node = create  # type: ignore[assignment, method-assign]
@@ -197,12 +223,23 @@ _READS = {
 }
 
 
+# What a user calls to stop gradients; autograd's own detached handles do not come this way.
+_STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
 class _Faithful(TorchFunctionMode):
     """Puts traced tensors in place of the state they stand for, and refuses to read values that do not exist yet."""
 
-    def __init__(self, stand_ins: dict[int, Tensor], may_read: bool, interceptors: Sequence[Interceptor]) -> None:
+    def __init__(
+        self,
+        stand_ins: dict[int, Tensor],
+        may_read: bool,
+        interceptors: Sequence[Interceptor],
+        recorder: Recorder,
+    ) -> None:
         super().__init__()
         self._stand_ins = stand_ins
+        self._recorder = recorder
         self._may_read = may_read
         self._interceptors = interceptors
 
@@ -224,7 +261,11 @@ class _Faithful(TorchFunctionMode):
             result = interceptor(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **kwargs)
+        self._recorder.stops_gradients = func in _STOPS
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.stops_gradients = False
 
     def _replace(self, value: object) -> object:
         if isinstance(value, Tensor):
@@ -257,7 +298,9 @@ def trace(
         CaptureError: naming the line of user code that cannot be captured.
     """
     fakes_of = FakeTensorMode(
-        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False), static_shapes=True, allow_non_fake_inputs=True
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+        allow_non_fake_inputs=True,
     )
     fakes = [_fake(fakes_of, source.value) for source in sources]
     stand_ins = {id(s.value): fake for s, fake in zip(sources, fakes, strict=True) if s.state}
@@ -273,7 +316,7 @@ def trace(
             for source, value in zip(sources, values, strict=True)
         ]
         with (
-            _Faithful(stand_ins, may_read, interceptors),
+            _Faithful(stand_ins, may_read, interceptors, recorder),
             traced_modules.swapped(stand_ins),
             traced_modules.scopes(recorder),
         ):

@@ -75,8 +75,9 @@ def _keeps_nothing(optimizer: Optimizer, group: Mapping[str, object]) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and group["momentum"] == 0
 
 
-def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates,
-                   names: Mapping[Tensor, str]) -> Graph:
+def capture_update(
+    optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates, names: Mapping[Tensor, str]
+) -> Graph:
     """The graph of one step of ``optimizers`` on dense gradients.
 
     Args:
@@ -93,8 +94,11 @@ def capture_update(optimizers: Sequence[Optimizer], gradients: Mapping[str, Tens
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
         for position, group in enumerate(optimizer.param_groups):
-            _add(sources, f"{label}.lr" if len(optimizer.param_groups) == 1 else f"{label}.lr.{position}",
-                 rates.of(group))
+            _add(
+                sources,
+                f"{label}.lr" if len(optimizer.param_groups) == 1 else f"{label}.lr.{position}",
+                rates.of(group),
+            )
             for parameter in group["params"]:
                 name = names[parameter]
                 if name not in gradients:
