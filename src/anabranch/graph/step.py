@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 from anabranch.graph.backward import Backward, Gradients, Loss, capture_backward
+from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.build import build
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
@@ -243,7 +244,8 @@ class StepProgram:
         between = self._trace_between
         found: list[str] = []
 
-        def body(values: Sequence[Tensor], _recorder: Recorder) -> list[object]:
+        def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+            recorder.phase = "between"
             outputs = dict(zip(backward.outputs, values, strict=False))
             gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
             given = unflatten(structure, list(values[len(names) :]))
@@ -267,7 +269,7 @@ class StepProgram:
         graph = backward.graph
         if between is not None:
             sparse = [name for name in keep if name not in between.outputs]
-            graph = join(graph, between, sparse)
+            graph = sink_waits(bucket_collectives(join(graph, between, sparse)))
             keep |= {name for name in between.outputs if not name.endswith(".grad")}
         examples = dict(zip(graph.outputs, graph.examples(), strict=True))
         dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}

@@ -147,6 +147,7 @@ class Recorder:
         self.scope = ""
         self.stops_gradients = False
         self.differentiable: bool | None = None
+        self.phase = "forward"
         self.outputs: dict[str, object] = {}
 
     def attach(self, tracer: fx.Tracer) -> None:
@@ -155,6 +156,7 @@ class Recorder:
         def create(*args: object, **kwargs: object) -> fx.Node:
             node = create_node(*args, **kwargs)  # type: ignore[arg-type]
             node.meta["scope"] = self.scope
+            node.meta["phase"] = self.phase
             node.meta["stop"] = self.stops_gradients
             recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
             node.meta["recorded"] = recorded
@@ -183,6 +185,8 @@ class Recorder:
 
     def follow_backward(self, root: Tensor) -> None:
         """Makes each backward node of ``root`` mark its operations with the scope of its forward."""
+        self.phase = "backward"
+        self.scope = ""
         seen: set[object] = set()
         waiting = [root.grad_fn]
         while waiting:

@@ -14,7 +14,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.build import build
 from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
-from anabranch.graph.tracing import Source
+from anabranch.graph.tracing import Recorder, Source
 
 __all__ = ["LearningRates", "capture_update", "group_numbers"]
 
@@ -108,7 +108,8 @@ def capture_update(
                     if isinstance(value, Tensor):
                         _add(sources, f"{label}.{name}.{key}", value)
 
-    def body(values: list[Tensor | float], _recorder: object) -> Sequence[object]:
+    def body(values: list[Tensor], recorder: Recorder) -> Sequence[object]:
+        recorder.phase = "update"
         traced = {id(source.value): value for source, value in zip(sources, values, strict=True)}
         for optimizer in optimizers:
             with torch.no_grad(), _swapped(optimizer, traced, gradients, rates, names):
