@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -71,6 +72,7 @@ class Graph:
         self._output_structure = output_structure
         self._program: Program | None = None
         self.origin: Origin | None = None
+        self.times: dict[str, float] = {}
 
     @property
     def inputs(self) -> list[str]:
@@ -204,6 +206,27 @@ class Graph:
         from anabranch.graph.shapes import infer_shapes
 
         return infer_shapes(self, input_shapes)
+
+    def profile(self, *inputs: Structure, runs: int = 10) -> dict[str, float]:
+        """Runs the graph operation by operation; returns the median seconds of each, which ``to_html`` shows too.
+
+        These are real runs: state is updated. Free inputs are given as in a call.
+        """
+        from anabranch.graph.profile import profile
+
+        leaves, _ = flatten(inputs)
+        self.times = profile(self, leaves, runs)
+        return self.times
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one page that loads nothing: the operations by module, boundaries coloured, shapes and bytes on edges.
+
+        Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
+        shows the time of each operation.
+        """
+        from anabranch.graph.page import to_html
+
+        to_html(self, path)
 
     def to_dot(self) -> str:
         """The graph in Graphviz's language, a cluster a module."""

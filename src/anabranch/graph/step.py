@@ -29,6 +29,7 @@ from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
+from anabranch.graph.inductor import compile_graph
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.tracing import Recorder, Source
@@ -273,11 +274,15 @@ class StepProgram:
             keep |= {name for name in between.outputs if not name.endswith(".grad")}
         examples = dict(zip(graph.outputs, graph.examples(), strict=True))
         dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}
+        front = graph
         if dense:
             update, _ = self._update(dense)  # type: ignore[arg-type]
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in self._passes:
             graph = improve(graph)
+        if self._compile:
+            update_program = self._update(dense)[1] if dense else None  # type: ignore[arg-type]
+            return _CompiledJoint(graph, backward, front, update_program, [f"{name}.grad" for name in dense])
         return _Joint(graph, backward, graph.program())
 
     # Running in parts.
@@ -332,6 +337,27 @@ class _Joint:
 
     def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
         return self.program.run(*leaves)
+
+
+class _CompiledJoint(_Joint):
+    """A joint graph whose part before the update is compiled by Inductor at its first run."""
+
+    __slots__ = ("_compiled", "_front", "_gradients", "_update")
+
+    def __init__(
+        self, graph: Graph, backward: Backward, front: Graph, update: Program | None, gradients: Sequence[str]
+    ) -> None:
+        super().__init__(graph, backward, graph.program())
+        self._front, self._update, self._gradients = front, update, list(gradients)
+        self._compiled: Program | None = None
+
+    def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
+        if self._compiled is None:
+            self._compiled = compile_graph(self._front, list(leaves))
+        results = dict(zip(self._front.outputs, self._compiled.run(*leaves), strict=True))
+        if self._update is not None:
+            self._update.run(*(results[name] for name in self._gradients))
+        return tuple(results[name] for name in self.graph.outputs)
 
 
 def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
