@@ -8,6 +8,7 @@ The sides alternate in one process; the ratio of medians counts, absolute times 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ Batch = dict[str, Tensor]
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -115,8 +116,8 @@ CASES: dict[str, Case] = {
     "mlp_med": (lambda: mlp(512, 1024, 1024, 10), classify, lambda: dense(256, 512)),
     "transformer d256 L4": (lambda: Transformer(256, 4), classify, text),
 }
-TARGETS = {name: goal for name, goal in zip(CASES, (0.50, 0.60, 0.72, 0.60, 1.00, 1.00), strict=True)}
-COMPILED_TARGETS = {name: goal for name, goal in zip(CASES, (0.47, 0.45, 0.52, 0.75, 0.88, 0.90), strict=True)}
+TARGETS = dict(zip(CASES, (0.50, 0.60, 0.72, 0.60, 1.00, 1.00), strict=True))
+COMPILED_TARGETS = dict(zip(CASES, (0.47, 0.45, 0.52, 0.75, 0.88, 0.90), strict=True))
 
 
 def sides(case: Case, compiled: bool) -> dict[str, Callable[[], object]]:

@@ -106,7 +106,7 @@ def test_dropout_is_not_drawn_again() -> None:
 
 def test_a_budget_that_nothing_fits_names_the_least() -> None:
     graph, _ = chain()
-    with pytest.raises(ValueError, match="with recomputation \\d+; give it at least that"):
+    with pytest.raises(ValueError, match=r"with recomputation \d+; give it at least that"):
         graph.recompute(10)
 
 

@@ -21,9 +21,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def step_graph(layers: int = 3) -> Graph:
     blocks = [layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU())]
     model = nn.Sequential(*blocks)
-    program = StepProgram(
-        model, lambda m, x: m(x).square().mean(), [torch.optim.Adam(model.parameters(), fused=True)]
-    )
+    program = StepProgram(model, lambda m, x: m(x).square().mean(), [torch.optim.Adam(model.parameters(), fused=True)])
     program.run(torch.ones(8, 16))
     return program.graph
 
@@ -83,7 +81,11 @@ def test_a_browser_draws_a_thousand_operations(tmp_path: Path) -> None:
     graph.to_html(tmp_path / "graph.html")
     assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     page = f"file://{tmp_path / 'graph.html'}#gelu"
     dump = subprocess.run(
         [CHROMIUM, *flags, "--window-size=1600,1000", "--virtual-time-budget=20000", "--dump-dom", page],

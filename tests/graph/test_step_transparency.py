@@ -250,7 +250,7 @@ def test_a_loaded_optimizer_state_is_used() -> None:
                 loss_of(model, batch)[0].backward()
                 optimizer.step()
             if saved is None:
-                saved = {k: v for k, v in optimizer.state_dict().items()}
+                saved = dict(optimizer.state_dict())
                 saved["state"] = {k: {n: t.clone() for n, t in v.items()} for k, v in saved["state"].items()}
             else:
                 optimizer.load_state_dict(saved)

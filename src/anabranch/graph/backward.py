@@ -55,7 +55,8 @@ class Backward:
         sparse: dict[str, list[SparseRows]] = {}
         for index, (table, padding) in enumerate(self.lookups):
             ids, rows = results[f"{table}.ids.{index}"], results[f"{table}.rows.{index}"]
-            assert isinstance(ids, Tensor) and isinstance(rows, Tensor)
+            assert isinstance(ids, Tensor)
+            assert isinstance(rows, Tensor)
             sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
         return Gradients(
             {name: results[name] for name in self.outputs},  # type: ignore[misc]

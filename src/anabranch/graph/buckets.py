@@ -1,7 +1,8 @@
-"""Collectives as early and as few as they may be, and their waits as late: what overlaps them with the backward pass.
+"""Collectives as early and as few as they may be, and their waits as late: what overlaps them with backward.
 
-As captured, each gradient's all-reduce stands with its wait behind the backward pass. ``bucket_collectives`` moves each to
-where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its first reader. ::
+As captured, each gradient's all-reduce stands with its wait behind the backward pass. ``bucket_collectives`` moves each
+to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its first
+reader. ::
 
     g2, g1, reduce g2, wait, reduce g1, wait, update      as captured
     g2, reduce g2, g1, reduce g1, wait, wait, update      after both
@@ -15,10 +16,11 @@ import math
 from itertools import accumulate
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from anabranch.graph.effects import Effects, is_collective, is_wait
 from anabranch.graph.graph import Graph
+from anabranch.graph.nodes import evaluate
 
 __all__ = ["bucket_collectives", "sink_waits"]
 
@@ -29,8 +31,8 @@ _BUCKET_BYTES = 25 << 20
 def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph:
     """``graph`` with all-reduces launched as soon as their inputs are final, and merged up to ``bucket_bytes``.
 
-    Merged are neighbours with the same operation, group, dtype and device. Sums of two ranks are the same bits; of more,
-    the transport may add in another order than without buckets.
+    Merged are neighbours with the same operation, group, dtype and device. Sums of two ranks are the same bits; of
+    more, the transport may add in another order than without buckets.
     """
     graph = graph.copy()
     collectives = [node for node in graph.fx.nodes if _is_all_reduce(node)]
@@ -145,17 +147,9 @@ def _made(graph: Graph, target: object, *args: object, like: fx.Node) -> fx.Node
     """A new node that looks like what ``target`` makes of its arguments, in the place of ``like``."""
     node = graph.fx.call_function(target, args)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded") if key in like.meta})
-    examples = fx.map_arg(args, lambda source: source.meta["val"])
-    mode = _mode_of(examples)
-    with torch.no_grad(), mode:
+    with torch.no_grad():
         if is_collective(node) or is_wait(node):
-            node.meta["val"] = torch.empty_like(examples[0])
+            node.meta["val"] = torch.empty_like(like.meta["val"])
         else:
-            node.meta["val"] = target(*examples)  # type: ignore[operator]
+            node.meta["val"] = evaluate(node, lambda source: source.meta["val"])
     return node
-
-
-def _mode_of(examples: object) -> torch.utils._python_dispatch.TorchDispatchMode:
-    first = next(value for value in torch.utils._pytree.tree_leaves(examples) if isinstance(value, Tensor))
-    mode: torch.utils._python_dispatch.TorchDispatchMode = first.fake_mode  # type: ignore[attr-defined]
-    return mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from anabranch.graph.faithful import PythonState, captured_tensors, reachable_mo
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.tracing import Recorder, Source, TracedModules
 from anabranch.tensors import Structure, flatten, paths, unflatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
 
 __all__ = ["capture"]
 
@@ -55,7 +59,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     known = TracedModules(roots).names
     refuse_hooks(known, {source.name: source.value for source in sources if isinstance(source.value, Tensor)})
     outputs: list[str] = []
-    found: list[object] = []
+    found: list[PyTreeSpec] = []
 
     def body(values: Sequence[Tensor | float], _recorder: Recorder) -> Sequence[object]:
         given = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import keyword
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,8 @@ from torch._ops import OpOverload
 from torch.fx.graph import CodeGen, PythonCode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anabranch.graph.effects import Effects, arguments, is_view
+from anabranch.graph.effects import Effects, is_view
+from anabranch.graph.nodes import evaluate, resolved
 
 __all__ = ["Program", "generate"]
 
@@ -109,12 +110,10 @@ class _Writer:
             hoisted = known and (root.op == "placeholder" or root in self._constants)
         else:
             hoisted = root not in self._effects.writers and root not in self._returned
-            hoisted = hoisted and (node.target in _FILLED and known or node.target in _FILLED_LIKE)
+            hoisted = hoisted and ((node.target in _FILLED and known) or node.target in _FILLED_LIKE)
         if hoisted:
             with torch.no_grad():
-                self._constants[node] = node.target(
-                    *fx.map_arg(node.args, self._constant_or_alike), **fx.map_arg(node.kwargs, self._constant_or_alike)
-                )
+                self._constants[node] = evaluate(node, self._constant_or_alike)
         return hoisted
 
     def _constant_or_alike(self, node: fx.Node) -> object:
@@ -166,20 +165,19 @@ class _Writer:
         if node.target is operator.getitem:
             return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
         function = self._global(node.target, getattr(node.target, "__name__", "function"))
-        return f"{function}({self._listed(node.args, dict(node.kwargs))})"
+        return f"{function}({self._listed(node.args, node.kwargs)})"
 
     def _operator_call(self, node: fx.Node) -> str:
         op = node.target
         assert isinstance(op, OpOverload)
         if op is _aten._local_scalar_dense.default:
             return f"{self._value(node.args[0])}.item()"
-        args, kwargs = list(node.args), dict(node.kwargs)
         function = _fast_callable(node)
         name = op._schema.name.split("::")[1]
-        return f"{self._global(function, name)}({self._listed(args, kwargs)})"
+        return f"{self._global(function, name)}({self._listed(node.args, node.kwargs)})"
 
-    def _listed(self, args: object, kwargs: dict[str, object]) -> str:
-        shown = [self._value(value) for value in args]  # type: ignore[attr-defined]
+    def _listed(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        shown = [self._value(value) for value in args]
         shown += [f"{name}={self._value(value)}" for name, value in kwargs.items()]
         return ", ".join(shown)
 
@@ -188,7 +186,7 @@ class _Writer:
             return self._name(value)
         if isinstance(value, (tuple, list)):
             if value and all(isinstance(item, fx.Node) and item in self._constants for item in value):
-                return self._global([self._constants[item] for item in value], "bound")  # type: ignore[index]
+                return self._global([self._constants[item] for item in value], "bound")
             shown = ", ".join(map(self._value, value))
             return f"[{shown}]"
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -262,12 +260,12 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dying
 
 
-class _Dispatched(Exception):  # noqa: N818
+class _Dispatched(Exception):
     def __init__(self, op: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.op, self.args_, self.kwargs = op, args, kwargs
 
 
-class _StopAtDispatch(TorchDispatchMode):
+class _StopAtDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
@@ -295,7 +293,7 @@ def _candidates(op: OpOverload) -> Iterator[Callable[..., object]]:
     if op.namespace != "aten":
         return
     name = op._schema.name.removeprefix("aten::")
-    for owner in (torch._C.TensorBase, torch._C._VariableFunctions, torch._C._nn, torch._C._linalg, torch._C._fft):
+    for owner in (torch._C.TensorBase, torch._C._VariableFunctions, torch._C._nn):
         candidate = getattr(owner, name, None)
         if callable(candidate):
             yield candidate
@@ -311,14 +309,15 @@ def _kinds(value: object) -> object:
 
 
 def _dispatches(candidate: Callable[..., object], node: fx.Node) -> bool:
-    args = fx.map_arg(node.args, _example)
-    kwargs = fx.map_arg(node.kwargs, _example)
-    args = tuple(list(a) if isinstance(a, tuple) else a for a in args)
+    op = node.target
+    assert isinstance(op, OpOverload)
+    resolved_args, kwargs = resolved(node, _example)
+    args = tuple(list(a) if isinstance(a, tuple) else a for a in resolved_args)
     try:
-        with torch.no_grad(), _StopAtDispatch():
+        with torch.no_grad(), _StopAtDispatch():  # type: ignore[no-untyped-call]
             candidate(*args, **kwargs)
     except _Dispatched as seen:
-        return seen.op is node.target and _same_arguments(node.target, seen, args, kwargs)
+        return seen.op is op and _same_arguments(op, seen, args, kwargs)
     except Exception:  # noqa: BLE001 - whatever the stand-in dislikes, it is no stand-in
         return False
     return False
@@ -342,4 +341,4 @@ def _equal(left: object, right: object) -> bool:
         return left is right
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(map(_equal, left, right))
-    return type(left) is type(right) and left == right or left == right
+    return (type(left) is type(right) and left == right) or left == right

@@ -18,8 +18,8 @@ _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
     """``graph`` without nodes that only make another handle of the same values.
 
-    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already. A
-    ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops`` says to drop it too.
+    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already.
+    A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops`` drops it too.
     """
     graph = graph.copy()
     for node in list(graph.fx.nodes):

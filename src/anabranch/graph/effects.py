@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +30,7 @@ class _Signature:
     viewed: frozenset[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _signature(op: OpOverload) -> _Signature:
     schema = op._schema
     names = tuple(argument.name for argument in schema.arguments)

@@ -198,8 +198,9 @@ class PythonState:
         if changed is None:
             return None
         owner, name = changed
+        shown = f"{owner}.{name}" if owner else name
         return CaptureError(
-            f"{self._line(owner, name)}: {f'{owner}.{name}' if owner else name!r} changes while the step is captured; a "
+            f"{self._line(owner, name)}: {shown!r} changes while the step is captured; a "
             "replay runs tensor operations only and would lose the change: make it a tensor that is changed in place, "
             "move it out of the step, or use engine='tape'"
         )
@@ -216,7 +217,7 @@ class PythonState:
             space[name] = value
         for container, contents in self._contents:
             if isinstance(container, list):
-                container[:] = contents  # type: ignore[index, call-overload]
+                container[:] = contents  # type: ignore[call-overload]
             else:
                 container.clear()  # type: ignore[attr-defined]
                 container.update(contents)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Where a fused optimizer runs: as few nodes as can be for small parameters, each large one as soon as it may.
 
-Both passes only regroup the fused optimizer that the user asked for (``fused=True``): its kernel treats each tensor on its
-own, so the results are the same bits. An optimizer that is not fused is never fused here: that would round differently.
+Both passes only regroup the fused optimizer that the user asked for (``fused=True``): its kernel treats each tensor on
+its own, so the results are the same bits. An optimizer that is not fused is never fused here: that rounds differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def join_fused_updates(graph: Graph) -> Graph:
             last[key] = node
             continue
         node.args = tuple(
-            [*first, *second] if isinstance(first, (list, tuple)) else first
+            [*first, *second] if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) else first
             for first, second in zip(earlier.args, node.args, strict=True)
         )
         graph.fx.erase_node(earlier)
@@ -88,7 +88,7 @@ def _spread(graph: Graph, node: fx.Node, large: int) -> None:
         if not after:
             continue
         with graph.fx.inserting_after(max(after, key=order.__getitem__)):
-            early = graph.fx.call_function(node.target, args, dict(node.kwargs))
+            early = graph.fx.create_node("call_function", node.target, args, dict(node.kwargs))
         early.meta.update(node.meta)
     kept = [
         [v for i, v in enumerate(values) if i not in apart] if values else value

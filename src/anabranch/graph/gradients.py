@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, fx
@@ -11,8 +11,12 @@ from torch import Tensor, fx
 from anabranch.errors import NotFound, SchemaError
 from anabranch.graph.build import build
 from anabranch.graph.graph import Graph, Input, Origin
+from anabranch.graph.nodes import evaluate, resolved
 from anabranch.graph.tracing import Recorder, Source, UserMistake
 from anabranch.tensors import flatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
 
 __all__ = ["gradients"]
 
@@ -120,9 +124,8 @@ class _Tape:
             raise SchemaError(f"insert_grad has {len(insert_grad)} tensors for {len(self.outputs)} outputs")
         for name, tensor in zip(self.outputs, insert_grad, strict=True):
             if tensor.shape != self.example(name).shape:
-                raise SchemaError(
-                    f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {tuple(self.example(name).shape)}"
-                )
+                expected = tuple(self.example(name).shape)
+                raise SchemaError(f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {expected}")
         return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
 
     def run(self, values: Sequence[Tensor], arriving: Sequence[Tensor]) -> tuple[list[object], list[str]]:
@@ -186,17 +189,20 @@ class _Tape:
         return computed
 
     def _run(self, node: fx.Node, computed: dict[fx.Node, Tensor], targets: Mapping[fx.Node, str]) -> Tensor:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), computed.__getitem__)
-        if node.target is _aten.embedding.default and len(args) > 4 and args[4] and node.args[0] in targets:
-            name = targets[node.args[0]]  # type: ignore[index]
-            rows = torch.embedding(args[0].detach(), *args[1:]).requires_grad_()
-            self._sparse.setdefault(name, []).append((args[1], rows))
+        table = node.args[0] if node.args else None
+        is_sparse = node.target is _aten.embedding.default and len(node.args) > 4 and bool(node.args[4])
+        if is_sparse and isinstance(table, fx.Node) and table in targets:
+            args, _ = resolved(node, computed.__getitem__)
+            weight, ids, padding = args[:3]
+            assert isinstance(weight, Tensor)
+            assert isinstance(ids, Tensor)
+            assert isinstance(padding, int)
+            rows = torch.embedding(weight.detach(), ids, padding).requires_grad_()
+            self._sparse.setdefault(targets[table], []).append((ids, rows))
             return rows
-        assert callable(node.target)
-        result = node.target(*args, **kwargs)
-        return result  # type: ignore[no-any-return]
+        return evaluate(node, computed.__getitem__)  # type: ignore[return-value]
 
-    def structure(self) -> object:
+    def structure(self) -> PyTreeSpec:
         """The structure of what a call returns."""
         results = [0] * len(self.outputs) + [(0, 0) if name in self._sparse else 0 for name in self.wrt]
         return flatten(tuple(results))[1]

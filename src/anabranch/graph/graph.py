@@ -257,13 +257,13 @@ class Graph:
 
 def _describe(node: fx.Node) -> Node:
     value = node.meta.get("val")
-    is_tensor = isinstance(value, Tensor)
+    tensor = value if isinstance(value, Tensor) else None
     return Node(
         node.name,
         str(node.target) if not callable(node.target) or "torch" in str(type(node.target)) else node.target.__name__,
         tuple(source.name for source in node.all_input_nodes),
-        tuple(value.shape) if is_tensor else None,
-        value.dtype if is_tensor else None,
+        tuple(tensor.shape) if tensor is not None else None,
+        tensor.dtype if tensor is not None else None,
         node.meta.get("scope", ""),
     )
 

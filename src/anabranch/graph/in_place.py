@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, fx
@@ -71,7 +71,7 @@ def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
     return last
 
 
-@lru_cache(maxsize=None)
+@cache
 def _in_place(op: OpOverload) -> OpOverload | None:
     """The operator that does the same into its first argument, if ``op`` is elementwise and has one."""
     namespace, name = op._schema.name.split("::")

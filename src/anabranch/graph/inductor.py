@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
 
 from anabranch.errors import CaptureError
@@ -42,12 +41,17 @@ def compile_graph(graph: Graph, leaves: list[object]) -> Program:
     options = {"config_patches": {"fallback_random": True}}
     try:
         with torch.no_grad():
-            compiled = torch._inductor.standalone_compile(  # type: ignore[attr-defined]
-                module, examples, dynamic_shapes="from_example_inputs", options=options
+            compiled = torch._inductor.standalone_compile(
+                module,
+                examples,  # type: ignore[arg-type]
+                dynamic_shapes="from_example_inputs",
+                options=options,
             )
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise CaptureError(f"Inductor refuses the step ({type(error).__name__}: {reason}); use compile=False") from error
+        raise CaptureError(
+            f"Inductor refuses the step ({type(error).__name__}: {reason}); use compile=False"
+        ) from error
     slots = [index for index, tensor in enumerate(bound) if tensor is None]
     state = list(bound)
 

@@ -55,7 +55,7 @@ def join(first: Graph, second: Graph, keep: Collection[str]) -> Graph:
     _copy_operations(second.fx, joint, mapping)
     names = [name for name in first.outputs if name in keep]
     results = [yielded[name] for name in names] + list(second.results)
-    joint.output(tuple(mapping[r] if isinstance(r, fx.Node) else r for r in results))
+    joint.output(tuple(mapping[r] if isinstance(r, fx.Node) else r for r in results))  # type: ignore[misc]
     return Graph(joint, inputs, [*names, *second.outputs])
 
 

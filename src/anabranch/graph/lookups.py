@@ -109,7 +109,8 @@ class SparseLookups:
     def _bags(self, named: Mapping[str, object]) -> Tensor:
         weight, ids, offsets = named["weight"], named["input"], named["offsets"]
         scale, mode, last = named["per_sample_weights"], named["mode"], bool(named["include_last_offset"])
-        assert isinstance(weight, Tensor) and isinstance(ids, Tensor)
+        assert isinstance(weight, Tensor)
+        assert isinstance(ids, Tensor)
         if mode == "max" or (isinstance(scale, Tensor) and scale.requires_grad):
             raise CaptureError(
                 f"{user_line()}: a sparse embedding_bag is captured with mode 'sum' or 'mean' and weights that need no "
@@ -123,7 +124,9 @@ class SparseLookups:
         leaf = torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
         padding = self._padding(named)
         self.found.append(Lookup(self.tables[id(weight)], ids, leaf, padding))
-        result = _Bags.apply(leaf, weight.detach(), ids, offsets, mode == "mean", scale, last, padding)
+        result = _Bags.apply(  # type: ignore[no-untyped-call]
+            leaf, weight.detach(), ids, offsets, mode == "mean", scale, last, padding
+        )
         assert isinstance(result, Tensor)
         return result
 

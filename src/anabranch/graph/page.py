@@ -57,14 +57,14 @@ def _records(graph: Graph) -> list[dict[str, object]]:
 
 def _look(node: fx.Node) -> dict[str, object]:
     value = node.meta.get("val")
-    is_tensor = isinstance(value, Tensor)
+    tensor = value if isinstance(value, Tensor) else None
     return {
         "name": node.name,
         "label": str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target))),
         "scope": node.meta.get("scope", ""),
         "phase": node.meta.get("phase", "forward"),
-        "shape": ("x".join(map(str, value.shape)) or "scalar") if is_tensor else "",
-        "dtype": str(value.dtype).removeprefix("torch.") if is_tensor else "",
+        "shape": ("x".join(map(str, tensor.shape)) or "scalar") if tensor is not None else "",
+        "dtype": str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
         "bytes": storage_bytes(value),
         "boundary": _boundary(node),
         "inputs": [],

@@ -32,7 +32,9 @@ def place_nodes(graph: Graph, devices: Mapping[str, str | torch.device]) -> Grap
     scopes = {node.meta.get("scope", "") for node in graph.fx.nodes}
     for name in wanted:
         if not any(_is_within(scope, name) for scope in scopes):
-            raise ValueError(f"devices names {name!r}, but no operation belongs to it; modules: {sorted(scopes - {''})}")
+            raise ValueError(
+                f"devices names {name!r}, but no operation belongs to it; modules: {sorted(scopes - {''})}"
+            )
     effects = graph.effects()
     at: dict[fx.Node, torch.device] = {}
     moved: dict[tuple[fx.Node, torch.device], fx.Node] = {}

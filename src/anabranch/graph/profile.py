@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from anabranch.graph.nodes import evaluate
+
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
 
@@ -29,10 +31,8 @@ def profile(graph: Graph, leaves: Sequence[object], runs: int) -> dict[str, floa
             for node in graph.fx.nodes:
                 if node.op != "call_function":
                     continue
-                assert callable(node.target)
-                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[arg-type]
                 start = perf_counter()
-                values[node] = node.target(*args, **kwargs)
+                values[node] = evaluate(node, values.__getitem__)
                 if has_cuda:
                     torch.cuda.synchronize()
                 seen.setdefault(node.name, []).append(perf_counter() - start)

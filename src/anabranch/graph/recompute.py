@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import networkx
+import networkx  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.errors import CaptureError
+from anabranch.graph.nodes import evaluate
 
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph, Origin
@@ -68,10 +69,8 @@ def _replayed(graph: Graph, wanted: dict[fx.Node, torch.Size]) -> dict[fx.Node, 
 
 
 def _call(node: fx.Node, values: dict[fx.Node, object]) -> object:
-    assert callable(node.target)
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     try:
-        return node.target(*args, **kwargs)
+        return evaluate(node, values.__getitem__)
     except Exception as error:
         shapes = [tuple(v.shape) for v in (values[s] for s in node.all_input_nodes) if isinstance(v, Tensor)]
         reason = str(error).strip().split("\n")[0]

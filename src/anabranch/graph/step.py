@@ -6,8 +6,8 @@
               (forward, autograd)   |          (traced)    (unmodified optimizer)
                                     +-- sparse rows ---------> optimizer.step on those rows
 
-The three graphs are captured apart and joined into one, which is what ``run`` runs. ``backward`` and ``update`` run them
-apart, for a caller that has something to do in between that cannot be traced.
+The three graphs are captured apart and joined into one, which is what ``run`` runs. ``backward`` and ``update`` run
+them apart, for a caller that has something to do in between that cannot be traced.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class StepProgram:
         Args:
             batch: a nested structure of tensors.
             extra: tensors and floats that ``between`` takes.
-            fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees it).
+            fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
+                it).
         """
         leaves, key = self._situation(batch, extra, fetch)
         joint = self._joints.get(key)
@@ -187,8 +188,8 @@ class StepProgram:
         return [leaf for leaf in leaves if isinstance(leaf, (Tensor, float))], key
 
     def _check_bound(self) -> None:
-        same = all([entries.get(name) is tensor for entries, name, tensor in self._slots])
-        if not same or any([o.state is not s for o, s in zip(self._optimizers, self._states, strict=True)]):
+        same = all(entries.get(name) is tensor for entries, name, tensor in self._slots)
+        if not same or any(o.state is not s for o, s in zip(self._optimizers, self._states, strict=True)):
             self._bind()
 
     # Capture.
@@ -217,8 +218,8 @@ class StepProgram:
         self._numbers.add(group_numbers(self._optimizers))
         if len(self._numbers) > _MOST_NUMBERS:
             raise CaptureError(
-                "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from step to "
-                "step, and each change makes a new graph; use engine='tape', or a scheduler that leaves them alone "
+                "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from step "
+                "to step, and each change makes a new graph; use engine='tape', or a scheduler that leaves them alone "
                 "(cycle_momentum=False)"
             )
 
@@ -313,7 +314,8 @@ class StepProgram:
         sparse: dict[str, list[SparseRows]] = {}
         for index, (table, padding) in enumerate(joint.backward.lookups):
             ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
-            assert isinstance(ids, Tensor) and isinstance(rows, Tensor)
+            assert isinstance(ids, Tensor)
+            assert isinstance(rows, Tensor)
             sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
         self._step_eagerly({}, sparse)
         return results  # type: ignore[return-value]
@@ -368,8 +370,8 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
             for parameter in group["params"]:
                 if parameter not in known:
                     raise ValueError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the model "
-                        "has not; give the step the module that owns it"
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
+                        "model has not; give the step the module that owns it"
                     )
                 if parameter in names:
                     raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")

@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 
 from anabranch.errors import CaptureError
@@ -150,7 +151,7 @@ class Recorder:
         self.phase = "forward"
         self.outputs: dict[str, object] = {}
 
-    def attach(self, tracer: fx.Tracer) -> None:
+    def attach(self, tracer: TracerBase) -> None:
         create_node = tracer.create_node
 
         def create(*args: object, **kwargs: object) -> fx.Node:
@@ -162,7 +163,7 @@ class Recorder:
             node.meta["recorded"] = recorded
             return node
 
-        tracer.create_node = create  # type: ignore[assignment, method-assign]
+        tracer.create_node = create  # type: ignore[method-assign]
 
     def enter(self, name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -342,7 +343,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     fake.requires_grad_(value.requires_grad)
     if isinstance(value, nn.Parameter):
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     return fake
 
 
