@@ -113,7 +113,7 @@ def train(
     for batch in data:
         if graph:
             results = program.run(batch)
-            run.seen += [results["loss"], results["right"]]
+            run.seen += [results["loss"], results["right"]]  # type: ignore[list-item]
         else:
             loss, extras = loss_of(model, batch)
             for optimizer in optimizers:
@@ -319,6 +319,63 @@ def test_between_changes_gradients_and_outputs() -> None:
         return [*seen, *model.state_dict().values()]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_fetched_outputs_keep_their_structure_and_gradients_may_be_fetched_unoptimized() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"up": x + 1, "down": x - 1}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.twice, self.last = nn.Linear(8, 4), Twice(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = self.twice(self.first(x))
+            return self.last(both["up"] * both["down"])
+
+    model = Model()
+    (batch,) = batches(6)
+    program = StepProgram(model, loss_of, [torch.optim.SGD(model.last.parameters(), lr=0.0)])
+    loss_of(model, batch)[0].backward()
+    for _ in range(2):
+        found = program.run(batch, fetch=["twice", "first.weight.grad"])
+        assert torch.equal(found["twice"]["up"], model.first(batch["x"]) + 1)  # type: ignore[index, arg-type]
+        assert torch.equal(found["first.weight.grad"], model.first.weight.grad)  # type: ignore[arg-type]
+        assert {*found} == {"loss", "right", "twice", "first.weight.grad"}
+    with pytest.raises(ValueError, match="'nothing' was to be fetched"):
+        program.run(batch, fetch=["nothing"])
+
+
+def test_floats_in_a_batch_may_change_and_ints_make_new_graphs() -> None:
+    def loss(model: nn.Module, batch: dict[str, object]) -> Tensor:
+        return model(batch["x"]).pow(batch["power"]).mean() * batch["scale"]
+
+    model = nn.Linear(8, 4)
+    program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    for power, scale in ((2, 1.0), (2, 3.0), (4, 2.0), (2, 0.5)):
+        batch = {"x": torch.ones(2, 8), "power": power, "scale": scale}
+        expected = loss(model, batch).detach()
+        assert torch.equal(program.run(batch)["loss"], expected)  # type: ignore[arg-type]
+
+
+def test_tied_parameters_have_one_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(x)))
+
+    data = batches(6, 6, 6)
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(model.parameters(), lr=0.1)]
+
+    assert train(True, Tied, optimizers, data).equals(train(False, Tied, optimizers, data))
 
 
 def test_a_scheduler_that_follows_a_captured_step_does_not_warn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["Backward", "Gradients", "Loss", "capture_backward"]
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["Backward", "Gradients", "Loss", "Nested", "capture_backward"]
 
 Loss = Callable[[nn.Module, Structure], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
@@ -32,9 +36,22 @@ class Gradients:
         sparse: for each table looked up sparsely, its lookups in the order of the forward.
     """
 
-    outputs: dict[str, Tensor]
+    outputs: dict[str, Structure]
     dense: dict[str, Tensor]
     sparse: dict[str, tuple[SparseRows, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A fetched module output that is more than one tensor: the names of its leaves, and how they nest."""
+
+    name: str
+    leaves: tuple[str, ...]
+    structure: PyTreeSpec
+
+    def gather(self, results: dict[str, Structure]) -> None:
+        """Puts the leaves among ``results`` together under the module's name."""
+        results[self.name] = unflatten(self.structure, [results.pop(leaf) for leaf in self.leaves])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,7 @@ class Backward:
     outputs: tuple[str, ...]
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
+    nested: tuple[Nested, ...] = ()
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
         """The same with ``improve`` applied to the graph."""
@@ -52,17 +70,25 @@ class Backward:
 
     def sort(self, results: Mapping[str, object]) -> Gradients:
         """The graph's results, by what they are."""
-        sparse: dict[str, list[SparseRows]] = {}
-        for index, (table, padding) in enumerate(self.lookups):
-            ids, rows = results[f"{table}.ids.{index}"], results[f"{table}.rows.{index}"]
-            assert isinstance(ids, Tensor)
-            assert isinstance(rows, Tensor)
-            sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
+        sparse = self.take_sparse(dict(results))
+        outputs: dict[str, Structure] = {name: results[name] for name in self.outputs}
+        for nested in self.nested:
+            nested.gather(outputs)
         return Gradients(
-            {name: results[name] for name in self.outputs},  # type: ignore[misc]
+            outputs,
             {name: results[f"{name}.grad"] for name in self.dense},  # type: ignore[misc]
             {table: tuple(found) for table, found in sparse.items()},
         )
+
+    def take_sparse(self, results: dict[str, object]) -> dict[str, list[SparseRows]]:
+        """Takes the lookups out of the graph's results."""
+        sparse: dict[str, list[SparseRows]] = {}
+        for index, (table, padding) in enumerate(self.lookups):
+            ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
+            assert isinstance(ids, Tensor)
+            assert isinstance(rows, Tensor)
+            sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
+        return sparse
 
 
 class _Body:
@@ -73,12 +99,13 @@ class _Body:
         self.outputs: list[str] = []
         self.dense: list[str] = []
         self.lookups: list[tuple[str, int]] = []
+        self.nested: list[Nested] = []
 
     def run(
         self, batch: Structure, state: Mapping[str, Tensor], recorder: Recorder, cut: SparseLookups
     ) -> list[object]:
         loss, extras = self._evaluate(batch)
-        results = {"loss": loss, **extras, **_fetched(self._fetch, recorder.outputs)}
+        results = {"loss": loss, **extras, **self._fetched(recorder.outputs)}
         self.outputs = list(results)
         recorder.follow_backward(loss)
         leaves = [state[name] for name in self._wrt]
@@ -104,7 +131,7 @@ class _Body:
                 raise UserMistake(f"the loss returned {name!r} as a {type(value).__name__}; return tensors")
         if not loss.requires_grad:
             raise UserMistake("the loss depends on no parameter that requires a gradient")
-        return loss, extras
+        return loss if loss.ndim == 0 else loss.reshape(()), extras
 
     def _sparse(
         self, found: Sequence[Lookup], gradients: Sequence[Tensor | None], dense: Mapping[str, Tensor]
@@ -121,6 +148,21 @@ class _Body:
             self.lookups.append((lookup.table, lookup.padding_idx))
             flat += [lookup.ids, rows]
         return flat
+
+    def _fetched(self, kept: Mapping[str, object]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in self._fetch:
+            if name not in kept:
+                raise UserMistake(f"{name!r} was to be fetched, but the forward called no module of that name")
+            output = kept[name]
+            flat, structure = flatten(output)
+            named = {f"{name}.{path}" if path else name: v for path, v in zip(paths(output), flat, strict=True)}
+            if not all(isinstance(value, Tensor) for value in flat):
+                raise CaptureError(f"{name!r} was to be fetched, but its output holds more than tensors")
+            found.update(named)  # type: ignore[arg-type]
+            if [*named] != [name]:
+                self.nested.append(Nested(name, tuple(named), structure))
+        return found
 
     def names(self) -> list[str]:
         sparse = [
@@ -146,7 +188,7 @@ def capture_backward(
     sources = [
         Source(f"batch.{path}" if path else "batch", leaf)
         for path, leaf in zip(paths(batch), leaves, strict=True)
-        if isinstance(leaf, Tensor)
+        if isinstance(leaf, (Tensor, float))
     ]
     batch_size = len(sources)
     sources += [Source(name, tensor, state=True) for name, tensor in state.items()]
@@ -161,7 +203,7 @@ def capture_backward(
 
     def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
         given = iter(values[:batch_size])
-        rebuilt = unflatten(structure, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        rebuilt = unflatten(structure, [next(given) if isinstance(v, (Tensor, float)) else v for v in leaves])
         standing = {source.name: value for source, value in zip(sources, values, strict=True)}
         cut.tables = {id(standing[name]): name for name in wrt}
         results = body.run(rebuilt, standing, recorder, cut)
@@ -175,19 +217,7 @@ def capture_backward(
         changed = python.undo_changes()
     if changed is not None:
         raise changed
-    return Backward(graph, tuple(body.outputs), tuple(body.dense), tuple(body.lookups))
-
-
-def _fetched(fetch: Sequence[str], kept: Mapping[str, object]) -> dict[str, Tensor]:
-    found = {}
-    for name in fetch:
-        if name not in kept:
-            raise UserMistake(f"{name!r} was to be fetched, but the forward did not call that module")
-        flat, _ = flatten(kept[name])
-        for path, leaf in zip(paths(kept[name]), flat, strict=True):
-            if isinstance(leaf, Tensor):
-                found[f"{name}.{path}" if path else name] = leaf
-    return found
+    return Backward(graph, tuple(body.outputs), tuple(body.dense), tuple(body.lookups), tuple(body.nested))
 
 
 def _detached(value: Tensor) -> Tensor:

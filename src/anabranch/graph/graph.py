@@ -108,10 +108,10 @@ class Graph:
 
     def lowered(self) -> Graph:
         """The graph that the program is generated from: handles dropped, memory reused in place."""
-        from anabranch.graph.dead_nodes import drop_handles
+        from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
         from anabranch.graph.in_place import reuse_in_place
 
-        return reuse_in_place(drop_handles(self, stops=True))
+        return reuse_in_place(sum_to_final_shape(drop_handles(self, stops=True)))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """The inputs that are bound, with what they are bound to."""

@@ -12,7 +12,7 @@ them apart, for a caller that has something to do in between that cannot be trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -33,7 +33,7 @@ from anabranch.graph.inductor import compile_graph
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.tracing import Recorder, Source
-from anabranch.graph.update import LearningRates, capture_update, group_numbers, has_state
+from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 __all__ = ["Between", "Pass", "StepProgram"]
@@ -45,6 +45,7 @@ Between: TypeAlias = Callable[
 Pass: TypeAlias = Callable[[Graph], Graph]
 
 _MOST_NUMBERS = 8
+_MOST_GRAPHS = 64
 
 
 class StepProgram:
@@ -107,6 +108,7 @@ class StepProgram:
         ]
         self._states = [optimizer.state for optimizer in optimizers]
         self._rates = LearningRates(optimizers)
+        self._group_numbers = GroupNumbers(optimizers)
         self._backwards: dict[object, tuple[Backward, Program]] = {}
         self._betweens: dict[object, Graph] = {}
         self._updates: dict[object, tuple[Graph, Program]] = {}
@@ -122,7 +124,7 @@ class StepProgram:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last.graph
 
-    def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Tensor]:
+    def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Structure]:
         """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
 
         Args:
@@ -137,12 +139,12 @@ class StepProgram:
             return self._first_run(key, batch, extra, tuple(fetch))
         self._last = joint
         self._rates.refresh()
-        results = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
+        results: dict[str, Structure] = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        if not joint.backward.lookups:
-            return results  # type: ignore[return-value]
-        return self._finish(joint, results, fetch)
+        if joint.backward.lookups or joint.backward.nested:
+            return self._finish(joint, results)
+        return results
 
     def backward(self, batch: Structure, fetch: Sequence[str] = ()) -> Gradients:
         """Forward and backward alone: nothing is updated but buffers."""
@@ -178,7 +180,7 @@ class StepProgram:
             tuple([_look(leaf) for leaf in more]),
             tuple([module.training for module in self._modules]),
             tuple([parameter.requires_grad for parameter in self._parameters.values()]),
-            group_numbers(self._optimizers),
+            self._group_numbers.current(),
             tuple(fetch),
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
@@ -188,19 +190,27 @@ class StepProgram:
         return [leaf for leaf in leaves if isinstance(leaf, (Tensor, float))], key
 
     def _check_bound(self) -> None:
-        same = all(entries.get(name) is tensor for entries, name, tensor in self._slots)
-        if not same or any(o.state is not s for o, s in zip(self._optimizers, self._states, strict=True)):
-            self._bind()
+        for entries, name, tensor in self._slots:
+            if entries.get(name) is not tensor:
+                return self._bind()
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            if optimizer.state is not state:
+                return self._bind()
+        return None
 
     # Capture.
 
-    def _first_run(self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]) -> dict[str, Tensor]:
+    def _first_run(
+        self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]
+    ) -> dict[str, Structure]:
         if self._broken is not None:
             raise self._broken
         refuse_hooks({}, {}, self._optimizers)
         self._refuse_changing_numbers()
         modules = [name for name in fetch if not name.endswith(".grad")]
-        backward, program = self._backward(key, batch, modules)
+        asked = {name.removesuffix(".grad") for name in fetch if name.endswith(".grad")}
+        backward, program = self._backward(key, batch, modules, asked)
+        self._check_fetched(asked, backward)
         between = self._between(backward, extra)
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
@@ -215,7 +225,12 @@ class StepProgram:
         return results
 
     def _refuse_changing_numbers(self) -> None:
-        self._numbers.add(group_numbers(self._optimizers))
+        if len(self._joints) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} graphs have been captured for this step, and another batch shape, mode or fetch came; "
+                "pad batches to a few shapes, or use engine='tape'"
+            )
+        self._numbers.add(self._group_numbers.current())
         if len(self._numbers) > _MOST_NUMBERS:
             raise CaptureError(
                 "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from step "
@@ -223,10 +238,20 @@ class StepProgram:
                 "(cycle_momentum=False)"
             )
 
-    def _backward(self, key: object, batch: Structure, fetch: Sequence[str]) -> tuple[Backward, Program]:
-        key = (key, tuple(fetch))
+    @staticmethod
+    def _check_fetched(asked: Collection[str], backward: Backward) -> None:
+        for name in asked:
+            if name not in backward.dense:
+                raise ValueError(
+                    f"'{name}.grad' was to be fetched, but no dense gradient reaches a parameter of that name"
+                )
+
+    def _backward(
+        self, key: object, batch: Structure, fetch: Sequence[str], asked: Collection[str] = ()
+    ) -> tuple[Backward, Program]:
+        key = (key, tuple(fetch), tuple(asked))
         if key not in self._backwards:
-            wrt = [n for n, p in self._parameters.items() if p.requires_grad and p in self._names]
+            wrt = [n for n, p in self._parameters.items() if p.requires_grad and (p in self._names or n in asked)]
             found = capture_backward(self._model, self._loss, batch, wrt, fetch)
             found = found.improved(merge_duplicates)
             self._backwards[key] = (found, found.graph.program())
@@ -240,8 +265,9 @@ class StepProgram:
         leaves, structure = flatten(extra)
         sources = [Source(name, examples[name]) for name in names]  # type: ignore[arg-type]
         sources += [
-            Source(f"extra.{path}" if path else "extra", leaf)  # type: ignore[arg-type]
+            Source(f"extra.{path}" if path else "extra", leaf)
             for path, leaf in zip(paths(extra), leaves, strict=True)
+            if isinstance(leaf, (Tensor, float))
         ]
         between = self._trace_between
         found: list[str] = []
@@ -250,16 +276,17 @@ class StepProgram:
             recorder.phase = "between"
             outputs = dict(zip(backward.outputs, values, strict=False))
             gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
-            given = unflatten(structure, list(values[len(names) :]))
+            given = iter(values[len(names) :])
+            rebuilt = unflatten(structure, [next(given) if isinstance(v, (Tensor, float)) else v for v in leaves])
             with torch.no_grad():
-                outputs, gradients = between(outputs, gradients, given)
+                outputs, gradients = between(outputs, gradients, rebuilt)
             found[:] = [*outputs, *(f"{name}.grad" for name in gradients)]
             return [*outputs.values(), *gradients.values()]
 
         return build(body, sources, found)
 
     def _update(self, dense: Mapping[str, Tensor]) -> tuple[Graph, Program]:
-        key = (tuple(dense), group_numbers(self._optimizers))
+        key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             graph = capture_update(self._optimizers, dense, self._rates, self._names)
             self._updates[key] = (graph, graph.program())
@@ -296,29 +323,29 @@ class StepProgram:
         batch: Structure,
         extra: Structure,
         fetch: Sequence[str],
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Structure]:
         leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, (Tensor, float))]
-        results = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
-        found = backward.sort(results)
-        outputs, dense = found.outputs, found.dense
+        results: dict[str, Structure] = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
+        sparse = backward.take_sparse(results)
         if between is not None:
-            given = [*outputs.values(), *dense.values(), *flatten(extra)[0]]
-            changed = dict(zip(between.outputs, between.program().run(*given), strict=True))
-            outputs = {n: v for n, v in changed.items() if not n.endswith(".grad")}  # type: ignore[misc]
-            dense = {n[:-5]: v for n, v in changed.items() if n.endswith(".grad")}  # type: ignore[misc]
-        self.update(dense, found.sparse)
-        return outputs | {n: dense[n[:-5]] for n in fetch if n.endswith(".grad")}
+            given = [results[b.name] for b in between.bindings if b.bound is None and b.name in results]
+            given += [leaf for leaf in flatten(extra)[0] if isinstance(leaf, (Tensor, float))]
+            results = dict(zip(between.outputs, between.program().run(*given), strict=True))
+        gradients = {name: results.pop(f"{name}.grad") for name in backward.dense if f"{name}.grad" in results}
+        self.update(gradients, sparse)  # type: ignore[arg-type]
+        results |= {name: gradients[name.removesuffix(".grad")] for name in fetch if name.endswith(".grad")}
+        for nested in backward.nested:
+            nested.gather(results)
+        return results
 
-    def _finish(self, joint: _Joint, results: dict[str, object], fetch: Sequence[str]) -> dict[str, Tensor]:
-        """Steps the optimizers on the rows that the graph yields."""
-        sparse: dict[str, list[SparseRows]] = {}
-        for index, (table, padding) in enumerate(joint.backward.lookups):
-            ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
-            assert isinstance(ids, Tensor)
-            assert isinstance(rows, Tensor)
-            sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
-        self._step_eagerly({}, sparse)
-        return results  # type: ignore[return-value]
+    def _finish(self, joint: _Joint, results: dict[str, Structure]) -> dict[str, Structure]:
+        """Steps the optimizers on the rows that the graph yields, and nests what was fetched."""
+        sparse = joint.backward.take_sparse(results)
+        if sparse:
+            self._step_eagerly({}, sparse)
+        for nested in joint.backward.nested:
+            nested.gather(results)
+        return results
 
     def _step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
         gradients = {**dense}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
 from anabranch.graph.tracing import Recorder, Source
 
-__all__ = ["LearningRates", "capture_update", "group_numbers"]
+__all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 
 
 class LearningRates:
@@ -48,16 +49,18 @@ class LearningRates:
         return next(t for g, t in zip(self._groups, self._tensors, strict=True) if g is group)
 
 
-def group_numbers(optimizers: Sequence[Optimizer]) -> tuple[object, ...]:
+class GroupNumbers:
     """All that parameter groups hold besides parameters and learning rates: a change of it makes a new graph."""
-    return tuple(
-        tuple((name, value) for name, value in group.items() if name not in _NOT_NUMBERS)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    )
 
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
+        # Two names at least, so that an itemgetter gives a tuple.
+        self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
 
-_NOT_NUMBERS = {"params", "lr", "initial_lr"}
+    def current(self) -> tuple[object, ...]:
+        """The numbers now."""
+        return tuple([read(group)[2:] for read, group in zip(self._readers, self._groups, strict=True)])
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
