@@ -64,7 +64,11 @@ def main() -> None:
     print("microseconds an operation")
     print("| operations | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for row in rows:
-        print(f"| {row['operations']:.0f} | " + " | ".join(f"{1e6 * row[n] / row['operations']:.1f}" for n in names) + " |")
+        print(
+            f"| {row['operations']:.0f} | "
+            + " | ".join(f"{1e6 * row[n] / row['operations']:.1f}" for n in names)
+            + " |"
+        )
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "capture_time.json").write_text(json.dumps({"machine": before, "results": rows}, indent=1))

@@ -360,6 +360,98 @@ def test_floats_in_a_batch_may_change_and_ints_make_new_graphs() -> None:
         assert torch.equal(program.run(batch)["loss"], expected)  # type: ignore[arg-type]
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x.unflatten(1, (2, 4)).transpose(0, 1))[0][-1])
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Scaled.apply(x, self.weight))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t())
+
+
+class Autocast(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()  # type: ignore[no-any-return]
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "custom function": Custom,
+    "gradient of other strides": Transposed,
+    "autocast": lambda: Autocast(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
+    "spectral norm": lambda: nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, 4)),
+}
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_kinds_of_modules_are_the_plain_loop_too(model: str) -> None:
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)]
+
+    data = batches(6, 6, 6)
+    assert train(True, OTHERS[model], optimizers, data).equals(train(False, OTHERS[model], optimizers, data))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_sparse_matrices_in_a_batch_are_multiplied_as_eager_does(layout: str) -> None:
+    dense = torch.eye(5).roll(1, 0) + torch.eye(5)
+    matrix = dense.to_sparse_csr() if layout == "csr" else dense.to_sparse()
+    batch = {"neighbours": matrix, "x": torch.randn(5, 3)}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return torch.sparse.mm(batch["neighbours"], model(batch["x"])).square().mean()
+
+    found = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        program = StepProgram(model, loss, [optimizer])
+        for _ in range(3):
+            if graph:
+                program.run(batch)
+            else:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        found.append(model.state_dict().values())
+    assert all(map(torch.equal, *found))  # type: ignore[arg-type]
+
+
 def test_tied_parameters_have_one_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

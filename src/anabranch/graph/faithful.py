@@ -23,6 +23,8 @@ __all__ = ["PythonState", "captured_tensors", "reachable_modules", "refuse_hooks
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 _NOT_STATE = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
+# How torch's recurrent modules remember their parameters, which are swapped during a capture.
+_NOT_STATE |= {"_flat_weights", "_flat_weight_refs"}
 _DEPTH = 4
 
 

@@ -409,6 +409,8 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
 def _look(leaf: object) -> object:
     """What of a leaf is baked into a graph."""
     if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf._nnz()
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     return type(leaf) if isinstance(leaf, float) else leaf
 
