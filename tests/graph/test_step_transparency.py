@@ -391,13 +391,15 @@ class Custom(nn.Module):
         return self.head(Scaled.apply(x, self.weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Transposed(nn.Module):
+class Summed(nn.Module):
+    """The gradient of ``offset`` arrives as one number, expanded with strides of zero."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.offset, self.head = nn.Parameter(torch.randn(3, 4)), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t())
+        return self.head(x) * self.offset.sum()
 
 
 class Autocast(nn.Sequential):
@@ -409,7 +411,7 @@ class Autocast(nn.Sequential):
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "custom function": Custom,
-    "gradient of other strides": Transposed,
+    "gradient of other strides": Summed,
     "autocast": lambda: Autocast(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
     "spectral norm": lambda: nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, 4)),
