@@ -24,13 +24,12 @@ def reuse_in_place(graph: Graph) -> Graph:
     graph = graph.copy()
     effects = graph.effects()
     last = _last_readers(graph, effects)
-    kept = {effects.root[node] for node in graph.fx.output_node().all_input_nodes}
     for node in graph.fx.nodes:
         target = _in_place(node.target) if isinstance(node.target, OpOverload) else None
         if target is None or effects.written_by(node):
             continue
         for index in range(2 if node.target in _COMMUTATIVE and not node.kwargs and len(node.args) == 2 else 1):
-            if _dies(node, index, effects, last, kept):
+            if _dies(node, index, effects, last):
                 if index:
                     node.args = (node.args[1], node.args[0])
                 node.meta["reused"] = node.args[0]
@@ -39,13 +38,13 @@ def reuse_in_place(graph: Graph) -> Graph:
     return graph
 
 
-def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], kept: set[fx.Node]) -> bool:
+def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node]) -> bool:
     """Whether the argument has the result's form and memory that ends here, of which no other argument is part."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False
     root = effects.root[source]
-    if root.op == "placeholder" or root in kept or last.get(root) is not node or _is_filled(root):
+    if root.op == "placeholder" or last.get(root) is not node or _is_filled(root):
         return False
     return sum(effects.root[other] is root for other in node.all_input_nodes) == 1
 
@@ -63,7 +62,7 @@ def _same_form(before: object, after: object) -> bool:
 
 
 def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
-    """For each memory, the last node that reads any part of it; making a view of it counts, and so do its readers."""
+    """For each memory, the last node that reads any part of it, the graph's output among them."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.fx.nodes:
         for source in node.all_input_nodes:
