@@ -5,6 +5,7 @@ gives. The packages are floors, imports point down only:
 
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
+- ``graph``: a function or a whole step as a graph that can be differentiated, changed, looked at and run.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
 - ``parameter_server``: tables larger than a worker, read and updated by id.
@@ -42,6 +43,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
+from anabranch.graph import Graph, capture, gradients
 from anabranch.job import Job, job
 from anabranch.parameter_server import RowWiseAdagrad
 from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
@@ -57,6 +59,7 @@ __all__ = [
     "Executor",
     "Grad",
     "GradManager",
+    "Graph",
     "Job",
     "Namespace",
     "NonFinite",
@@ -74,7 +77,9 @@ __all__ = [
     "TrainStep",
     "Unauthorized",
     "all_reduce",
+    "capture",
     "get_grad_managers",
+    "gradients",
     "job",
     "map_with_parallel_backward",
     "pop",
@@ -82,6 +87,8 @@ __all__ = [
     "run_isolated_backward",
     "run_isolated_forward",
     "send",
+    "run_isolated_backward",
+    "run_isolated_forward",
     "skippable",
     "stash",
     "testing",

@@ -1,0 +1,76 @@
+"""From a traced function to a ``Graph``: inputs named and bound, constants lifted, leftovers of the trace removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from anabranch.errors import CaptureError
+from anabranch.graph.dead_nodes import drop_dead_nodes, drop_handles
+from anabranch.graph.graph import Graph, Input, InputKind
+from anabranch.graph.tracing import Interceptor, Source, constants, trace
+
+__all__ = ["build"]
+
+
+def build(
+    body: Callable[..., Sequence[object]],
+    sources: Sequence[Source],
+    outputs: Sequence[str],
+    modules: dict[str, nn.Module] | None = None,
+    *,
+    kinds: Mapping[str, InputKind] | None = None,
+    may_read: bool = False,
+    keep: frozenset[str] = frozenset(),
+    interceptors: Sequence[Interceptor] = (),
+) -> Graph:
+    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans what comes out."""
+    module = trace(body, sources, modules, may_read=may_read, keep=keep, interceptors=interceptors)
+    graph = module.graph
+    _refuse_unfaithful(graph)
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
+    for index, (node, tensor) in enumerate(constants(module).items()):
+        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
+            lifted = graph.placeholder(f"constant_{index}")
+        lifted.meta.update(node.meta)
+        lifted.meta["val"] = tensor.detach()
+        node.replace_all_uses_with(lifted)
+        graph.erase_node(node)
+        placeholders.append(lifted)
+        inputs.append(Input(f"constant.{index}", "constant", tensor))
+    _drop_profiling(graph)
+    output = graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+    return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
+
+
+def _input(source: Source, node: fx.Node, kinds: Mapping[str, InputKind]) -> Input:
+    if not source.state:
+        return Input(source.name)
+    assert isinstance(source.value, Tensor)
+    kind: InputKind = kinds.get(source.name) or kinds.get("") or "constant"
+    if isinstance(source.value, nn.Parameter):
+        kind = "parameter"
+    return Input(source.name, kind, source.value)
+
+
+# The tracer records these without the workspace that their backward needs.
+_UNFAITHFUL = {"aten::mkldnn_rnn_layer"}
+
+
+def _refuse_unfaithful(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _UNFAITHFUL:
+            raise CaptureError(
+                f"{node.meta.get('scope') or 'the step'}: {node.target} cannot be captured: its backward reads a "
+                "workspace that a trace does not have; use engine='tape', or torch.backends.mkldnn.flags(enabled=False)"
+            )
+
+
+def _drop_profiling(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
+            graph.erase_node(node)

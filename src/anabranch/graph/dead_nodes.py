@@ -1,0 +1,110 @@
+"""Drops what nobody would notice: unused results, copies of handles, writes into memory that is never read again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from anabranch.graph.effects import Effects
+from anabranch.graph.graph import Graph
+
+__all__ = ["drop_dead_nodes", "drop_handles", "sum_to_final_shape"]
+
+_aten = torch.ops.aten
+_HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+
+def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
+    """``graph`` without nodes that only make another handle of the same values.
+
+    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already.
+    A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops`` drops it too.
+    """
+    graph = graph.copy()
+    for node in list(graph.fx.nodes):
+        if node.meta.get("stop") and not stops:
+            continue
+        same = _same_values(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.fx.erase_node(node)
+    return graph
+
+
+def _same_values(node: fx.Node) -> fx.Node | None:
+    if node.target in _HANDLES:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is _aten.t.default:
+        inner = node.args[0]
+        assert isinstance(inner, fx.Node)
+        if inner.target is _aten.t.default:
+            return inner.args[0]  # type: ignore[return-value]
+    if node.target is _aten.view.default:
+        _skip_inner_view(node)
+    if node.target is _aten.view.default or node.target is _aten.expand.default:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        before, after = source.meta.get("val"), node.meta.get("val")
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
+            return source
+    return None
+
+
+def sum_to_final_shape(graph: Graph) -> Graph:
+    """``graph`` with a sum that keeps its dimensions, only to be viewed without them, done without them at once."""
+    graph = graph.copy()
+    for node in list(graph.fx.nodes):
+        inner = node.args[0] if node.target is _aten.view.default else None
+        if not isinstance(inner, fx.Node) or inner.target is not _aten.sum.dim_IntList or len(inner.users) != 1:
+            continue
+        kept, dims = inner.args[2:3] == (True,), inner.args[1]
+        if not kept or inner.kwargs or not isinstance(dims, (list, tuple)) or not dims:
+            continue
+        assert isinstance(inner.args[0], fx.Node)
+        source, result = inner.args[0].meta["val"], node.meta["val"]
+        dropped = {int(dim) % source.ndim for dim in dims}  # type: ignore[arg-type]
+        if tuple(result.shape) == tuple(size for dim, size in enumerate(source.shape) if dim not in dropped):
+            inner.args = inner.args[:2]
+            inner.meta = node.meta
+            node.replace_all_uses_with(inner)
+            graph.fx.erase_node(node)
+    return graph
+
+
+def _skip_inner_view(node: fx.Node) -> None:
+    """A view of a view of contiguous memory is a view of that memory."""
+    inner = node.args[0]
+    assert isinstance(inner, fx.Node)
+    if inner.target is not _aten.view.default:
+        return
+    source = inner.args[0]
+    assert isinstance(source, fx.Node)
+    example = source.meta.get("val")
+    if isinstance(example, Tensor) and example.is_contiguous():
+        node.replace_input_with(inner, source)
+
+
+def _looks_same(before: Tensor, after: Tensor) -> bool:
+    return before.shape == after.shape and before.stride() == after.stride() and before.dtype == after.dtype
+
+
+def drop_dead_nodes(graph: Graph) -> Graph:
+    """``graph`` without the nodes whose results reach no output, no state and no random number generator.
+
+    A write in place is alive if its memory is state, or is read later by a live node.
+    """
+    graph = graph.copy()
+    effects = graph.effects()
+    live_memory = {effects.root[node] for node in graph.fx.nodes if node.op == "placeholder"}
+    for node in reversed(list(graph.fx.nodes)):
+        written = effects.written_by(node)
+        if node.users or effects.must_stay(node) or any(effects.root[w] in live_memory for w in written):
+            live_memory.update(effects.root[read] for read in node.all_input_nodes)
+        elif node.op == "call_function" and _may_drop(node, effects):
+            graph.fx.erase_node(node)
+    return graph
+
+
+def _may_drop(node: fx.Node, effects: Effects) -> bool:
+    return isinstance(node.target, OpOverload) or not effects.must_stay(node)

@@ -1,0 +1,217 @@
+"""``gradients``: reverse-mode differentiation of a graph, as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import NotFound, SchemaError
+from anabranch.graph.build import build
+from anabranch.graph.graph import Graph, Input, Origin
+from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.tracing import Recorder, Source, UserMistake
+from anabranch.tensors import flatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["gradients"]
+
+_aten = torch.ops.aten
+InsertGrad = Sequence[Tensor] | Literal[True] | None
+
+
+def gradients(
+    graph: Graph,
+    outputs: Sequence[str] | None = None,
+    wrt: Sequence[str] = (),
+    insert_grad: InsertGrad = None,
+) -> Graph:
+    """The graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
+
+    >>> from anabranch.graph import capture
+    >>> graph = gradients(capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3)), wrt=["w"])
+    >>> graph(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
+    (tensor(6.), tensor([1., 2., 3.]))
+
+    Args:
+        graph: a captured graph; its state stays bound. The result may be differentiated again.
+        outputs: names of outputs or nodes, each of a floating dtype; all floating outputs by default.
+        wrt: names of inputs or nodes.
+        insert_grad: what arrives at the outputs: ones (``None``), new inputs ``grad_<output>`` after the others
+            (``True``), for a gradient that comes from across a boundary, or these tensors.
+
+    Returns:
+        A graph that takes what ``graph`` takes and returns the outputs and then the gradients, as one tuple. The
+        gradient of a table that is looked up sparsely is a pair ``(ids, rows)``.
+
+    Raises:
+        NotFound: for a name that the graph has not.
+        TypeError: for an output or ``wrt`` of an integer dtype.
+        ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
+        SchemaError: for gradients of the wrong number or shape.
+    """
+    if not wrt:
+        raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
+    tape = _Tape(graph, outputs, wrt)
+    given = tape.arriving(insert_grad)
+    bindings = [*graph.bindings, *given]
+    sources = []
+    for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
+        value = node.meta.get("val")
+        sources.append(Source(binding.name, value if isinstance(value, Tensor) else 1.0))
+    sources += [Source(binding.name, tape.example(name)) for binding, name in zip(given, tape.outputs, strict=False)]
+    names: list[str] = []
+
+    def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+        recorder.differentiable = True
+        results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :])
+        return results
+
+    found = build(body, sources, names)
+    inputs = [*bindings, *found.bindings[len(bindings) :]]
+    structure = tape.structure()
+    merged = Graph(found.fx, inputs, names).with_structure(None, structure)
+    if not isinstance(insert_grad, (list, tuple)):
+        merged.origin = _again(graph, outputs, wrt, insert_grad)
+    return merged
+
+
+def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
+    """Differentiates what the graph is for other shapes."""
+    origin = graph.origin
+    if origin is None:
+        return None
+    return lambda shapes: gradients(origin(shapes), outputs, wrt, insert_grad)
+
+
+class _Tape:
+    """Replays a graph's operations with autograd on."""
+
+    def __init__(self, graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str]) -> None:
+        self._graph = graph
+        self._nodes = {node.name: node for node in graph.fx.nodes}
+        self._nodes.update({b.name: n for n, b in zip(graph.placeholders, graph.bindings, strict=True)})
+        results = {n: r for n, r in zip(graph.outputs, graph.results, strict=True) if isinstance(r, fx.Node)}
+        self._nodes.update(results)
+        self.outputs = list(outputs) if outputs is not None else [n for n, r in results.items() if _floats(r)]
+        self.wrt = list(wrt)
+        for name in [*self.outputs, *self.wrt]:
+            self._check(name)
+        self._sparse: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def _check(self, name: str) -> None:
+        if name not in self._nodes:
+            raise NotFound(f"the graph has no {name!r}; inputs {self._graph.inputs}, outputs {self._graph.outputs}")
+        if not _floats(self._nodes[name]):
+            raise TypeError(f"{name!r} is not of a floating dtype: it has no gradient")
+
+    def example(self, name: str) -> Tensor:
+        value = self._nodes[name].meta["val"]
+        assert isinstance(value, Tensor)
+        return value
+
+    def arriving(self, insert_grad: InsertGrad) -> list[Input]:
+        """The inputs that bring the gradients of the outputs."""
+        if insert_grad is None:
+            return []
+        if insert_grad is True:
+            return [Input(f"grad_{name}") for name in self.outputs]
+        if len(insert_grad) != len(self.outputs):
+            raise SchemaError(f"insert_grad has {len(insert_grad)} tensors for {len(self.outputs)} outputs")
+        for name, tensor in zip(self.outputs, insert_grad, strict=True):
+            if tensor.shape != self.example(name).shape:
+                expected = tuple(self.example(name).shape)
+                raise SchemaError(f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {expected}")
+        return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
+
+    def run(self, values: Sequence[Tensor], arriving: Sequence[Tensor]) -> tuple[list[object], list[str]]:
+        """The outputs and the gradients, flat, and their names."""
+        self._sparse = {}
+        targets = {self._nodes[name]: name for name in self.wrt}
+        computed = self._replay(values, targets)
+        roots = [computed[self._nodes[name]] for name in self.outputs]
+        dense = [name for name in self.wrt if name not in self._sparse]
+        leaves = [computed[self._nodes[name]] for name in dense]
+        rows = [leaf for name in self._sparse for _, leaf in self._sparse[name]]
+        found = self._differentiate(roots, [*leaves, *rows], arriving)
+        by_name = dict(zip(dense, found, strict=False))
+        rest = iter(found[len(dense) :])
+        pairs = {name: [(ids, next(rest)) for ids, _ in lookups] for name, lookups in self._sparse.items()}
+        results: list[object] = list(roots)
+        names = list(self.outputs)
+        for name in self.wrt:
+            if name in pairs:
+                results += self._pair(name, pairs[name])
+                names += [f"{name}.grad.ids", f"{name}.grad.rows"]
+            elif by_name[name] is None:
+                raise _unreached(name, self.outputs)
+            else:
+                results.append(by_name[name])
+                names.append(f"{name}.grad")
+        return results, names
+
+    def _differentiate(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], arriving: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        seeds = list(arriving) or [torch.ones_like(root) for root in roots]
+        live = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        reachable = [leaf for leaf in leaves if leaf.requires_grad]
+        if not live or not reachable:
+            return [None] * len(leaves)
+        found = iter(
+            torch.autograd.grad([root for root, _ in live], reachable, [seed for _, seed in live], allow_unused=True)
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+    def _pair(self, name: str, lookups: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        reached = [(ids.reshape(-1), rows.reshape(-1, rows.shape[-1])) for ids, rows in lookups if rows is not None]
+        if not reached:
+            raise _unreached(name, self.outputs)
+        if len(reached) == 1:
+            return list(reached[0])
+        return [torch.cat(parts) for parts in zip(*reached, strict=True)]
+
+    def _replay(self, values: Sequence[Tensor], targets: Mapping[fx.Node, str]) -> dict[fx.Node, Tensor]:
+        computed: dict[fx.Node, Tensor] = {}
+        given = iter(values)
+        for node in self._graph.fx.nodes:
+            if node.op == "output":
+                continue
+            with torch.set_grad_enabled(bool(node.meta.get("recorded", True))):
+                value = next(given) if node.op == "placeholder" else self._run(node, computed, targets)
+            if node in targets and not value.requires_grad:
+                value.requires_grad_()
+            computed[node] = value
+        return computed
+
+    def _run(self, node: fx.Node, computed: dict[fx.Node, Tensor], targets: Mapping[fx.Node, str]) -> Tensor:
+        table = node.args[0] if node.args else None
+        is_sparse = node.target is _aten.embedding.default and len(node.args) > 4 and bool(node.args[4])
+        if is_sparse and isinstance(table, fx.Node) and table in targets:
+            args, _ = resolved(node, computed.__getitem__)
+            weight, ids, padding = args[:3]
+            assert isinstance(weight, Tensor)
+            assert isinstance(ids, Tensor)
+            assert isinstance(padding, int)
+            rows = torch.embedding(weight.detach(), ids, padding).requires_grad_()
+            self._sparse.setdefault(targets[table], []).append((ids, rows))
+            return rows
+        return evaluate(node, computed.__getitem__)  # type: ignore[return-value]
+
+    def structure(self) -> PyTreeSpec:
+        """The structure of what a call returns."""
+        results = [0] * len(self.outputs) + [(0, 0) if name in self._sparse else 0 for name in self.wrt]
+        return flatten(tuple(results))[1]
+
+
+def _floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _unreached(name: str, outputs: Sequence[str]) -> UserMistake:
+    return UserMistake(f"{name!r} is not reached: no gradient flows to it from {', '.join(outputs)}")

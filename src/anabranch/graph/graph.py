@@ -1,0 +1,285 @@
+"""``Graph``: a captured function as a list of ATen operations that can be looked at, changed and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import SchemaError
+from anabranch.graph.codegen import Program, generate
+from anabranch.graph.effects import Effects
+from anabranch.tensors import Structure, flatten, unflatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+    from anabranch.graph.memory import MemoryPlan
+
+__all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
+
+InputKind = Literal["argument", "parameter", "buffer", "optimizer", "constant"]
+Origin: TypeAlias = "Callable[[Sequence[torch.Size]], Graph]"
+"""Captures the same function for other shapes of its tensor inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of a graph: its name, what it is, the tensor it is bound to, the only value it takes, if any."""
+
+    name: str
+    kind: InputKind = "argument"
+    bound: Tensor | None = None
+    fixed: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation of a graph, as the reader sees it."""
+
+    name: str
+    operation: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    scope: str
+
+
+class Graph:
+    """A captured function: named inputs, operations, named outputs.
+
+    A graph is a value: the passes return new ones and leave theirs as they were. State (parameters, buffers, optimizer
+    state) is an input that is bound already, and is updated in place on the user's own tensors.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[Input],
+        outputs: Sequence[str],
+        *,
+        argument_structure: PyTreeSpec | None = None,
+        output_structure: PyTreeSpec | None = None,
+    ) -> None:
+        self.fx = graph
+        self.bindings = tuple(inputs)
+        self.outputs = list(outputs)
+        self._argument_structure = argument_structure
+        self._output_structure = output_structure
+        self._program: Program | None = None
+        self.origin: Origin | None = None
+        self.times: dict[str, float] = {}
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of all inputs: first the function's own, then its state."""
+        return [binding.name for binding in self.bindings]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The nodes of the inputs, in their order."""
+        return list(self.fx.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[object, ...]:
+        """The nodes of the outputs, in their order; an output that is a constant stands for itself."""
+        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The operations in the order in which they run."""
+        return [_describe(node) for node in self.fx.nodes if node.op == "call_function"]
+
+    @property
+    def code(self) -> str:
+        """The Python source that a call runs."""
+        return self.program().source
+
+    def program(self) -> Program:
+        """The generated program, made at first use."""
+        if self._program is None:
+            lowered = self.lowered()
+            self._program = generate(lowered.fx, dict(lowered.shared()))
+        return self._program
+
+    def lowered(self) -> Graph:
+        """The graph that the program is generated from: handles dropped, memory reused in place."""
+        from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
+        from anabranch.graph.in_place import reuse_in_place
+
+        return reuse_in_place(sum_to_final_shape(drop_handles(self, stops=True)))
+
+    def shared(self) -> list[tuple[fx.Node, Tensor]]:
+        """The inputs that are bound, with what they are bound to."""
+        pairs = zip(self.placeholders, self.bindings, strict=True)
+        return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
+
+    def effects(self) -> Effects:
+        """What each operation writes, aliases and draws."""
+        return Effects(self.fx, self.shared())
+
+    def examples(self) -> tuple[object, ...]:
+        """What the outputs look like: a fake tensor for each tensor."""
+        return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
+
+    def copy(self) -> Graph:
+        """A graph of the same nodes that can be changed without changing this one."""
+        fresh = fx.Graph()
+        fresh.output(fresh.graph_copy(self.fx, {}))
+        return self.with_nodes(fresh)
+
+    def with_nodes(self, graph: fx.Graph) -> Graph:
+        """A graph of other nodes with the inputs and outputs of this one."""
+        return Graph(
+            graph,
+            self.bindings,
+            self.outputs,
+            argument_structure=self._argument_structure,
+            output_structure=self._output_structure,
+        )
+
+    def with_structure(
+        self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
+    ) -> Graph:
+        """This graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
+        bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
+        graph = Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
+        graph.origin = self.origin
+        return graph
+
+    def memory_plan(self) -> MemoryPlan:
+        """When each value is alive in a run, what is reused in place, and the most bytes alive at once.
+
+        Counted is what a run allocates: not the inputs, nor the state.
+        """
+        from anabranch.graph.memory import plan_memory
+
+        return plan_memory(self)
+
+    def recompute(self, budget_bytes: int) -> Graph:
+        """This graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the budget.
+
+        >>> import torch
+        >>> from anabranch.graph import capture
+        >>> def fn(x):
+        ...     kept = [torch.sin(x * i) for i in range(1, 6)]
+        ...     return sum(k.sum() for k in reversed(kept))
+        >>> graph = capture(fn, torch.ones(1000))
+        >>> graph.memory_plan().peak_bytes
+        20004
+        >>> smaller = graph.recompute(9000)
+        >>> smaller.memory_plan().peak_bytes <= 9000, bool(smaller(torch.ones(1000)) == graph(torch.ones(1000)))
+        (True, True)
+
+        Args:
+            budget_bytes: most bytes that a run may have allocated at once.
+
+        Raises:
+            ValueError: if no choice of recomputation that was found fits; names the least that was reached.
+
+        Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
+        tradeoffs in checkpointing by being fusion aware", 2023).
+        """
+        from anabranch.graph.recompute import recompute
+
+        return recompute(self, budget_bytes)
+
+    def infer_shapes(self, *input_shapes: Sequence[int]) -> dict[str, torch.Size]:
+        """The shape of every input, operation and output, for free inputs of these shapes.
+
+        >>> import torch
+        >>> from anabranch.graph import capture
+        >>> graph = capture(lambda x: x.flatten(1).relu(), torch.ones(2, 3, 4))
+        >>> graph.infer_shapes((5, 3, 4))["output"]
+        torch.Size([5, 12])
+
+        Args:
+            input_shapes: one for each free tensor input, in order; none at all for the captured shapes.
+
+        Raises:
+            ValueError: if the operations do not work on these shapes; names the first that does not.
+        """
+        from anabranch.graph.shapes import infer_shapes
+
+        return infer_shapes(self, input_shapes)
+
+    def profile(self, *inputs: Structure, runs: int = 10) -> dict[str, float]:
+        """Runs the graph operation by operation; returns the median seconds of each, which ``to_html`` shows too.
+
+        These are real runs: state is updated. Free inputs are given as in a call.
+        """
+        from anabranch.graph.profile import profile
+
+        leaves, _ = flatten(inputs)
+        self.times = profile(self, leaves, runs)
+        return self.times
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one page that loads nothing: the operations by module, boundaries coloured, shapes and bytes on edges.
+
+        Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
+        shows the time of each operation.
+        """
+        from anabranch.graph.page import to_html
+
+        to_html(self, path)
+
+    def to_dot(self) -> str:
+        """The graph in Graphviz's language, a cluster a module."""
+        from anabranch.graph.dot import to_dot
+
+        return to_dot(self)
+
+    def __call__(self, *inputs: Structure) -> Structure:
+        """Runs the operations; returns what the captured function returns.
+
+        Raises:
+            SchemaError: if an input differs from the captured example in structure, shape or dtype.
+        """
+        leaves, structure = flatten(inputs)
+        if self._argument_structure is not None and structure != self._argument_structure:
+            raise SchemaError(f"the graph was captured for inputs {self._argument_structure}, got {structure}")
+        free = [(n, b) for n, b in zip(self.placeholders, self.bindings, strict=True) if b.bound is None]
+        if len(leaves) != len(free):
+            names = ", ".join(binding.name for _, binding in free)
+            raise SchemaError(f"the graph takes {len(free)} inputs ({names}), got {len(leaves)}")
+        for (node, binding), leaf in zip(free, leaves, strict=True):
+            _check(binding, node.meta.get("val"), leaf)
+        results = self.program().run(*leaves)
+        if self._output_structure is None:
+            return results
+        return unflatten(self._output_structure, list(results))
+
+
+def _describe(node: fx.Node) -> Node:
+    value = node.meta.get("val")
+    tensor = value if isinstance(value, Tensor) else None
+    return Node(
+        node.name,
+        str(node.target) if not callable(node.target) or "torch" in str(type(node.target)) else node.target.__name__,
+        tuple(source.name for source in node.all_input_nodes),
+        tuple(tensor.shape) if tensor is not None else None,
+        tensor.dtype if tensor is not None else None,
+        node.meta.get("scope", ""),
+    )
+
+
+def _check(binding: Input, expected: object, value: object) -> None:
+    name = binding.name
+    if binding.fixed is not None:
+        if value != binding.fixed:
+            raise SchemaError(f"{name}: the graph was captured for {binding.fixed!r}, got {value!r}; capture it again")
+    elif not isinstance(expected, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (float, int)):
+            raise SchemaError(f"{name}: expected a number, got {type(value).__name__}")
+    elif not isinstance(value, Tensor):
+        raise SchemaError(f"{name}: expected a tensor, got {type(value).__name__}")
+    elif value.shape != expected.shape or value.dtype != expected.dtype or value.device != expected.device:
+        raise SchemaError(
+            f"{name}: the graph was captured for {tuple(expected.shape)} {expected.dtype} on {expected.device}, got "
+            f"{tuple(value.shape)} {value.dtype} on {value.device}; capture it again for other inputs"
+        )

@@ -1,0 +1,84 @@
+"""Runs elementwise operations in the memory of an argument that nobody reads afterwards."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from anabranch.graph.effects import Effects
+from anabranch.graph.graph import Graph
+
+__all__ = ["reuse_in_place"]
+
+_COMMUTATIVE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+
+
+def reuse_in_place(graph: Graph) -> Graph:
+    """``graph`` with elementwise operations done in place where the argument's memory dies with them.
+
+    The values are the same bits: the kernel is the same. Memory of inputs, state and results is never taken.
+    """
+    graph = graph.copy()
+    effects = graph.effects()
+    last = _last_readers(graph, effects)
+    for node in graph.fx.nodes:
+        target = _in_place(node.target) if isinstance(node.target, OpOverload) else None
+        if target is None or effects.written_by(node):
+            continue
+        for index in range(2 if node.target in _COMMUTATIVE and not node.kwargs and len(node.args) == 2 else 1):
+            if _dies(node, index, effects, last):
+                if index:
+                    node.args = (node.args[1], node.args[0])
+                node.meta["reused"] = node.args[0]
+                node.target = target
+                break
+    return graph
+
+
+def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node]) -> bool:
+    """Whether the argument has the result's form and memory that ends here, of which no other argument is part."""
+    source = node.args[index]
+    if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
+        return False
+    root = effects.root[source]
+    if root.op == "placeholder" or last.get(root) is not node or _is_filled(root):
+        return False
+    return sum(effects.root[other] is root for other in node.all_input_nodes) == 1
+
+
+def _is_filled(root: fx.Node) -> bool:
+    """Constants are computed once and shared by all runs."""
+    return not root.all_input_nodes or str(root.target).endswith("_like.default")
+
+
+def _same_form(before: object, after: object) -> bool:
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    same = before.shape == after.shape and before.stride() == after.stride()
+    return same and before.dtype == after.dtype and before.device == after.device
+
+
+def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
+    """For each memory, the last node that reads any part of it, the graph's output among them."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.fx.nodes:
+        for source in node.all_input_nodes:
+            last[effects.root[source]] = node
+    return last
+
+
+@cache
+def _in_place(op: OpOverload) -> OpOverload | None:
+    """The operator that does the same into its first argument, if ``op`` is elementwise and has one."""
+    namespace, name = op._schema.name.split("::")
+    if namespace != "aten" or torch.Tag.pointwise not in op.tags or name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, f"{name}_", None)
+    found = getattr(packet, op._overloadname, None) if packet is not None else None
+    if not isinstance(found, OpOverload):
+        return None
+    theirs = [(a.name, str(a.type)) for a in found._schema.arguments]
+    return found if theirs == [(a.name, str(a.type)) for a in op._schema.arguments] else None

@@ -1,0 +1,428 @@
+"""``StepProgram``: a training step as graphs, one for everything that is baked into one.
+
+::
+
+    batch --> backward graph --> gradients --> between --> update graph --> state, in place
+              (forward, autograd)   |          (traced)    (unmodified optimizer)
+                                    +-- sparse rows ---------> optimizer.step on those rows
+
+The three graphs are captured apart and joined into one, which is what ``run`` runs. ``backward`` and ``update`` run
+them apart, for a caller that has something to do in between that cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch.errors import CaptureError
+from anabranch.graph.backward import Backward, Gradients, Loss, capture_backward
+from anabranch.graph.buckets import bucket_collectives, sink_waits
+from anabranch.graph.build import build
+from anabranch.graph.codegen import Program
+from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.faithful import refuse_hooks
+from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
+from anabranch.graph.graph import Graph
+from anabranch.graph.inductor import compile_graph
+from anabranch.graph.join import join
+from anabranch.graph.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.tracing import Recorder, Source
+from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
+from anabranch.tensors import Structure, flatten, paths, unflatten
+
+__all__ = ["Between", "Pass", "StepProgram"]
+
+Between: TypeAlias = Callable[
+    [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
+]
+"""``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
+Pass: TypeAlias = Callable[[Graph], Graph]
+
+_MOST_NUMBERS = 8
+_MOST_GRAPHS = 64
+
+
+class StepProgram:
+    """Forward, backward and optimizer of one training step, captured at the first batch of each kind.
+
+    >>> model = nn.Linear(3, 1)
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    >>> program = StepProgram(model, lambda model, batch: model(batch).square().mean(), [optimizer])
+    >>> batch = torch.randn(8, 3)
+    >>> first, second = program.run(batch)["loss"], program.run(batch)["loss"]
+    >>> bool(second < first)
+    True
+
+    A graph is kept for each combination of the batch's structure, shapes, strides, dtypes and devices, the modules'
+    training modes, ``requires_grad`` of the parameters, autocast, and the numbers in the parameter groups; learning
+    rates may change freely. Results and state are bit for bit those of ``loss.backward(); optimizer.step()``;
+    ``.grad`` is neither read nor written.
+
+    Args:
+        model: its parameters, buffers and the optimizers' state are updated in place.
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors.
+        optimizers: torch optimizers over disjoint parameters.
+        between: a function that is traced between gradients and optimizers; see ``Between``.
+        passes: applied to each joint graph before it runs, after ours.
+        compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
+
+    Raises:
+        CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizers: Sequence[Optimizer],
+        *,
+        between: Between | None = None,
+        passes: Sequence[Pass] = (),
+        compile: bool = False,  # noqa: A002 - the executor's own word
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._optimizers = list(optimizers)
+        self._trace_between = between
+        self._passes = tuple(passes)
+        self._compile = compile
+        self._bind()
+
+    def _bind(self) -> None:
+        """Looks the state up again and forgets every graph, as at construction."""
+        model, optimizers = self._model, self._optimizers
+        self._modules = list(model.modules())
+        self._parameters = dict(model.named_parameters())
+        self._names = _names_of(optimizers, self._parameters)
+        self._slots = [
+            (entries, name, tensor)
+            for module in self._modules
+            for entries in (module._parameters, module._buffers)
+            for name, tensor in entries.items()
+        ]
+        self._states = [optimizer.state for optimizer in optimizers]
+        self._rates = LearningRates(optimizers)
+        self._group_numbers = GroupNumbers(optimizers)
+        self._backwards: dict[object, tuple[Backward, Program]] = {}
+        self._betweens: dict[object, Graph] = {}
+        self._updates: dict[object, tuple[Graph, Program]] = {}
+        self._joints: dict[object, _Joint] = {}
+        self._numbers: set[object] = set()
+        self._last: _Joint | None = None
+        self._broken: CaptureError | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The joint graph of the last ``run``."""
+        if self._last is None:
+            raise RuntimeError("nothing has been captured yet; run a batch first")
+        return self._last.graph
+
+    def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Structure]:
+        """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
+
+        Args:
+            batch: a nested structure of tensors.
+            extra: tensors and floats that ``between`` takes.
+            fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
+                it).
+        """
+        leaves, key = self._situation(batch, extra, fetch)
+        joint = self._joints.get(key)
+        if joint is None:
+            return self._first_run(key, batch, extra, tuple(fetch))
+        self._last = joint
+        self._rates.refresh()
+        results: dict[str, Structure] = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if joint.backward.lookups or joint.backward.nested:
+            return self._finish(joint, results)
+        return results
+
+    def backward(self, batch: Structure, fetch: Sequence[str] = ()) -> Gradients:
+        """Forward and backward alone: nothing is updated but buffers."""
+        leaves, key = self._situation(batch, (), fetch)
+        backward, program = self._backward(key, batch, fetch)
+        return backward.sort(dict(zip(backward.graph.outputs, program.run(*leaves), strict=True)))
+
+    def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
+        """The optimizers' step on these gradients; parameters without one are left alone."""
+        self._check_bound()
+        if dense and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
+            self._step_eagerly({**dense}, sparse or {})
+            return
+        if dense:
+            self._rates.refresh()
+            _, program = self._update(dense)
+            program.run(*dense.values())
+        if sparse:
+            self._step_eagerly({}, sparse)
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # What a graph is kept for.
+
+    def _situation(self, batch: Structure, extra: Structure, fetch: Sequence[str]) -> tuple[list[object], object]:
+        self._check_bound()
+        leaves, structure = flatten(batch)
+        more, extra_structure = flatten(extra) if extra != () else ([], None)
+        key = (
+            structure,
+            extra_structure,
+            tuple([_look(leaf) for leaf in leaves]),
+            tuple([_look(leaf) for leaf in more]),
+            tuple([module.training for module in self._modules]),
+            tuple([parameter.requires_grad for parameter in self._parameters.values()]),
+            self._group_numbers.current(),
+            tuple(fetch),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
+        if more:
+            leaves = leaves + more
+        return [leaf for leaf in leaves if isinstance(leaf, (Tensor, float))], key
+
+    def _check_bound(self) -> None:
+        for entries, name, tensor in self._slots:
+            if entries.get(name) is not tensor:
+                return self._bind()
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            if optimizer.state is not state:
+                return self._bind()
+        return None
+
+    # Capture.
+
+    def _first_run(
+        self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]
+    ) -> dict[str, Structure]:
+        if self._broken is not None:
+            raise self._broken
+        refuse_hooks({}, {}, self._optimizers)
+        self._refuse_changing_numbers()
+        modules = [name for name in fetch if not name.endswith(".grad")]
+        asked = {name.removesuffix(".grad") for name in fetch if name.endswith(".grad")}
+        backward, program = self._backward(key, batch, modules, asked)
+        self._check_fetched(asked, backward)
+        between = self._between(backward, extra)
+        pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
+        if not pending:
+            self._last = self._joints[key] = self._join(backward, between, fetch)
+            return self.run(batch, extra, fetch)
+        results = self._run_apart(backward, program, between, batch, extra, fetch)
+        # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
+        try:
+            self._last = self._joints[key] = self._join(backward, between, fetch)
+        except CaptureError as error:
+            self._broken = error
+        return results
+
+    def _refuse_changing_numbers(self) -> None:
+        if len(self._joints) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} graphs have been captured for this step, and another batch shape, mode or fetch came; "
+                "pad batches to a few shapes, or use engine='tape'"
+            )
+        self._numbers.add(self._group_numbers.current())
+        if len(self._numbers) > _MOST_NUMBERS:
+            raise CaptureError(
+                "numbers in the optimizer's parameter groups other than 'lr' (betas, momentum, ...) change from step "
+                "to step, and each change makes a new graph; use engine='tape', or a scheduler that leaves them alone "
+                "(cycle_momentum=False)"
+            )
+
+    @staticmethod
+    def _check_fetched(asked: Collection[str], backward: Backward) -> None:
+        for name in asked:
+            if name not in backward.dense:
+                raise ValueError(
+                    f"'{name}.grad' was to be fetched, but no dense gradient reaches a parameter of that name"
+                )
+
+    def _backward(
+        self, key: object, batch: Structure, fetch: Sequence[str], asked: Collection[str] = ()
+    ) -> tuple[Backward, Program]:
+        key = (key, tuple(fetch), tuple(asked))
+        if key not in self._backwards:
+            wrt = [n for n, p in self._parameters.items() if p.requires_grad and (p in self._names or n in asked)]
+            found = capture_backward(self._model, self._loss, batch, wrt, fetch)
+            found = found.improved(merge_duplicates)
+            self._backwards[key] = (found, found.graph.program())
+        return self._backwards[key]
+
+    def _between(self, backward: Backward, extra: Structure) -> Graph | None:
+        if self._trace_between is None:
+            return None
+        examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
+        names = [*backward.outputs, *(f"{name}.grad" for name in backward.dense)]
+        leaves, structure = flatten(extra)
+        sources = [Source(name, examples[name]) for name in names]  # type: ignore[arg-type]
+        sources += [
+            Source(f"extra.{path}" if path else "extra", leaf)
+            for path, leaf in zip(paths(extra), leaves, strict=True)
+            if isinstance(leaf, (Tensor, float))
+        ]
+        between = self._trace_between
+        found: list[str] = []
+
+        def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+            recorder.phase = "between"
+            outputs = dict(zip(backward.outputs, values, strict=False))
+            gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
+            given = iter(values[len(names) :])
+            rebuilt = unflatten(structure, [next(given) if isinstance(v, (Tensor, float)) else v for v in leaves])
+            with torch.no_grad():
+                outputs, gradients = between(outputs, gradients, rebuilt)
+            found[:] = [*outputs, *(f"{name}.grad" for name in gradients)]
+            return [*outputs.values(), *gradients.values()]
+
+        return build(body, sources, found)
+
+    def _update(self, dense: Mapping[str, Tensor]) -> tuple[Graph, Program]:
+        key = (tuple(dense), self._group_numbers.current())
+        if key not in self._updates:
+            graph = capture_update(self._optimizers, dense, self._rates, self._names)
+            self._updates[key] = (graph, graph.program())
+        return self._updates[key]
+
+    def _join(self, backward: Backward, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+        keep = {*backward.outputs, *fetch}
+        keep |= {name for name in backward.graph.outputs if ".ids." in name or ".rows." in name}
+        graph = backward.graph
+        if between is not None:
+            sparse = [name for name in keep if name not in between.outputs]
+            graph = sink_waits(bucket_collectives(join(graph, between, sparse)))
+            keep |= {name for name in between.outputs if not name.endswith(".grad")}
+        examples = dict(zip(graph.outputs, graph.examples(), strict=True))
+        dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}
+        front = graph
+        if dense:
+            update, _ = self._update(dense)  # type: ignore[arg-type]
+            graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
+        for improve in self._passes:
+            graph = improve(graph)
+        if self._compile:
+            update_program = self._update(dense)[1] if dense else None  # type: ignore[arg-type]
+            return _CompiledJoint(graph, backward, front, update_program, [f"{name}.grad" for name in dense])
+        return _Joint(graph, backward, graph.program())
+
+    # Running in parts.
+
+    def _run_apart(
+        self,
+        backward: Backward,
+        program: Program,
+        between: Graph | None,
+        batch: Structure,
+        extra: Structure,
+        fetch: Sequence[str],
+    ) -> dict[str, Structure]:
+        leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, (Tensor, float))]
+        results: dict[str, Structure] = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
+        sparse = backward.take_sparse(results)
+        if between is not None:
+            given = [results[b.name] for b in between.bindings if b.bound is None and b.name in results]
+            given += [leaf for leaf in flatten(extra)[0] if isinstance(leaf, (Tensor, float))]
+            results = dict(zip(between.outputs, between.program().run(*given), strict=True))
+        gradients = {name: results.pop(f"{name}.grad") for name in backward.dense if f"{name}.grad" in results}
+        self.update(gradients, sparse)  # type: ignore[arg-type]
+        results |= {name: gradients[name.removesuffix(".grad")] for name in fetch if name.endswith(".grad")}
+        for nested in backward.nested:
+            nested.gather(results)
+        return results
+
+    def _finish(self, joint: _Joint, results: dict[str, Structure]) -> dict[str, Structure]:
+        """Steps the optimizers on the rows that the graph yields, and nests what was fetched."""
+        sparse = joint.backward.take_sparse(results)
+        if sparse:
+            self._step_eagerly({}, sparse)
+        for nested in joint.backward.nested:
+            nested.gather(results)
+        return results
+
+    def _step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
+        gradients = {**dense}
+        for name, lookups in sparse.items():
+            gradients[name] = as_sparse_gradient(lookups, self._parameters[name])
+        with _gradients(self._names, gradients):
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+
+class _Joint:
+    """A joint graph, the backward it was made of, and how it runs."""
+
+    __slots__ = ("backward", "graph", "program")
+
+    def __init__(self, graph: Graph, backward: Backward, program: Program) -> None:
+        self.graph, self.backward, self.program = graph, backward, program
+
+    def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
+        return self.program.run(*leaves)
+
+
+class _CompiledJoint(_Joint):
+    """A joint graph whose part before the update is compiled by Inductor at its first run."""
+
+    __slots__ = ("_compiled", "_front", "_gradients", "_update")
+
+    def __init__(
+        self, graph: Graph, backward: Backward, front: Graph, update: Program | None, gradients: Sequence[str]
+    ) -> None:
+        super().__init__(graph, backward, graph.program())
+        self._front, self._update, self._gradients = front, update, list(gradients)
+        self._compiled: Program | None = None
+
+    def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
+        if self._compiled is None:
+            self._compiled = compile_graph(self._front, list(leaves))
+        results = dict(zip(self._front.outputs, self._compiled.run(*leaves), strict=True))
+        if self._update is not None:
+            self._update.run(*(results[name] for name in self._gradients))
+        return tuple(results[name] for name in self.graph.outputs)
+
+
+def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    known = {tensor: name for name, tensor in parameters.items()}
+    names: dict[Tensor, str] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
+                        "model has not; give the step the module that owns it"
+                    )
+                if parameter in names:
+                    raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")
+                names[parameter] = known[parameter]
+    return names
+
+
+def _look(leaf: object) -> object:
+    """What of a leaf is baked into a graph."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf._nnz()
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf) if isinstance(leaf, float) else leaf
+
+
+@contextmanager
+def _gradients(names: Mapping[Tensor, str], gradients: Mapping[str, Tensor]):  # type: ignore[no-untyped-def]
+    """The parameters' ``.grad`` set to these, or to ``None``, until the block ends."""
+    kept = [(parameter, parameter.grad) for parameter in names]
+    try:
+        for parameter, name in names.items():
+            parameter.grad = gradients.get(name)
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient

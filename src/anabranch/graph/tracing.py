@@ -1,0 +1,420 @@
+"""Everything that depends on ``make_fx``: a Python function becomes a flat ``torch.fx`` graph of ATen operations.
+
+One module, because the tracer is a moving part of PyTorch. What it adds to ``make_fx`` is faithfulness:
+
+- State stands for itself. Tensors that the function closes over (parameters, buffers, plain tensors) are replaced
+  by traced ones while the function runs: in the modules' own dicts, and by a ``TorchFunctionMode`` wherever else a
+  reference is held (the flat weights of an RNN, a closure).
+- Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
+  tracer records; the replay then computes it in Python doubles, exactly as eager code does.
+- What would be lost raises. Reading a traced value, hooks, and changes of Python state are refused with the line of
+  user code that does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import optree
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.proxy import TracerBase
+from torch.overrides import TorchFunctionMode
+
+from anabranch.errors import CaptureError
+
+__all__ = [
+    "Interceptor",
+    "Recorder",
+    "Source",
+    "TracedModules",
+    "UserMistake",
+    "bytes_of",
+    "constants",
+    "is_library",
+    "trace",
+    "user_line",
+]
+
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(optree.__file__).parent),
+    str(Path(__file__).parents[1]),
+    str(Path(contextlib.__file__).parent) + "/contextlib",
+    str(Path(contextlib.__file__).parent) + "/functools",
+    "<eval_with_key>",
+    "<string>",
+)
+
+Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
+"""Called before each torch function; anything but ``NotImplemented`` replaces its result."""
+
+
+class UserMistake(ValueError):
+    """A mistake found while tracing that no engine would forgive; it reaches the caller as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one input of a trace stands for: a name, an example, and whether that very tensor is state."""
+
+    name: str
+    value: Tensor | float
+    state: bool = False
+
+
+class TracedModules:
+    """The modules whose calls name the nodes, and whose state is swapped for traced tensors."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.names: dict[nn.Module, str] = {}
+        for prefix, root in modules.items():
+            for name, module in root.named_modules():
+                self.names.setdefault(module, ".".join(part for part in (prefix, name) if part))
+
+    @contextmanager
+    def swapped(self, stand_ins: dict[int, Tensor]) -> Iterator[None]:
+        """Every parameter and buffer replaced by its traced tensor until the block ends.
+
+        A buffer that the forward rebinds (``self.mean = ...``) is copied into the traced one on the way out: the
+        tensor that the user holds receives the new value.
+        """
+        kept = [(entries, dict(entries)) for entries in self._entries()]
+        try:
+            for entries, values in kept:
+                for name, value in values.items():
+                    if value is not None and id(value) in stand_ins:
+                        entries[name] = stand_ins[id(value)]
+            yield
+            for entries, values in kept:
+                self._write_back(entries, values, stand_ins)
+        finally:
+            for entries, values in kept:
+                entries.clear()
+                entries.update(values)
+
+    def _entries(self) -> Iterator[dict[str, Tensor | None]]:
+        for module in self.names:
+            yield module._parameters  # type: ignore[misc]
+            yield module._buffers
+
+    @staticmethod
+    def _write_back(
+        entries: dict[str, Tensor | None], values: dict[str, Tensor | None], stand_ins: dict[int, Tensor]
+    ) -> None:
+        for name, value in values.items():
+            traced, now = stand_ins.get(id(value)), entries.get(name)
+            if traced is None or now is traced:
+                continue
+            if not isinstance(now, Tensor) or now.shape != traced.shape or now.dtype != traced.dtype:
+                raise CaptureError(
+                    f"the forward replaces {name!r} by something of another shape or dtype, which the graph, whose "
+                    "state is bound once, would lose; change it in place, or use engine='tape'"
+                )
+            with torch.no_grad():
+                traced.copy_(now)
+
+    @contextmanager
+    def scopes(self, recorder: Recorder) -> Iterator[None]:
+        """Tells ``recorder`` which module is running until the block ends."""
+        with ExitStack() as stack:
+            for module, name in self.names.items():
+                before = module.register_forward_pre_hook(recorder.enter(name))
+                after = module.register_forward_hook(recorder.leave(name), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+
+class Recorder:
+    """Marks each node with the module and the line of user code that it comes from, backward nodes included."""
+
+    def __init__(self, keep: frozenset[str]) -> None:
+        self._stack: list[str] = []
+        self._spans: list[tuple[int, str]] = []
+        self._keep = keep
+        self.scope = ""
+        self.stops_gradients = False
+        self.differentiable: bool | None = None
+        self.phase = "forward"
+        self.outputs: dict[str, object] = {}
+
+    def attach(self, tracer: TracerBase) -> None:
+        create_node = tracer.create_node
+
+        def create(*args: object, **kwargs: object) -> fx.Node:
+            node = create_node(*args, **kwargs)  # type: ignore[arg-type]
+            node.meta["scope"] = self.scope
+            node.meta["phase"] = self.phase
+            node.meta["stop"] = self.stops_gradients
+            recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
+            node.meta["recorded"] = recorded
+            return node
+
+        tracer.create_node = create  # type: ignore[method-assign]
+
+    def enter(self, name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self._stack.append(self.scope)
+            self._switch(name)
+
+        return hook
+
+    def leave(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            if name in self._keep:
+                self.outputs[name] = output
+            self._switch(self._stack.pop() if self._stack else "")
+
+        return hook
+
+    def _switch(self, scope: str) -> None:
+        self.scope = scope
+        self._spans.append((torch._C._autograd._get_sequence_nr(), scope))
+
+    def follow_backward(self, root: Tensor) -> None:
+        """Makes each backward node of ``root`` mark its operations with the scope of its forward."""
+        self.phase = "backward"
+        self.scope = ""
+        seen: set[object] = set()
+        waiting = [root.grad_fn]
+        while waiting:
+            edge = waiting.pop()
+            if edge is None or edge in seen:
+                continue
+            seen.add(edge)
+            edge.register_prehook(self._entering(self._scope_at(edge._sequence_nr())))
+            waiting.extend(following for following, _ in edge.next_functions)
+
+    def _entering(self, scope: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self.scope = scope
+
+        return hook
+
+    def _scope_at(self, sequence: int) -> str:
+        low, high = 0, len(self._spans)
+        while low < high:
+            middle = (low + high) // 2
+            if self._spans[middle][0] <= sequence:
+                low = middle + 1
+            else:
+                high = middle
+        return self._spans[low - 1][1] if low else ""
+
+
+_READS = {
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+    Tensor.numpy: "numpy()",
+    Tensor.__array__: "conversion to numpy",
+    Tensor.__bool__: "bool() of a tensor, as in `if tensor:`",
+    Tensor.__float__: "float() of a tensor",
+    Tensor.__int__: "int() of a tensor",
+    Tensor.__index__: "a tensor as an index of Python",
+    Tensor.__complex__: "complex() of a tensor",
+}
+
+
+# What a user calls to stop gradients; autograd's own detached handles do not come this way.
+_STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+class _Faithful(TorchFunctionMode):
+    """Puts traced tensors in place of the state they stand for, and refuses to read values that do not exist yet."""
+
+    def __init__(
+        self,
+        stand_ins: dict[int, Tensor],
+        may_read: bool,
+        interceptors: Sequence[Interceptor],
+        recorder: Recorder,
+    ) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._recorder = recorder
+        self._may_read = may_read
+        self._interceptors = interceptors
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if not self._may_read and func in _READS:
+            raise CaptureError(
+                f"{user_line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
+                "what it computes: use torch.where, return the tensor, or use engine='tape'"
+            )
+        args = tuple(self._replace(value) for value in args)
+        kwargs = {name: self._replace(value) for name, value in (kwargs or {}).items()}
+        for interceptor in self._interceptors:
+            result = interceptor(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        self._recorder.stops_gradients = func in _STOPS
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.stops_gradients = False
+
+    def _replace(self, value: object) -> object:
+        if isinstance(value, Tensor):
+            return self._stand_ins.get(id(value), value)
+        if type(value) is list or type(value) is tuple:
+            return type(value)(self._replace(item) for item in value)
+        return value
+
+
+def trace(
+    body: Callable[[list[Tensor | float], Recorder], Sequence[object]],
+    sources: Sequence[Source],
+    modules: dict[str, nn.Module] | None = None,
+    *,
+    may_read: bool = False,
+    keep: frozenset[str] = frozenset(),
+    interceptors: Sequence[Interceptor] = (),
+) -> fx.GraphModule:
+    """The operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their order.
+
+    Args:
+        body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
+        sources: the inputs. Those that are state are substituted wherever ``body`` meets them.
+        modules: roots, by the prefix of their names, whose state is swapped and whose calls name the nodes.
+        may_read: allows ``.item()``, whose value stays symbolic: for optimizers, not for users' code.
+        keep: names of modules whose outputs the recorder keeps.
+        interceptors: see ``Interceptor``.
+
+    Raises:
+        CaptureError: naming the line of user code that cannot be captured.
+    """
+    fakes_of = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+        allow_non_fake_inputs=True,
+    )
+    fakes = [_fake(fakes_of, source.value) for source in sources]
+    stand_ins = {id(s.value): fake for s, fake in zip(sources, fakes, strict=True) if s.state}
+    traced_modules = TracedModules(modules or {})
+    recorder = Recorder(keep)
+
+    def run(*values: Tensor) -> list[object]:
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        recorder.attach(proxies.tracer)
+        inputs = [
+            value.item() if isinstance(source.value, float) else value
+            for source, value in zip(sources, values, strict=True)
+        ]
+        with (
+            _Faithful(stand_ins, may_read, interceptors, recorder),
+            traced_modules.swapped(stand_ins),
+            traced_modules.scopes(recorder),
+        ):
+            return list(body(inputs, recorder))
+
+    with fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
+        module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    _name_placeholders(module, sources)
+    return module
+
+
+def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
+    """A fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
+    with mode, torch.no_grad():
+        if not isinstance(value, Tensor):
+            return torch.empty((), dtype=torch.float64)
+        if value.layout != torch.strided:
+            return mode.from_tensor(value)
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    fake.requires_grad_(value.requires_grad)
+    if isinstance(value, nn.Parameter):
+        fake._is_param = True
+    return fake
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line."""
+    try:
+        yield
+    except (CaptureError, UserMistake):
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CaptureError(
+            f"{_line_of_error(error)}: cannot be captured as a graph ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES)
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost running frame that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch's own code"
+
+
+def _line_of_error(error: BaseException) -> str:
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if not is_library(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return line or user_line()
+
+
+def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> None:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, sources, strict=True):
+        node._rename(re.sub(r"\W", "_", source.name) or "input")
+        node.target = node.name
+        if isinstance(source.value, float):
+            _use_number_itself(node)
+
+
+def _use_number_itself(node: fx.Node) -> None:
+    """Drops the ``.item()`` behind which a float was traced: the replay is given the number."""
+    for item in list(node.users):
+        node.meta["val"] = item.meta["val"]
+        item.replace_all_uses_with(node)
+        item.graph.erase_node(item)
+
+
+def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
+    """The tensors that the traced function met without being given them, by the node that reads them."""
+    found = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target))
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
+        found[node] = value
+    return found
+
+
+def bytes_of(value: object) -> int:
+    """The bytes that a traced value occupies when it is computed for real."""
+    if isinstance(value, Tensor):
+        return math.prod(value.shape) * value.element_size()
+    if isinstance(value, (tuple, list)):
+        return sum(map(bytes_of, value))
+    return 0

@@ -1,0 +1,307 @@
+"""Functions captured as graphs: names, results, and what is refused with the line that does it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import CaptureError, SchemaError
+from anabranch.graph import StepProgram, capture
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def test_inputs_are_named_after_parameters_and_nested_leaves_by_path() -> None:
+    def fn(x: Tensor, batch: dict[str, Tensor], scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        return x + batch["ids"], {"scaled": x * scale}
+
+    graph = capture(fn, torch.ones(2), {"ids": torch.ones(2)}, 2.0)
+    assert graph.inputs == ["x", "batch.ids", "scale"]
+    assert graph.outputs == ["output.0", "output.1.scaled"]
+
+
+def test_a_bare_output_is_called_output() -> None:
+    assert capture(lambda x: x + 1, torch.ones(2)).outputs == ["output"]
+
+
+def test_variable_arguments_are_numbered() -> None:
+    assert capture(lambda first, *rest: first + sum(rest), *[torch.ones(1)] * 3).inputs == ["first", "rest.0", "rest.1"]
+
+
+def test_a_graph_returns_the_functions_own_structure() -> None:
+    graph = capture(lambda x: Pair(x + 1, x * 2), torch.ones(2))
+    x = torch.randn(2)
+    result = graph(x)
+    assert isinstance(result, Pair)
+    assert torch.equal(result.right, x * 2)
+
+
+def test_the_state_of_a_module_is_bound_under_its_qualified_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    graph = capture(lambda x: model(x), torch.randn(5, 3))
+    state = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    assert graph.inputs == ["x", *state]
+
+
+def test_two_modules_are_told_apart_by_the_variables_that_hold_them() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    graph = capture(lambda x: two(one(x)), torch.randn(5, 2))
+    assert graph.inputs == ["x", "one.weight", "one.bias", "two.weight", "two.bias"]
+
+
+def test_a_module_is_captured_by_the_names_of_its_forward() -> None:
+    model = nn.Linear(2, 2)
+    graph = capture(model, torch.randn(5, 2))
+    assert graph.inputs == ["input", "weight", "bias"]
+    x = torch.randn(5, 2)
+    assert torch.equal(graph(x), model(x))
+
+
+def test_a_tensor_that_is_closed_over_is_an_input_of_its_own_name() -> None:
+    weight = torch.randn(3)
+    graph = capture(lambda x: x * weight, torch.ones(3))
+    assert graph.inputs == ["x", "weight"]
+    weight.fill_(5)
+    assert torch.equal(graph(torch.ones(3)), torch.full((3,), 5.0))
+
+
+def test_state_is_current_and_updated_in_place() -> None:
+    model = nn.BatchNorm1d(3)
+    plain = nn.BatchNorm1d(3)
+    graph = capture(model, torch.randn(4, 3))
+    assert torch.equal(model.running_mean, torch.zeros(3))  # type: ignore[arg-type]
+    x = torch.randn(4, 3)
+    assert torch.equal(graph(x), plain(x))
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+def test_a_buffer_that_the_forward_rebinds_is_updated() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+            return x - self.mean
+
+    model, plain = Average(), Average()
+    graph = capture(model, torch.ones(3, 2))
+    for _ in range(2):
+        x = torch.randn(3, 2)
+        assert torch.equal(graph(x), plain(x))
+    assert torch.equal(model.mean, plain.mean)
+
+
+def test_a_float_may_differ_from_call_to_call_and_an_int_may_not() -> None:
+    graph = capture(lambda x, scale, dim: x.sum(dim) * scale**2, torch.ones(2, 3), 1.5, 0)
+    x = torch.randn(2, 3)
+    assert torch.equal(graph(x, 2.5, 0), x.sum(0) * 2.5**2)
+    with pytest.raises(SchemaError, match="dim: the graph was captured for 0, got 1"):
+        graph(x, 2.5, 1)
+
+
+def test_dropout_draws_what_eager_draws() -> None:
+    model = nn.Dropout(0.5)
+    graph = capture(model, torch.ones(20))
+    x = torch.randn(20)
+    torch.manual_seed(7)
+    eager = [model(x), model(x)]
+    torch.manual_seed(7)
+    assert all(map(torch.equal, eager, [graph(x), graph(x)]))
+
+
+def test_a_call_with_another_shape_names_the_input_and_both_shapes() -> None:
+    graph = capture(lambda x: x + 1, torch.ones(2, 3))
+    with pytest.raises(SchemaError, match=r"x: the graph was captured for \(2, 3\) .* got \(3, 2\)"):
+        graph(torch.ones(3, 2))
+    with pytest.raises(SchemaError, match="x: expected a tensor, got str"):
+        graph("no")
+
+
+@pytest.mark.parametrize("value", ["text", None, object()])
+def test_an_example_that_is_neither_tensor_nor_number_is_named(value: object) -> None:
+    with pytest.raises(TypeError, match=r"batch\.key is a .* neither a tensor nor a number"):
+        capture(lambda batch: batch["x"], {"x": torch.ones(1), "key": value})
+
+
+def test_too_many_examples_are_refused() -> None:
+    with pytest.raises(TypeError, match="2 example inputs for a function of 1"):
+        capture(lambda x: x, torch.ones(1), torch.ones(1))
+
+
+counter = 0
+seen: list[object] = []
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def read(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def keep(x: Tensor) -> Tensor:
+    seen.append(x.shape)
+    return x + 1
+
+
+def count(x: Tensor) -> Tensor:
+    global counter
+    counter += 1
+    return x + counter
+
+
+def choose(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
+class Remembering(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x * 2
+        return self.last
+
+
+def line_in(function: Callable[..., object], text: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    offset = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + offset}"
+
+
+@pytest.mark.parametrize(
+    ("function", "culprit"),
+    [
+        (branch, "if x.sum()"),
+        (read, ".item()"),
+        (keep, "seen.append"),
+        (count, "counter += 1"),
+        (choose, "x[x > 0]"),
+        (Counting(), "self.calls += 1"),
+        (Remembering(), "self.last = "),
+    ],
+    ids=["branch", "item", "list", "global", "choose", "counter", "attribute"],
+)
+def test_what_a_graph_would_lose_is_refused_with_its_line(function: Callable[..., object], culprit: str) -> None:
+    source = function.forward if isinstance(function, nn.Module) else function
+    with pytest.raises(CaptureError, match=re.escape(line_in(source, culprit))):
+        capture(function, torch.ones(3))  # type: ignore[arg-type]
+    assert (counter, seen) == (0, [])
+    assert not vars(function).get("calls")
+    assert "last" not in vars(function)
+
+
+def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
+    model = nn.Linear(2, 2)
+
+    def double(gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+    handle = model.weight.register_hook(double)
+    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
+    with pytest.raises(
+        CaptureError, match=rf"{re.escape(line_in(double, 'def double'))}: 'weight' has a gradient hook"
+    ):
+        program.run(torch.ones(1, 2))
+    handle.remove()
+    program.run(torch.ones(1, 2))
+
+
+def test_backward_hooks_of_modules_and_step_hooks_of_optimizers_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    handle = model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="module 'Linear' has a backward hook"):
+        capture(model, torch.ones(1, 2))
+    handle.remove()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    program = StepProgram(model, lambda m, x: m(x).sum(), [optimizer])
+    with pytest.raises(CaptureError, match="SGD has a step hook"):
+        program.run(torch.ones(1, 2))
+
+
+def test_a_forward_hook_is_captured_unless_it_changes_python_state() -> None:
+    model = nn.Linear(2, 2)
+    handle = model.register_forward_hook(lambda _m, _a, output: output * 2)
+    x = torch.randn(1, 2)
+    assert torch.equal(capture(model, x)(x), model(x))
+    handle.remove()
+    outputs: list[object] = []
+    model.register_forward_hook(lambda _m, _a, output: outputs.append(output))
+    with pytest.raises(CaptureError, match="'outputs' changes"):
+        capture(model, x)
+    assert outputs == []
+
+
+def test_a_refused_step_changes_nothing() -> None:
+    model = Counting()
+    model.weight = nn.Parameter(torch.ones(3))
+    before = model.weight.detach().clone()
+    program = StepProgram(model, lambda m, x: m(x * m.weight).sum(), [torch.optim.SGD(model.parameters(), lr=1.0)])
+    with pytest.raises(CaptureError, match=r"Counting\.calls"):
+        program.run(torch.ones(3))
+    assert torch.equal(model.weight, before)
+    assert model.calls == 0
+
+
+def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    program = StepProgram(model, lambda m, x: m(x).sum(), [optimizer])
+
+    def cycle() -> None:
+        for step in range(20):
+            optimizer.param_groups[0]["momentum"] = 0.5 + 0.01 * step
+            program.run(torch.ones(1, 2))
+
+    with pytest.raises(CaptureError, match="cycle_momentum=False"):
+        cycle()
+
+
+def test_an_optimizer_that_rebinds_its_state_is_refused_after_the_step_that_it_took() -> None:
+    class Rebinding(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    self.state[p]["sum"] = self.state[p].get("sum", 0.0) + p.grad
+                    p -= self.state[p]["sum"]
+
+    model = nn.Linear(2, 1)
+    program = StepProgram(model, lambda m, x: m(x).sum(), [Rebinding(model.parameters(), lr=1.0, momentum=0.5)])
+    program.run(torch.ones(1, 2))
+    after_one = model.weight.detach().clone()
+    with pytest.raises(CaptureError, match="Rebinding replaces its state 'sum'"):
+        program.run(torch.ones(1, 2))
+    assert torch.equal(model.weight, after_one)
+
+
+@pytest.mark.parametrize("result", ["vector", "number", "extra", "constant"])
+def test_a_loss_of_the_wrong_form_is_a_value_error(result: str) -> None:
+    model = nn.Linear(2, 2)
+
+    def loss(module: nn.Module, x: Tensor) -> object:
+        scores = module(x)
+        return {"vector": scores, "number": 3.0, "extra": (scores.sum(), {"n": 3}), "constant": x.sum()}[result]
+
+    program = StepProgram(model, loss, [torch.optim.SGD(model.parameters())])
+    with pytest.raises(ValueError, match="loss"):
+        program.run(torch.ones(3, 2))

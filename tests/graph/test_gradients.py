@@ -1,0 +1,129 @@
+"""Reverse mode on graphs: the same gradients as autograd, arriving gradients, sparse rows, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anabranch.errors import NotFound, SchemaError
+from anabranch.graph import capture, gradients
+
+
+def model_and_graph() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2), nn.LogSoftmax(-1))
+    return model, torch.randn(5, 3)
+
+
+def test_gradients_of_inputs_and_parameters_are_autograds_bit_for_bit() -> None:
+    model, x = model_and_graph()
+    graph = gradients(capture(lambda x: model(x), x), wrt=["x", "0.weight", "3.bias"])
+    assert graph.outputs == ["output", "x.grad", "0.weight.grad", "3.bias.grad"]
+    y, *found = graph(x)  # type: ignore[misc]
+    leaf = x.clone().requires_grad_()
+    expected = model(leaf)
+    wanted = torch.autograd.grad(expected.sum(), [leaf, model[0].weight, model[3].bias])  # type: ignore[index]
+    assert torch.equal(y, expected)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_gradient_may_arrive_from_elsewhere() -> None:
+    model, x = model_and_graph()
+    graph = gradients(capture(lambda x: model(x), x), wrt=["x"], insert_grad=True)
+    assert graph.inputs[-1] == "grad_output"
+    arriving = torch.randn(5, 2)
+    _, found = graph(x, arriving)  # type: ignore[misc]
+    leaf = x.clone().requires_grad_()
+    assert torch.equal(found, torch.autograd.grad(model(leaf), leaf, arriving)[0])
+
+
+def test_given_gradients_are_part_of_the_graph() -> None:
+    graph = gradients(capture(lambda x: x * 3, torch.ones(2)), wrt=["x"], insert_grad=[torch.tensor([1.0, 2.0])])
+    assert torch.equal(graph(torch.ones(2))[1], torch.tensor([3.0, 6.0]))  # type: ignore[index]
+
+
+def test_outputs_may_be_chosen_and_intermediates_differentiated() -> None:
+    graph = capture(lambda x: (torch.sin(x), torch.cos(x)), torch.ones(2))
+    inner = next(node.name for node in graph.nodes if "sin" in node.operation)
+    x = torch.randn(2)
+    both = gradients(graph, ["output.0"], [inner, "x"])(x)
+    assert torch.equal(both[1], torch.ones(2))  # type: ignore[index]
+    assert torch.equal(both[2], torch.cos(x))  # type: ignore[index]
+
+
+def test_a_graph_of_gradients_may_be_differentiated_again() -> None:
+    first = gradients(capture(lambda x: torch.sigmoid(x) ** 2, torch.ones(3)), wrt=["x"])
+    second = gradients(first, ["x.grad"], ["x"])
+    x = torch.randn(3)
+    leaf = x.clone().requires_grad_()
+    once = torch.autograd.grad((torch.sigmoid(leaf) ** 2).sum(), leaf, create_graph=True)[0]
+    twice = torch.autograd.grad(once.sum(), leaf)[0]
+    torch.testing.assert_close(second(x)[1], twice)  # type: ignore[index]
+
+
+def test_what_the_user_detached_or_computed_without_gradients_stays_constant() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x * 3
+        return x * x.detach() * scale
+
+    x = torch.randn(3)
+    found = gradients(capture(fn, x), wrt=["x"])(x)[1]  # type: ignore[index]
+    assert torch.equal(found, x * (x * 3)) or torch.allclose(found, x * x * 3)
+
+
+def test_dropout_and_its_gradient_share_the_mask() -> None:
+    model = nn.Dropout(0.5)
+    graph = gradients(capture(lambda x: model(x), torch.ones(50)), wrt=["x"])
+    y, found = graph(torch.ones(50))  # type: ignore[misc]
+    assert torch.equal(y, found)
+
+
+def test_the_gradient_of_a_sparse_table_is_ids_and_rows() -> None:
+    table = nn.Embedding(6, 3, sparse=True)
+    ids = torch.tensor([1, 4, 1])
+    graph = gradients(capture(lambda ids: (table(ids) * table(ids.flip(0))).sum(), ids), wrt=["weight"])
+    assert graph.outputs == ["output", "weight.grad.ids", "weight.grad.rows"]
+    _, (looked_up, rows) = graph(ids)  # type: ignore[misc]
+    dense = torch.zeros(6, 3).index_add_(0, looked_up, rows)
+    (F.embedding(ids, table.weight) * F.embedding(ids.flip(0), table.weight)).sum().backward()
+    torch.testing.assert_close(dense, table.weight.grad)
+
+
+def test_an_unreached_name_is_named() -> None:
+    graph = capture(lambda x, y: x * 2, torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="'y' is not reached"):
+        gradients(graph, wrt=["y"])
+
+
+def test_unknown_names_integers_and_wrong_gradients_are_refused() -> None:
+    graph = capture(lambda x, ids: x[ids], torch.ones(2), torch.tensor([0]))
+    with pytest.raises(NotFound, match="no 'z'"):
+        gradients(graph, wrt=["z"])
+    with pytest.raises(TypeError, match="'ids' is not of a floating dtype"):
+        gradients(graph, wrt=["ids"])
+    with pytest.raises(SchemaError, match="2 tensors for 1 outputs"):
+        gradients(graph, wrt=["x"], insert_grad=[torch.ones(1)] * 2)
+    with pytest.raises(SchemaError, match=r"shape \(3,\), the output \(1,\)"):
+        gradients(graph, wrt=["x"], insert_grad=[torch.ones(3)])
+    with pytest.raises(ValueError, match="wrt is empty"):
+        gradients(graph)
+
+
+def test_shapes_are_inferred_for_another_batch() -> None:
+    model, x = model_and_graph()
+    graph = capture(lambda x: model(x), x)
+    assert graph.infer_shapes()["output"] == (5, 2)
+    assert graph.infer_shapes((7, 3))["output"] == (7, 2)
+    both = gradients(graph, wrt=["x"])
+    assert both.infer_shapes((9, 3))["x.grad"] == (9, 3)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    graph = capture(lambda x, y: x @ y, torch.ones(2, 3), torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"does not work on \[\(2, 3\), \(5, 4\)\]"):
+        graph.infer_shapes((2, 3), (5, 4))
+    with pytest.raises(ValueError, match="a shape for each of x, y"):
+        graph.infer_shapes((2, 3))

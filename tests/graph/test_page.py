@@ -1,0 +1,101 @@
+"""The page that shows a graph: what is in it, that it loads nothing, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.graph import Graph, StepProgram
+from anabranch.graph.placement import place_nodes
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def step_graph(layers: int = 3) -> Graph:
+    blocks = [layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU())]
+    model = nn.Sequential(*blocks)
+    program = StepProgram(model, lambda m, x: m(x).square().mean(), [torch.optim.Adam(model.parameters(), fused=True)])
+    program.run(torch.ones(8, 16))
+    return program.graph
+
+
+def data_of(page: str) -> dict[str, list[dict[str, object]]]:
+    found = re.search(r'<script id="graph" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1].replace("<\\/", "</"))  # type: ignore[no-any-return]
+
+
+def test_the_page_holds_every_operation_with_module_shape_bytes_and_time(tmp_path: Path) -> None:
+    graph = place_nodes(step_graph(), {"1": "cpu:0"})
+    graph.profile(torch.ones(8, 16), runs=2)
+    graph.to_html(tmp_path / "graph.html")
+    nodes = data_of((tmp_path / "graph.html").read_text())["nodes"]
+    by_phase = {phase: [n for n in nodes if n["phase"] == phase] for phase in {n["phase"] for n in nodes}}
+    operations = [n for phase in ("forward", "backward", "update") for n in by_phase[phase]]
+    assert [n["name"] for n in operations] != []
+    assert {n["name"] for n in operations} == {n.name for n in graph.nodes}
+    assert len(by_phase["input"]) == len(graph.inputs)
+    assert {"0", "1", "2"} <= {n["scope"] for n in by_phase["forward"]}
+    assert {"0", "1", "2"} <= {n["scope"] for n in by_phase["backward"]}
+    assert all(n["time"] > 0 for n in operations)  # type: ignore[operator]
+    addmm = next(n for n in operations if n["label"] == "addmm")
+    assert (addmm["shape"], addmm["bytes"], addmm["dtype"]) == ("8x16", 512, "float32")
+    assert any(n["boundary"] == "cpu -> cpu:0" for n in operations)
+    assert all(nodes[i]["name"] for n in nodes for i in n["inputs"])  # type: ignore[attr-defined]
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    step_graph(1).to_html(tmp_path / "graph.html")
+    page = (tmp_path / "graph.html").read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?:|src=|href=|url\(|@import|fetch\(|import\(", page)
+
+
+def test_names_cannot_end_the_data(tmp_path: Path) -> None:
+    graph = step_graph(1)
+    graph.outputs[0] = "</script><b>"
+    graph.to_html(tmp_path / "graph.html")
+    page = (tmp_path / "graph.html").read_text()
+    assert page.count("</script>") == 2
+    assert any(n["label"] == "</script><b>" for n in data_of(page)["nodes"])
+
+
+def test_the_dot_form_has_every_operation_and_a_cluster_a_module() -> None:
+    graph = step_graph(1)
+    text = graph.to_dot()
+    assert all(f'"{node.name}" [' in text for node in graph.nodes)
+    assert 'label="0";' in text
+    assert text.count("{") == text.count("}")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_draws_a_thousand_operations(tmp_path: Path) -> None:
+    graph = step_graph(60)
+    assert len(graph.nodes) > 900
+    graph.to_html(tmp_path / "graph.html")
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    page = f"file://{tmp_path / 'graph.html'}#gelu"
+    dump = subprocess.run(
+        [CHROMIUM, *flags, "--window-size=1600,1000", "--virtual-time-budget=20000", "--dump-dom", page],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+    drawn = re.search(r'data-drawn="(\d+)"', dump)
+    expected = len(data_of((tmp_path / "graph.html").read_text())["nodes"])
+    assert drawn
+    assert int(drawn[1]) == expected
+    assert "120 found" in dump

@@ -1,0 +1,286 @@
+"""Each pass alone: it does what it says, and the results are the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anabranch.graph import Graph, StepProgram, capture
+from anabranch.graph.buckets import bucket_collectives, sink_waits
+from anabranch.graph.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
+from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
+from anabranch.graph.in_place import reuse_in_place
+from anabranch.graph.placement import place_nodes
+
+
+def operations(graph: Graph) -> list[str]:
+    return [node.operation.split(".")[-2] if "." in node.operation else node.operation for node in graph.nodes]
+
+
+def test_the_same_operation_on_the_same_values_is_done_once() -> None:
+    graph = merge_duplicates(capture(lambda x: torch.sin(x) + torch.sin(x), torch.ones(3)))
+    assert operations(graph) == ["sin", "add"]
+    x = torch.randn(3)
+    assert torch.equal(graph(x), 2 * torch.sin(x))
+
+
+def test_random_operations_and_fresh_memory_that_is_written_are_not_merged() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = torch.zeros(3), torch.zeros(3)
+        return one.add_(x), two.add_(2 * x) + torch.rand(3) - torch.rand(3)
+
+    graph = merge_duplicates(capture(fn, torch.ones(3)))
+    assert operations(graph).count("rand") == 2
+    torch.manual_seed(1)
+    expected = fn(torch.ones(3))
+    torch.manual_seed(1)
+    assert all(map(torch.equal, graph(torch.ones(3)), expected))  # type: ignore[arg-type]
+
+
+def test_reads_before_and_after_a_write_are_not_merged() -> None:
+    state = torch.zeros(3)
+
+    def fn(x: Tensor) -> Tensor:
+        view = state.view(3)
+        before = view * 2
+        state.add_(x)
+        return before + view * 2
+
+    graph = merge_duplicates(capture(fn, torch.ones(3)))
+    assert operations(graph).count("mul") == 2
+    assert torch.equal(graph(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_dead_operations_go_and_writes_that_matter_stay() -> None:
+    state = torch.zeros(3)
+
+    def fn(x: Tensor) -> Tensor:
+        torch.cos(x)
+        scratch = torch.zeros(3)
+        scratch.add_(x)
+        kept = torch.zeros(3)
+        view = kept.view(3)
+        view.add_(x)
+        state.add_(1)
+        return kept
+
+    graph = drop_dead_nodes(capture(fn, torch.ones(3)))
+    assert "cos" not in operations(graph)
+    assert operations(graph).count("add_") == 2
+    assert torch.equal(graph(torch.ones(3)), torch.ones(3))
+    assert torch.equal(state, torch.ones(3))
+
+
+def test_a_draw_whose_result_is_unused_still_draws() -> None:
+    def fn(x: Tensor) -> Tensor:
+        torch.rand(3)
+        return x + torch.rand(3)
+
+    graph = drop_dead_nodes(capture(fn, torch.ones(3)))
+    torch.manual_seed(0)
+    expected = fn(torch.ones(3))
+    torch.manual_seed(0)
+    assert torch.equal(graph(torch.ones(3)), expected)
+
+
+def test_a_sum_that_is_viewed_without_its_kept_dimensions_is_one_operation() -> None:
+    graph = capture(lambda x: (x.sum([0, -1], True).view(3), x.sum(0, True).view(15)), torch.ones(2, 3, 5))
+    summed = sum_to_final_shape(graph)
+    assert operations(summed) == ["sum", "sum", "view"]
+    x = torch.randn(2, 3, 5)
+    assert all(map(torch.equal, summed(x), graph(x)))  # type: ignore[arg-type]
+
+
+def test_handles_of_the_same_values_are_dropped() -> None:
+    graph = drop_handles(capture(lambda x: x.t().t().view(6).view(3, 2).view(2, 3).sin(), torch.ones(2, 3)))
+    assert operations(drop_dead_nodes(graph)) == ["sin"]
+    x = torch.randn(2, 3)
+    assert torch.equal(graph(x), x.sin())
+
+
+def step_graph(count: int = 1, width: int = 8) -> Graph:
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+    groups = [{"params": [p]} for p in model.parameters()] if count > 1 else model.parameters()
+    optimizer = torch.optim.Adam(groups, lr=0.1, fused=True)
+    program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer])
+    program.run(torch.ones(5, 4))
+    return program.graph
+
+
+def test_a_fused_update_of_large_parameters_moves_to_their_gradients() -> None:
+    graph = step_graph()
+    assert operations(graph).count("_fused_adam_") == 1
+    spread = spread_fused_updates(graph, large=8)
+    assert operations(spread).count("_fused_adam_") > 1
+    assert operations(spread).index("_fused_adam_") < len(operations(spread)) - 2
+    assert operations(spread)[0] == "_foreach_add_"
+    assert_same_step(graph, spread)
+
+
+def test_fused_updates_of_the_same_numbers_are_joined() -> None:
+    graph = spread_fused_updates(step_graph(), large=1)
+    joined = join_fused_updates(graph)
+    assert operations(joined).count("_fused_adam_") == 1
+    assert_same_step(graph, joined)
+
+
+def assert_same_step(one: Graph, other: Graph) -> None:
+    """Both graphs leave the same bits in the state that they share."""
+    state = [binding.bound for binding in one.bindings if binding.bound is not None]
+    before = [tensor.detach().clone() for tensor in state]
+    found = []
+    for graph in (one, other):
+        with torch.no_grad():
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+        results = graph.program().run(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)))
+        found.append([*results, *(tensor.detach().clone() for tensor in state)])
+    assert all(map(torch.equal, *found))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "improve", [merge_duplicates, drop_dead_nodes, drop_handles, sum_to_final_shape, reuse_in_place]
+)
+def test_a_pass_changes_no_bit_of_a_step_and_not_its_argument(improve: Callable[[Graph], Graph]) -> None:
+    graph = step_graph()
+    before = [str(node) for node in graph.nodes]
+    assert_same_step(graph, improve(graph))
+    assert [str(node) for node in graph.nodes] == before
+
+
+def test_nodes_are_placed_by_module_with_a_transfer_at_each_edge() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    graph = place_nodes(capture(model, x), {"1": "cpu:0"})
+    transfers = [node.meta["transfer"] for node in graph.fx.nodes if "transfer" in node.meta]
+    assert transfers == ["cpu -> cpu:0", "cpu:0 -> cpu"]
+    assert torch.equal(graph(x), model(x))
+
+
+def test_a_device_for_an_unknown_module_is_refused() -> None:
+    graph = capture(nn.Sequential(nn.ReLU()), torch.ones(1))
+    with pytest.raises(ValueError, match=r"devices names 'head', but no operation belongs to it; modules: \['0'\]"):
+        place_nodes(graph, {"head": "cpu:0"})
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def reduced_backward() -> tuple[Graph, Tensor]:
+    import torch.distributed._functional_collectives as collectives
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        a = torch.sin(x)
+        b = torch.cos(a)
+        c = torch.exp(b)
+        return tuple(collectives.all_reduce(g * 2, "sum", dist.group.WORLD) / 3 for g in (c, b, a))
+
+    return capture(fn, torch.ones(4)), torch.randn(4)
+
+
+@pytest.mark.usefixtures("group")
+def test_collectives_are_launched_where_their_inputs_are_final_and_waits_sink() -> None:
+    graph, x = reduced_backward()
+    early = sink_waits(bucket_collectives(graph, bucket_bytes=1))
+    names = operations(early)
+    assert names[:6] == ["sin", "mul", "all_reduce", "cos", "mul", "all_reduce"]
+    assert names.index("wait_tensor") > max(i for i, name in enumerate(names) if name == "all_reduce")
+    assert all(map(torch.equal, graph(x), early(x)))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("group")
+def test_small_collectives_are_merged_into_one_transfer() -> None:
+    graph, x = reduced_backward()
+    merged = sink_waits(merge_duplicates(bucket_collectives(graph)))
+    assert operations(merged).count("all_reduce") == 1
+    assert operations(merged).count("wait_tensor") == 1
+    assert all(map(torch.equal, graph(x), merged(x)))  # type: ignore[arg-type]
+
+
+WORKER = textwrap.dedent(
+    """
+    import sys
+    import torch, torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+    from torch import nn
+    from anabranch.graph import StepProgram
+
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def average(outputs, gradients, rows):
+        total = collectives.wait_tensor(collectives.all_reduce(rows, "sum", dist.group.WORLD))
+        share = {n: collectives.all_reduce(g * rows, "sum", dist.group.WORLD) / total for n, g in gradients.items()}
+        loss = collectives.all_reduce(outputs["loss"] * rows, "sum", dist.group.WORLD) / total
+        return {**outputs, "loss": loss}, share
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def loss_of(model, batch):
+        return model(batch).square().mean()
+
+    torch.manual_seed(rank)
+    batches = [torch.randn(3 + rank, 4) for _ in range(4)]
+    model, optimizer = build()
+    program = StepProgram(model, loss_of, [optimizer], between=average)
+    losses = [program.run(batch, torch.tensor(float(len(batch))))["loss"] for batch in batches]
+    assert sum("all_reduce" in n.operation for n in program.graph.nodes) <= 2
+
+    plain, plain_optimizer = build()
+    for batch, seen in zip(batches, losses):
+        loss = loss_of(plain, batch)
+        plain_optimizer.zero_grad()
+        loss.backward()
+        rows = torch.tensor(float(len(batch)))
+        total = rows.clone()
+        dist.all_reduce(total)
+        flat = torch.cat([(p.grad * rows).reshape(-1) for p in plain.parameters()])
+        dist.all_reduce(flat)
+        flat /= total
+        for p, part in zip(plain.parameters(), flat.split([p.numel() for p in plain.parameters()])):
+            p.grad = part.view_as(p).clone()
+        whole = loss.detach() * rows
+        dist.all_reduce(whole)
+        assert torch.equal(whole / total, seen)
+        plain_optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=100)
+            assert worker.returncode == 0, errors.decode()
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate(timeout=10)
