@@ -87,8 +87,6 @@ __all__ = [
     "run_isolated_backward",
     "run_isolated_forward",
     "send",
-    "run_isolated_backward",
-    "run_isolated_forward",
     "skippable",
     "stash",
     "testing",
