@@ -228,6 +228,15 @@ def test_a_backward_that_fails_drops_the_open_window_and_says_so() -> None:
         assert executor.statistics().steps == 1
 
 
+def test_a_step_run_as_a_graph_can_be_looked_at() -> None:
+    with ab.Executor(train_step(), engine="graph") as executor:
+        executor.run(batch=batch_of())
+        assert executor.engine() == "graph"
+        assert len(executor.graph().nodes) > 10
+    with ab.Executor(train_step(), engine="tape") as executor, pytest.raises(RuntimeError, match="engine='graph'"):
+        executor.graph()
+
+
 # What is refused.
 
 
@@ -236,6 +245,8 @@ def test_what_is_no_mode_engine_or_step_is_refused_by_name() -> None:
         ab.Executor(train_step(), comm_mode="AllGather")
     with pytest.raises(ValueError, match="engine.*'turbo'"):
         ab.Executor(train_step(), engine="turbo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compile=True compiles the graph"):
+        ab.Executor(train_step(), engine="tape", compile=True)
     with pytest.raises(ValueError, match=r"'test'; the steps are \['train'\]"):
         ab.Executor({"train": train_step()}, dataloaders={"test": []})
     with ab.Executor({"train": train_step()}) as executor:

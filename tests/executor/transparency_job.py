@@ -28,8 +28,9 @@ OPTIMIZERS = {
 class Model(nn.Module):
     """An embedding (sparse or not), a layer used twice, a branch used on some rows only, a parameter never used."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse: bool, has_rare: bool) -> None:
         super().__init__()
+        self.has_rare = has_rare
         self.table = nn.Embedding(50, 6, sparse=sparse)
         self.shared = nn.Linear(6, 6)
         self.rare = nn.Linear(6, 6)
@@ -39,7 +40,7 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
         hidden = self.shared(torch.tanh(self.shared(self.table(ids).mean(1) + x)))
         rare = ids[:, 0] < 5
-        if rare.any():  # on some steps and some workers only
+        if self.has_rare and rare.any():  # on some steps and some workers only
             hidden = hidden.index_add(0, rare.nonzero()[:, 0], self.rare(hidden[rare]))
         return self.head(hidden)
 
@@ -77,14 +78,14 @@ def schedulers_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.l
     return [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
 
 
-def new_model(sparse: bool, seed: int) -> Model:
+def new_model(case: dict, seed: int) -> Model:
     torch.manual_seed(seed)
-    return Model(sparse).double()
+    return Model(case["sparse"], case.get("rare", True)).double()
 
 
 def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
     sparse, accumulate = case["sparse"], case["accumulate"]
-    model = new_model(sparse, seed=0)
+    model = new_model(case, seed=0)
     optimizers = optimizers_of(case["optimizer"], model, sparse)
     schedulers = schedulers_of(optimizers)
     losses = []
@@ -114,7 +115,7 @@ def plain_loop(case: dict, rows: int) -> tuple[Model, list[float]]:
 
 def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[Model, list[float], ab.Executor]:
     sparse, accumulate = case["sparse"], case["accumulate"]
-    model = new_model(sparse, seed=rank)  # rank 0's is everyone's
+    model = new_model(case, seed=rank)  # rank 0's is everyone's
     optimizers = optimizers_of(case["optimizer"], model, sparse)
     step = ab.TrainStep(
         model,
@@ -126,7 +127,7 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[Model, l
         accumulate=accumulate,
     )
     losses = []
-    with ab.Executor(step, comm_mode="AllReduce") as executor:
+    with ab.Executor(step, comm_mode="AllReduce", engine=case["engine"]) as executor:
         for run in range(STEPS * accumulate):
             whole = batch_of(run, rows + run % accumulate)
             count = len(whole["y"])

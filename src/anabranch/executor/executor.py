@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
+from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.runner import StepRunner
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, named_steps
 from anabranch.executor.tape import TapeEngine
+from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.tensors import Structure, as_tensors, count_rows, map_structure
 
@@ -29,7 +33,7 @@ __all__ = ["CommMode", "Executor"]
 
 CommMode = Literal["AllReduce"]
 _COMM_MODES: dict[str, CommMode] = {"allreduce": "AllReduce"}
-_ENGINES = ("auto", "tape")
+_ENGINES = ("auto", "graph", "tape")
 
 
 class Executor:
@@ -52,7 +56,10 @@ class Executor:
         steps: steps by name, or a lone one, called ``"default"``.
         comm_mode: ``None``: no communication, each process trains alone; ``"AllReduce"`` (in any case): gradients are
             averaged over the rows of all workers.
-        engine: how steps are run: ``"tape"`` is PyTorch's autograd; ``"auto"`` picks.
+        engine: how training steps are run: ``"tape"`` is PyTorch's autograd, ``"graph"`` captures the step once for
+            each kind of batch and runs it as generated code, in which Python values that the loss reads (attributes,
+            closures, globals) stay what they were at capture; ``"auto"`` is the tape.
+        compile: hand the captured graph to Inductor, which rounds differently; with ``engine="graph"`` only.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         prefetch: fetch the next batch of a bound loader while a step runs.
         process_group: the workers; the job's by default, initialised here when nobody has.
@@ -71,7 +78,8 @@ class Executor:
         steps: Step | Mapping[str, Step],
         comm_mode: str | None = None,
         *,
-        engine: Literal["auto", "tape"] = "auto",
+        engine: Literal["auto", "graph", "tape"] = "auto",
+        compile: bool = False,  # noqa: A002 - the field's own word
         dataloaders: Mapping[str, Iterable[Structure]] | None = None,
         prefetch: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -84,6 +92,8 @@ class Executor:
         self.comm_mode = _comm_mode(comm_mode)
         if engine not in _ENGINES:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
+        if compile and engine != "graph":
+            raise ValueError(f"compile=True compiles the graph, and the engine is {engine!r}; give engine='graph'")
         self._check_loaders(dataloaders or {})
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
@@ -93,8 +103,8 @@ class Executor:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
             self._devices = {name: _device_of(step.model) for name, step in self._steps.items()}
-            self._engines = {
-                name: TapeEngine(step, self._workers)
+            self._runners = {
+                name: StepRunner(step, _engine_for(step, engine, compile), self._workers)
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
@@ -115,7 +125,7 @@ class Executor:
         self._run_seconds = 0.0
         self._load_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver = Saver(self._steps, self._engines, self._loaders, self._workers)
+        self._saver = Saver(self._steps, self._runners, self._loaders, self._workers)
 
     # Construction.
 
@@ -196,14 +206,14 @@ class Executor:
         return {key: _as_numpy(value) for key, value in values.items()} if as_numpy else values  # type: ignore[misc]
 
     def _train(self, name: str, step: TrainStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
-        engine = self._engines[name]
+        runner = self._runners[name]
         if not step.model.training:
             step.model.train()
         ran = None
         while ran is None:
             found = self._next_batch(name) if batch is None else batch
             if found is None:
-                ran = engine.run_idle()
+                ran = runner.run_idle()
                 if ran is None:
                     self._start_epoch(name)
                 continue
@@ -211,7 +221,7 @@ class Executor:
             rows = float(count_rows(found) if step.rows is None else step.rows(found))
             if not 0 <= rows < float("inf"):
                 raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
-            ran = engine.run(found, rows, fetch)
+            ran = runner.run(found, rows, fetch)
             self._rows += rows
         values = {"loss": ran.loss}
         values.update(fetch.collect(ran.returned))  # type: ignore[arg-type]
@@ -305,15 +315,27 @@ class Executor:
         return self._steps[name]
 
     def engine(self, name: str = "default") -> str:
-        """The engine that runs the step: ``"tape"``."""
+        """The engine in use, after the first run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
         self._step(name)
-        return TapeEngine.name
+        return self._runners[name].engine.name if name in self._runners else TapeEngine.name
+
+    def graph(self, name: str = "default") -> Graph:
+        """The graph that the last run of the step ran, forward to optimizers.
+
+        Raises:
+            RuntimeError: it has not run as one graph.
+        """
+        self._step(name)
+        engine = self._runners[name].engine if name in self._runners else None
+        if not isinstance(engine, GraphEngine):
+            raise RuntimeError(f"step {name!r} does not run as a graph; give engine='graph'")
+        return engine.program.graph
 
     def statistics(self) -> Statistics:
         """What was done since this executor was made."""
         workers = self._workers
         return Statistics(
-            steps=sum(engine.steps for engine in self._engines.values()),
+            steps=sum(runner.steps for runner in self._runners.values()),
             runs=dict(self._runs),
             rows=self._rows,
             bytes=0 if workers is None else workers.bytes_sent,
@@ -347,13 +369,13 @@ class Executor:
                 executor.run("train")
             executor.save(path)
         """
-        for engine in self._engines.values():
-            engine.asked_to_stop = True
+        for runner in self._runners.values():
+            runner.asked_to_stop = True
 
     @property
     def stopping(self) -> bool:
         """Whether a worker asked to stop before the last training run; the same on all workers."""
-        return any(engine.stopping for engine in self._engines.values())
+        return any(runner.stopping for runner in self._runners.values())
 
     # Checkpoints.
 
@@ -414,6 +436,10 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002
+    return GraphEngine(step, compile=compile) if engine == "graph" else TapeEngine(step)
 
 
 def _comm_mode(given: str | None) -> CommMode | None:

@@ -30,6 +30,7 @@ class Fetch:
         self._outputs: Mapping[str, Structure] = {}
         self._model = model
         self._modules: dict[str, nn.Module] = {}
+        self._gradients: dict[str, nn.Parameter] = {}
         if not self.names:
             return
         modules = dict(model.named_modules())
@@ -40,6 +41,20 @@ class Fetch:
             for name in self.names
             if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
         }
+
+    @property
+    def modules(self) -> list[str]:
+        """The submodules whose outputs are asked for."""
+        return list(self._modules)
+
+    @property
+    def gradients(self) -> list[str]:
+        """The gradients that are asked for, by their names in ``fetch``."""
+        return list(self._gradients)
+
+    def record(self, outputs: Mapping[str, Structure]) -> None:
+        """Takes the outputs of the submodules from an engine that has them."""
+        self._outputs = outputs
 
     def recording(self) -> AbstractContextManager[None]:
         """Records the outputs of the submodules asked for while the block runs forward."""

@@ -30,8 +30,8 @@ from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
 from anabranch.executor.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
-from anabranch.executor.tape import TapeEngine
 
 __all__ = ["Saver"]
 
@@ -44,12 +44,12 @@ class Saver:
     def __init__(
         self,
         steps: Mapping[str, Step],
-        engines: Mapping[str, TapeEngine],
+        engines: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
         workers: Workers | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
-        self._engines = engines
+        self._runners = engines
         self._loaders = loaders
         self._workers = workers
         self._models = _distinct_models(steps)
@@ -101,7 +101,7 @@ class Saver:
             "windows": windows,
             "ranks": rank_states,
         }
-        checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._engines.values()))
+        checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
 
     def _model_tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ class Saver:
         """Every step's open window; its sums added up over the workers, so that any number can go on with them."""
         states: dict[str, object] = {}
         sums: dict[str, Tensor] = {}
-        for name, engine in self._engines.items():
+        for name, engine in self._runners.items():
             in_window, rows, mine = engine.window()
             states[name] = {"runs": engine.runs, "steps": engine.steps, "in_window": in_window, "rows": rows}
             if not in_window:
@@ -251,7 +251,7 @@ class Saver:
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         windows = cast("dict[str, dict[str, int]]", state["windows"])
         sums = found.tensors("window") if "window" in found.groups else {}
-        for name, engine in self._engines.items():
+        for name, engine in self._runners.items():
             window = windows[name]
             prefix = f"{name}."
             device = next(self._steps[name].model.parameters()).device

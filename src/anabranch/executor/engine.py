@@ -1,0 +1,76 @@
+"""The seam between running a step and differentiating it: what the tape and the graph engine both are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
+
+from torch import Tensor
+
+from anabranch.executor.fetching import Fetch
+from anabranch.tensors import Structure
+
+__all__ = ["Engine", "Ran", "Ready", "loss_and_returned"]
+
+Ready: TypeAlias = "Callable[[Tensor, Tensor], Tensor | None]"
+"""``ready(parameter, gradient)`` takes a final gradient; what it returns stands for the gradient from then on."""
+
+_NOTHING: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one run of a training step gave: the loss, and what the step returned beside it."""
+
+    loss: Tensor
+    returned: Mapping[str, Tensor]
+
+
+class Engine(Protocol):
+    """Computes the gradients of one training step."""
+
+    @property
+    def name(self) -> str:
+        """What ``Executor.engine`` says."""
+        ...
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """From now on ``differentiate`` hands the gradients of these parameters to ``ready``, as they become final."""
+        ...
+
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+        """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
+        ...
+
+    def update(self) -> None:
+        """The optimizers' step on what ``.grad`` holds."""
+        ...
+
+    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+        """Forward, backward, clipping and the optimizers' step, for a worker with nobody to sum with."""
+        ...
+
+
+def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the user's loss function returned, checked.
+
+    Raises:
+        TypeError, ValueError: it is no scalar tensor that depends on a parameter, with or without a dict.
+    """
+    returned: object = _NOTHING
+    loss = answer
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, returned = answer
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
+            "reduction='mean', or loss.sum() with reduction='sum'"
+        )
+    if not loss.requires_grad:
+        raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
+    return loss if loss.ndim == 0 else loss.reshape(()), cast("Mapping[str, Tensor]", returned)

@@ -1,0 +1,221 @@
+"""Runs a training step on either engine: gradients summed over runs and workers, then clipped, then applied.
+
+::
+
+    engine: batch ─> loss ─────────────> gradient final ┐
+    runner:           └ totals on their way             └> bucket ─> all_reduce ─> wait, divide, clip, optimizers
+
+With one worker and no accumulation there is nothing to sum, and the engine takes the whole step by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.collectives import GradientBuckets, Workers
+from anabranch.errors import BoundaryError
+from anabranch.executor.clipping import clip_gradients
+from anabranch.executor.engine import Engine, Ran
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.steps import TrainStep
+from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
+from anabranch.tensors import Structure
+
+__all__ = ["StepRunner"]
+
+
+class StepRunner:
+    """Runs one ``TrainStep``.
+
+    Args:
+        step: what to run.
+        engine: how its gradients are computed.
+        workers: whom to average with; ``None`` trains alone.
+    """
+
+    def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
+        self.step = step
+        self.engine = engine
+        self._workers = workers if workers is not None and workers.size > 1 else None
+        self.runs = 0
+        self.steps = 0
+        self._in_window = 0
+        self._window_rows = 0.0
+        self._broken = False
+        self._parameters = list(step.model.parameters())
+        self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
+        self._layout: tuple[bool, ...] | None = None
+        self._buckets: GradientBuckets | None = None
+        self._device = self._parameters[0].device
+        self.asked_to_stop = False
+        self.stopping = False
+
+    def _lay_out(self) -> None:
+        """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
+        layout = tuple(parameter.requires_grad for parameter in self._parameters)
+        if layout == self._layout:
+            return
+        self._layout = layout
+        named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
+        self._buckets = GradientBuckets(
+            named, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
+        )
+        self.engine.attach(named, self._buckets.ready)
+
+    def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
+        """One run on this worker's share of the batch, which has ``rows`` rows."""
+        if self._workers is None and self.step.accumulate == 1:
+            return self._run_alone(batch, fetch)
+        self._begin_run()
+        if not rows > 0:
+            ran = self._add_nothing(active=True)
+            assert ran is not None
+            return ran
+        assert self._buckets is not None
+        weight = rows if self.step.reduction == "mean" else 1.0
+        started: list[Totals] = []
+        with self._window_kept_whole(started):
+            ran = self.engine.differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
+            self._loss_dtype = ran.loss.dtype
+            self._buckets.launch_rest()
+            total = started[0].wait_for()
+            self._finish_run(total)
+        return ran if self._workers is None else Ran(self._loss_of(total), ran.returned)
+
+    def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
+        """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
+        assert self._buckets is not None
+        last = self._closes_window()
+        share = header(loss, weight, active=active, stopping=self.asked_to_stop, device=self._device)
+        if last and self._workers is not None and self._buckets.carries_header:
+            self._buckets.start_run(weight, last=last, header=share, step=self.runs)
+            return Totals(self._buckets.header)
+        self._buckets.start_run(weight, last=last, step=self.runs)
+        return Totals.alone(share, self._workers, self.runs)
+
+    def _finish_run(self, total: Total) -> None:
+        self.stopping = self.stopping or total.stopping > 0
+        self._end_run(total.rows)
+
+    def run_idle(self) -> Ran | None:
+        """A run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        self._begin_run()
+        return self._add_nothing(active=False)
+
+    def _add_nothing(self, *, active: bool) -> Ran | None:
+        assert self._buckets is not None
+        with self._window_kept_whole([]) as started:
+            started.append(self._start_run(None, 0.0, active=active))
+            total = started[0].wait_for()
+            if not total.active:
+                return None
+            self._buckets.launch_rest()
+            self._finish_run(total)
+        return Ran(self._loss_of(total), {})
+
+    @contextmanager
+    def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
+        """What fails once a run has ``started`` leaves no half sums behind: the window is dropped."""
+        try:
+            yield started
+        except BaseException as error:
+            if started:
+                self._broken = self._workers is not None
+                if self._in_window:
+                    error.add_note(f"the {self._in_window} runs accumulated before this one are dropped with it")
+                self._in_window = 0
+            raise
+
+    def _run_alone(self, batch: Structure, fetch: Fetch) -> Ran:
+        """The whole step at once: nobody to sum with."""
+        self._clear_gradients()
+        ran = self.engine.step(batch, fetch)
+        self.runs += 1
+        self._step_schedulers()
+        self.stopping = self.asked_to_stop
+        return ran
+
+    def _begin_run(self) -> None:
+        if self._broken:
+            raise BoundaryError(
+                "an earlier run failed in the middle of its communication, so this worker no longer knows where the "
+                "others stand; restart the job from its last checkpoint",
+                operation="run",
+                step=self.runs,
+            )
+        if self._in_window == 0:
+            self._lay_out()
+            assert self._buckets is not None
+            self._buckets.start_window()
+            self._window_rows = 0.0
+        # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _closes_window(self) -> bool:
+        return self._in_window + 1 == self.step.accumulate
+
+    def _end_run(self, rows: float) -> None:
+        self._window_rows += rows
+        self.runs += 1
+        if not self._closes_window():
+            self._in_window += 1
+            return
+        assert self._buckets is not None
+        divisor = self._window_rows if self.step.reduction == "mean" else 1.0
+        # Without any rows the sums are all zero, or there are none.
+        self._buckets.finish(divisor or 1.0)
+        self._in_window = 0
+        self._update()
+
+    def _update(self) -> None:
+        if self.step.clip_grad_norm is not None:
+            clip_gradients(self._parameters, self.step.clip_grad_norm)
+        self.engine.update()
+        self._step_schedulers()
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self.step.schedulers:
+            scheduler.step()
+        self.steps += 1
+
+    def _loss_of(self, total: Total) -> Tensor:
+        value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
+        return torch.tensor(value, dtype=self._loss_dtype, device=self._device)
+
+    # The window under way, for a checkpoint in the middle of it.
+
+    def window(self) -> tuple[int, float, dict[str, Tensor]]:
+        """How many runs the open window holds, their rows over all workers, and this worker's sums by parameter."""
+        sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
+        return self._in_window, self._window_rows, sums
+
+    def restore(self, runs: int, steps: int, in_window: int, rows: float, sums: Mapping[str, Tensor]) -> None:
+        """Continues where another runner stood; ``sums`` are this worker's part of the open window."""
+        self.runs = runs
+        self.steps = steps
+        self._broken = False
+        self._in_window = 0
+        if in_window:
+            self._begin_run()
+            assert self._buckets is not None
+            self._buckets.restore_sums(sums)
+        self._in_window = in_window
+        self._window_rows = rows
+
+
+def _sparse_tables(model: nn.Module) -> list[str]:
+    """The parameters whose gradients are known to be sparse before the first one arrives."""
+    found = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return [name for name, parameter in model.named_parameters() if parameter in found]
