@@ -1,0 +1,127 @@
+"""The documentation says what is so: its Python runs, its scripts agree with themselves, the errors it quotes exist.
+
+A page reads as one story, so its ```python blocks run in order and share their names, in a directory of their own. A
+block whose first line is a comment with a file's name is written to that file too, for later blocks to run as a script.
+``% not run: <why>`` above a block leaves it out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+ROOT = Path(ab.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("all-of-anabranch.md", "guides/training.md", "guides/checkpoints.md")
+
+_BLOCK = re.compile(r"^(?P<above>[^\n]*)\n```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# (?P<name>\w+\.py)\n")
+_QUOTE = re.compile(r"^### `(?P<quote>.+)`$", re.MULTILINE)
+
+
+def blocks(page: str) -> Iterator[tuple[int, str]]:
+    """The line at which each block of ``page`` that is to be run starts, and its code."""
+    text = (DOCS / page).read_text()
+    for match in _BLOCK.finditer(text):
+        if not match["above"].startswith("% not run: "):
+            yield text.count("\n", 0, match.start("code")), match["code"]
+
+
+def script(page: str, name: str) -> str:
+    """The block of ``page`` that is the file ``name``."""
+    (found,) = (code for _, code in blocks(page) if code.startswith(f"# {name}\n"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [page])
+    names: dict[str, object] = {"__name__": "__main__"}
+    found = list(blocks(page))
+    assert found
+    for line, code in found:
+        if named := _FILE.match(code):
+            (tmp_path / named["name"]).write_text(code)
+        # Empty lines before it, so that a traceback shows the page's own line.
+        exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+
+
+def test_the_script_of_the_one_page_gives_one_answer_alone_and_as_two_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = script("all-of-anabranch.md", "train.py")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "alone")])
+    exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    job = LocalJob(2, timeout=100).run_source(source, str(tmp_path / "two")).check()
+    assert job.results[0] == {"step": alone["step"], "loss": pytest.approx(alone["loss"], rel=1e-5)}
+
+
+# Errors by their text.
+
+
+def templates() -> Iterator[list[str]]:
+    """The texts in the sources, each as the pieces between what is filled in."""
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield [node.value]
+            elif isinstance(node, ast.JoinedStr):
+                pieces = [""]
+                for part in node.values:
+                    if isinstance(part, ast.Constant):
+                        pieces[-1] += str(part.value)
+                    else:
+                        pieces.append("")
+                yield pieces
+
+
+def spoken(templates: list[list[str]], quote: str) -> float:
+    """The share of ``quote`` that stands in the sources: all of it in one text, or its parts in several."""
+    if any(quote in piece for template in templates for piece in template):
+        return 1.0
+    covered: set[int] = set()
+    for template in templates:
+        if max(map(len, template)) < 8 or max(template, key=len) not in quote:
+            continue
+        pattern = ".+?".join(f"({re.escape(piece)})" for piece in template)
+        if match := re.search(pattern.removeprefix("().+?"), quote):
+            for group in range(1, 1 + match.re.groups):
+                covered |= set(range(*match.span(group)))
+    return len(covered) / len(quote)
+
+
+def quotes() -> list[str]:
+    return [match["quote"] for match in _QUOTE.finditer((DOCS / "troubleshooting.md").read_text())]
+
+
+def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
+    known = list(templates())
+    assert len(quotes()) > 10
+    assert [quote for quote in quotes() if spoken(known, quote) < 0.75] == []
+
+
+@pytest.mark.parametrize(
+    "quote",
+    ["the moon is not in its usual place", "the operation has met its deadline", "rank 1 is lost: it went home"],
+)
+def test_an_error_that_is_nowhere_in_the_sources_is_seen(quote: str) -> None:
+    assert spoken(list(templates()), quote) < 0.75
+
+
+def test_a_benchmark_named_in_the_documentation_is_there() -> None:
+    text = (DOCS / "benchmarks.md").read_text()
+    named = set(re.findall(r"benchmarks/(\w+\.py)", text))
+    there = {path.name for path in (DOCS.parent / "benchmarks").glob("*.py")}
+    assert named <= there
+    assert there - {"measure.py", "models.py"} <= named
