@@ -1,4 +1,4 @@
-"""The documentation says what is so: its Python runs, its scripts agree with themselves, the errors it quotes exist.
+"""The documentation says what is so: its Python runs, and the errors it quotes exist.
 
 A page reads as one story, so its ```python blocks run in order and share their names, in a directory of their own. A
 block whose first line is a comment with a file's name is written to that file too, for later blocks to run as a script.
@@ -8,7 +8,6 @@ block whose first line is a comment with a file's name is written to that file t
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import anabranch as ab
-from anabranch.testing import LocalJob
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,12 +34,6 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start("code")), match["code"]
 
 
-def script(page: str, name: str) -> str:
-    """The block of ``page`` that is the file ``name``."""
-    (found,) = (code for _, code in blocks(page) if code.startswith(f"# {name}\n"))
-    return found
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -54,17 +46,6 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
             (tmp_path / named["name"]).write_text(code)
         # Empty lines before it, so that a traceback shows the page's own line.
         exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
-
-
-def test_the_script_of_the_one_page_gives_one_answer_alone_and_as_two_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = script("all-of-anabranch.md", "train.py")
-    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "alone")])
-    exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
-    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
-    job = LocalJob(2, timeout=100).run_source(source, str(tmp_path / "two")).check()
-    assert job.results[0] == {"step": alone["step"], "loss": pytest.approx(alone["loss"], rel=1e-5)}
 
 
 # Errors by their text.
