@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,13 @@ import anabranch as ab
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("all-of-anabranch.md", "guides/training.md", "guides/checkpoints.md")
+PAGES = (
+    "all-of-anabranch.md",
+    "guides/training.md",
+    "guides/checkpoints.md",
+    "guides/gradients.md",
+    "guides/pipeline.md",
+)
 
 _BLOCK = re.compile(r"^(?P<above>[^\n]*)\n```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (?P<name>\w+\.py)\n")
@@ -34,6 +41,14 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
             yield text.count("\n", 0, match.start("code")), match["code"]
 
 
+@pytest.fixture
+def _signals_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_signals_restored")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
