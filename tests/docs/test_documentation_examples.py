@@ -25,6 +25,7 @@ PAGES = (
     "guides/training.md",
     "guides/checkpoints.md",
     "guides/gradients.md",
+    "guides/graph.md",
     "guides/pipeline.md",
     "guides/transport.md",
 )
