@@ -461,8 +461,8 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     Add a small multiple of it to the training loss.
 
     Args:
-        in_features, grid_size, directory, uid_prefix, forward_timeout, backward_timeout, detect_anomalies, client,
-            keys, insecure: as for ``RemoteMixtureOfExperts``.
+        in_features, grid_size, directory, uid_prefix: as for ``RemoteMixtureOfExperts``.
+        forward_timeout, backward_timeout, detect_anomalies, client, keys, insecure: as there.
         k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
         backward_k_min: 1: every gradient must come back.
         allow_zero_outputs: rows without an answer are zeros instead of raising.
