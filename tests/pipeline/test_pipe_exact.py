@@ -190,6 +190,30 @@ def test_a_frozen_first_stage_is_left_alone():
     assert torch.equal(model[1].weight.grad, plain[1].weight.grad)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_weights_used_twice_or_going_straight_to_an_output_have_their_whole_gradient(schedule: str):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(torch.tanh(self.inner(x))) * self.bias, self.bias.expand(x.shape[0], 3)
+
+    class Join(nn.Module):
+        def forward(self, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return parts[0] + parts[1] ** 2
+
+    model = nn.Sequential(nn.Linear(3, 3), Twice(), Join()).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    with Pipe(model, [1, 1, 1], chunks=2, schedule=schedule) as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+    F.mse_loss(plain(x), target).backward()
+    assert_same_gradients(pipe, plain)
+
+
 def test_a_loss_with_parameters_is_trained():
     class Scaled(nn.Module):
         def __init__(self) -> None:
