@@ -218,7 +218,7 @@ class RankEngine:
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._inbox = _Inbox(self._peers)
         self._beats = Beats(
-            self._meet(), self.rank, store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
+            self._meet(), self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
         )
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self._pairs = {peer: _Pair(group, peer, tag, self._inbox) for peer in self._peers}
@@ -233,7 +233,7 @@ class RankEngine:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
-        return {rank: Identity.decode(text) for rank, text in enumerate(texts)}
+        return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
 
     @contextmanager
     def turn(self, operation: str) -> Iterator[RankTurn]:
@@ -302,15 +302,15 @@ class RankEngine:
                     return
                 if inbox.fault is not None:
                     raise Aborted
-                lost = dict(inbox.lost)
+                lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
             lost |= self._beats.lost()
             if lost:
                 raise self._peer_lost(lost, deadline, operation)
             deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
 
     def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
-        what = "; ".join(f"rank {self.rank_name(rank)} is lost: {why}" for rank, why in sorted(lost.items()))
-        who = self._show(sorted(lost))
+        what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
+        who = ", ".join(f"rank {rank}" for rank in sorted(lost))
         return PeerLost(what, peer=who, operation=f"pipeline {operation}", elapsed=deadline.elapsed())
 
     def _show(self, ranks: Sequence[int]) -> str:
