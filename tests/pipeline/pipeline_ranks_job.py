@@ -339,6 +339,21 @@ def killed() -> dict:
     raise AssertionError("nothing was raised")
 
 
+def left_open() -> dict:
+    """Ends without closing its pipes, one of them collected."""
+    pipe = make(skipping_model())
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    step(pipe, x, target)
+    del pipe
+    for schedule in SCHEDULES:
+        _OPEN.append(make(skipping_model(), schedule))
+        step(_OPEN[-1], x, target)
+    return {}
+
+
+_OPEN: list[ab.Pipe] = []
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
