@@ -176,6 +176,24 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
+def grid() -> dict:
+    """Two pipelines of two ranks, each on its shard: gradients averaged by rows are the whole batch's."""
+    lines = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
+    columns = [dist.new_group(list(range(offset, WORLD, 2))) for offset in (0, 1)]
+    model = skipping_model()
+    plain = reference(model)
+    x, target = torch.randn(2, 7, 5, dtype=torch.float64)
+    shard = slice(0, 3) if RANK < 2 else slice(3, 7)
+    with ab.Pipe(model, [6, 5], chunks=2, schedule="1F1B", process_group=lines[RANK // 2]) as pipe:
+        pipe.step(x[shard], target[shard], loss=F.mse_loss)
+        for parameter in pipe.parameters():
+            parameter.grad *= len(x[shard]) / len(x)
+            dist.all_reduce(parameter.grad, group=columns[RANK % 2])
+    F.mse_loss(plain(x), target).backward()
+    same_gradients(pipe, plain)
+    return {}
+
+
 class Stop(BaseException):
     """Not even an Exception."""
 
@@ -319,6 +337,21 @@ def killed() -> dict:
     except ab.PeerLost as caught:
         return {"seconds": time.monotonic() - began, "peer": caught.peer}
     raise AssertionError("nothing was raised")
+
+
+def left_open() -> dict:
+    """Ends without closing its pipes, one of them collected."""
+    pipe = make(skipping_model())
+    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
+    step(pipe, x, target)
+    del pipe
+    for schedule in SCHEDULES:
+        _OPEN.append(make(skipping_model(), schedule))
+        step(_OPEN[-1], x, target)
+    return {}
+
+
+_OPEN: list[ab.Pipe] = []
 
 
 if __name__ == "__main__":

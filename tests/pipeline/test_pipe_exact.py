@@ -190,6 +190,63 @@ def test_a_frozen_first_stage_is_left_alone():
     assert torch.equal(model[1].weight.grad, plain[1].weight.grad)
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_weights_used_twice_or_going_straight_to_an_output_have_their_whole_gradient(schedule: str):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(torch.tanh(self.inner(x))) * self.bias, self.bias.expand(x.shape[0], 3)
+
+    class Join(nn.Module):
+        def forward(self, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return parts[0] + parts[1] ** 2
+
+    model = nn.Sequential(nn.Linear(3, 3), Twice(), Join()).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    with Pipe(model, [1, 1, 1], chunks=2, schedule=schedule) as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+    F.mse_loss(plain(x), target).backward()
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_layers_that_keep_their_weights_in_lists_norms_and_parametrizations(schedule: str):
+    class Last(nn.Module):
+        def forward(self, found: tuple) -> torch.Tensor:
+            return found[0]
+
+    model = nn.Sequential(
+        nn.LSTM(4, 4, 2, batch_first=True),
+        Last(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.MultiheadAttention(4, 2, batch_first=True).requires_grad_(False).out_proj,
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    ).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, 4, dtype=torch.float64)
+    with Pipe(model, [1, 2, 2], chunks=2, schedule=schedule, checkpoint="always") as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+    F.mse_loss(plain(x), target).backward()
+    assert_same_gradients(pipe, plain)
+    assert close(model(x), plain(x))
+
+
+def test_ids_and_sparse_gradients():
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 1))
+    plain = reference(model)
+    ids = torch.tensor([[1, 2], [1, 1], [9, 2]])
+    with Pipe(model, [1, 2], chunks=3, schedule="1F1B") as pipe:
+        pipe(ids).sum().backward()
+    plain(ids).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    torch.testing.assert_close(model[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
 def test_a_loss_with_parameters_is_trained():
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -128,6 +128,8 @@ def test_steps_and_seeds_draw_different_numbers_and_runs_the_same():
         first, second = pipe(x), pipe(x)
         assert not torch.equal(first, second)
         assert torch.equal(same(x), first)
+        same.calls = 1
+        assert torch.equal(same(x), second)
     with Pipe(noisy_model(), [3, 3], seed=2) as other:
         assert not torch.equal(other(x), first)
 

@@ -39,6 +39,15 @@ def test_a_callers_mistake_on_one_rank_reaches_the_others(ranks: int):
     LocalJob(ranks, timeout=60).run(SCRIPT, "mistakes").check()
 
 
+def test_a_job_ends_well_with_its_pipes_left_open():
+    LocalJob(2, timeout=60).run(SCRIPT, "left_open").check()
+
+
+@pytest.mark.slow
+def test_pipelines_of_a_grid_stand_beside_one_another():
+    LocalJob(4, timeout=100).run(SCRIPT, "grid").check()
+
+
 def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_it_goes_on():
     found = LocalJob(2, timeout=60).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"

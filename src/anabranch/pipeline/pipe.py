@@ -87,6 +87,11 @@ class Pipe(nn.Module):
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.
 
+    Attributes:
+        chunks: may be changed between calls.
+        checkpoint: may be changed between calls.
+        calls: how many calls there were; the next one's place in the random stream. Set it where training resumes.
+
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``.
         SkipError: its skips do not match.
@@ -133,7 +138,7 @@ class Pipe(nn.Module):
         self._adopt(module if process_group is None else _part(module, [split[j] for j in self._here]))
         self._elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
         self._seed = torch.initial_seed() if seed is None else seed
-        self._steps = 0
+        self.calls = 0
         self._observed = Observed()
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
         self._ties: list[tuple[nn.Parameter, list[int]]] = []
@@ -239,8 +244,8 @@ class Pipe(nn.Module):
 
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
-        self._steps += 1
-        return Facts(self._steps - 1, self._seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        self.calls += 1
+        return Facts(self.calls - 1, self._seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}

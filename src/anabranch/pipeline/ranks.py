@@ -27,6 +27,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -131,10 +132,15 @@ class _Pair:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox) -> None:
         self.outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
-        for work, arguments in ((_send_all, (self.outgoing,)), (_receive_all, ())):
-            name = f"anabranch-pipeline-{work.__name__[1:5]}-{peer}"
-            everything = (group, peer, tag, inbox, *arguments)
-            threading.Thread(target=work, args=everything, name=name, daemon=True).start()
+        everything = (group, peer, tag, inbox)
+        self.threads = [
+            threading.Thread(
+                target=_send_all, args=(*everything, self.outgoing), name=f"anabranch-to-{peer}", daemon=True
+            ),
+            threading.Thread(target=_receive_all, args=everything, name=f"anabranch-from-{peer}", daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
 
 
 def _send_all(
@@ -218,13 +224,13 @@ class RankEngine:
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._inbox = _Inbox(self._peers)
         self._beats = Beats(
-            self._meet(), self.rank, store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
+            self._meet(), self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
         )
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self._pairs = {peer: _Pair(group, peer, tag, self._inbox) for peer in self._peers}
-        self._end = weakref.finalize(self, _end, self._inbox, list(self._pairs.values()), self._beats)
-        # Called at exit in reverse order, so before finalizers; see there.
-        atexit.register(_exit_without_the_lost, self._inbox)
+        leave = partial(_exit_without_the_lost, self._inbox)
+        self._end = weakref.finalize(self, _end, self._inbox, list(self._pairs.values()), self._beats, leave)
+        atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
         text = Identity.of_this_process().encode().encode()
@@ -233,7 +239,7 @@ class RankEngine:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
-        return {rank: Identity.decode(text) for rank, text in enumerate(texts)}
+        return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
 
     @contextmanager
     def turn(self, operation: str) -> Iterator[RankTurn]:
@@ -302,15 +308,15 @@ class RankEngine:
                     return
                 if inbox.fault is not None:
                     raise Aborted
-                lost = dict(inbox.lost)
+                lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
             lost |= self._beats.lost()
             if lost:
                 raise self._peer_lost(lost, deadline, operation)
             deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
 
     def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
-        what = "; ".join(f"rank {self.rank_name(rank)} is lost: {why}" for rank, why in sorted(lost.items()))
-        who = self._show(sorted(lost))
+        what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
+        who = ", ".join(f"rank {rank}" for rank in sorted(lost))
         return PeerLost(what, peer=who, operation=f"pipeline {operation}", elapsed=deadline.elapsed())
 
     def _show(self, ranks: Sequence[int]) -> str:
@@ -337,7 +343,7 @@ class RankEngine:
 
 def _exit_without_the_lost(inbox: _Inbox) -> None:
     """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
-    if not inbox.lost and not any(inbox.owed.values()):
+    if not _is_stuck(inbox):
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -345,11 +351,22 @@ def _exit_without_the_lost(inbox: _Inbox) -> None:
     os._exit(1)
 
 
-def _end(inbox: _Inbox, pairs: Sequence[_Pair], beats: Beats) -> None:
+def _end(inbox: _Inbox, pairs: Sequence[_Pair], beats: Beats, leave: Callable[[], None]) -> None:
+    """Ends the threads, and waits for those that wait for nobody: at exit they must not outlive the process group."""
     inbox.close()
     for pair in pairs:
         pair.outgoing.put(None)
     beats.close()
+    if not _is_stuck(inbox):
+        atexit.unregister(leave)
+        for thread in (thread for pair in pairs for thread in pair.threads):
+            if thread is not threading.current_thread():
+                thread.join(timeout=_FAREWELL_SECONDS)
+
+
+def _is_stuck(inbox: _Inbox) -> bool:
+    """Whether a thread waits for a peer, and gloo lets nobody end it."""
+    return bool(inbox.lost) or any(inbox.owed.values())
 
 
 def _as_error(fault: Fault) -> PipelineError:
