@@ -45,11 +45,13 @@ from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
 from anabranch.parameter_server import RowWiseAdagrad
 from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
 from anabranch.tensors import TensorSpec
 
 __all__ = [
     "AnabranchError",
     "BoundaryError",
+    "Cache",
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
@@ -62,10 +64,13 @@ __all__ = [
     "NonFinite",
     "NotFound",
     "Overloaded",
+    "ParameterClient",
+    "ParameterServer",
     "PeerLost",
     "Pipe",
     "PipelineError",
     "ProtocolError",
+    "RemoteEmbedding",
     "RemoteError",
     "RowWiseAdagrad",
     "SchemaError",

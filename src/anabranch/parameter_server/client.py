@@ -157,6 +157,16 @@ class ParameterClient:
         """How many shards there are."""
         return len(self._endpoints)
 
+    @property
+    def worker(self) -> Worker | None:
+        """Which worker of a job this is; ``None`` for a bare client."""
+        return self._worker
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank; a bare client is alone, and 0."""
+        return 0 if self._worker is None else self._worker.rank
+
     # --- making -----------------------------------------------------------------------------------------------------
 
     def init(
