@@ -18,9 +18,19 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 
 __all__ = [
-    "FLOATS", "BarrierMessage", "DropMessage", "ExportMessage", "InitMessage", "JoinMessage", "Part", "PullMessage",
-    "PullReply", "PushMessage", "RestoreMessage", "join_floats", "split_floats",
-]  # fmt: skip
+    "BarrierMessage",
+    "DropMessage",
+    "ExportMessage",
+    "InitMessage",
+    "JoinMessage",
+    "Part",
+    "PullMessage",
+    "PullReply",
+    "PushMessage",
+    "RestoreMessage",
+    "join_floats",
+    "split_floats",
+]
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

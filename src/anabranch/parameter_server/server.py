@@ -38,7 +38,7 @@ from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pa
 
 __all__ = ["ParameterServer"]
 
-M = TypeVar("M", bound=msgspec.Struct)
+_M = TypeVar("_M", bound=msgspec.Struct)
 _WORKERS = frozenset({"worker"})
 
 
@@ -59,6 +59,9 @@ class ParameterServer:
         checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
         checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
         threads: threads that share the work of one request.
+        memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
+            ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
+            process: what outlives it is the checkpoint and the log.
         keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
 
     Raises:
@@ -76,6 +79,7 @@ class ParameterServer:
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
+        memory_map_dir: str | os.PathLike[str] | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         heartbeat: float = 1.0,
@@ -93,7 +97,10 @@ class ParameterServer:
         self._checkpoint_seconds = checkpoint_seconds
         self._crew = Crew(threads)
         self._keeper = Keeper(durability, directory)
-        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal)
+        scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
+        if scratch is not None:
+            Path(scratch).mkdir(parents=True, exist_ok=True)
+        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal, scratch=scratch)
         self._done = self._keeper.start(self._shard)
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
@@ -151,7 +158,7 @@ class ParameterServer:
         def done(call: Call) -> None:
             call.reply()
 
-        def changing(name: str, kind: type[M], run: Callable[[M, Call], object]) -> Verb:
+        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
             return Verb(
                 name, self._changing(kind, run), check=self._checks(name), once=True, again=done, roles=_WORKERS
             )
@@ -170,7 +177,7 @@ class ParameterServer:
             Verb("statistics", self._statistics, check=_no_tensors, roles=_WORKERS),
         ]
 
-    def _changing(self, kind: type[M], run: Callable[[M, Call], object]) -> Callable[[Call], None]:
+    def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:
             message = unpack(call.payload, kind)
             try:

@@ -17,6 +17,7 @@ more than K steps behind.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,8 @@ class Shard:
     Args:
         shard, shards: which of how many.
         crew: threads that share a table's work; without one the caller's alone.
-        journal: called with every change before it is done; what it returns is what to make durable.
+        journal: called with every change before it is done.
+        scratch: where memory-mapped tables have their files.
     """
 
     def __init__(
@@ -148,11 +150,13 @@ class Shard:
         *,
         crew: Crew | None = None,
         journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+        scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= shard < shards:
             raise ValueError(f"shard={shard} lies outside shards={shards}")
         self.shard, self.shards = shard, shards
         self._crew = crew or Crew(1)
+        self._scratch = scratch
         self._journal = journal or (lambda verb, payload, tensors: None)
         self._state = threading.Condition(threading.RLock())
         self._tables: dict[str, RowTable] = {}
