@@ -43,9 +43,8 @@ from anabranch.errors import (
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.job import Job, job
-from anabranch.parameter_server import RowWiseAdagrad
-from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
 from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
+from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
 from anabranch.tensors import TensorSpec
 
 __all__ = [
