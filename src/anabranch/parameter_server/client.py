@@ -311,6 +311,7 @@ class ParameterClient:
         training: bool = False,
         step: int | None = None,
         known: Mapping[str, Tensor] | None = None,
+        widths: Mapping[str, int] | None = None,
     ) -> dict[str, Pulled]:
         """Rows of several tables, and dense parameters (no ids), in one message a shard.
 
@@ -319,6 +320,7 @@ class ParameterClient:
             training: admits ids to dynamic tables.
             step: of the worker, whose turn is waited for; ``None`` reads what is there.
             known: for each table the version that is held of each id, -1 for none; only rows of another version come.
+            widths: asks for rows with their optimizer's state, and says how many numbers that is a row.
         """
         deadline = Deadline.after(self._timeout)
         plans = [self._plan(name, ids) for name, ids in wanted.items()]
@@ -327,7 +329,7 @@ class ParameterClient:
             asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
             if asked:
                 parts = [Part(name, len(where)) for name, where in asked]
-                message = PullMessage(parts, training, known is not None, *self._turn(step))
+                message = PullMessage(parts, training, known is not None, widths is not None, *self._turn(step))
                 tensors = [_joined([wanted[name].reshape(-1)[where] for name, where in asked])]
                 if known is not None:
                     tensors.append(_joined([known[name].reshape(-1)[where] for name, where in asked]))
@@ -335,18 +337,24 @@ class ParameterClient:
         answers = self._gather([request for _, request, _ in requests], deadline)
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
-            self._sort_in(answer, asked, arrived)
+            self._sort_in(answer, asked, arrived, widths or {})
         return {name: self._in_order(name, parts, ids) for (name, ids), parts in zip(
             wanted.items(), arrived.values(), strict=True
         )}  # fmt: skip
 
-    def _sort_in(self, answer: Answer, asked: list[tuple[str, Tensor]], arrived: dict[str, list[Pulled]]) -> None:
+    def _sort_in(
+        self,
+        answer: Answer,
+        asked: list[tuple[str, Tensor]],
+        arrived: dict[str, list[Pulled]],
+        widths: Mapping[str, int],
+    ) -> None:
         counts = unpack(answer.payload, PullReply).counts
         shapes = []
         for (name, _), count in zip(asked, counts, strict=True):
             holding = self._holdings[name]
             whole = holding.placement is None
-            shapes.append((holding.dtype, holding.shape if whole else (count, holding.width)))
+            shapes.append((holding.dtype, holding.shape if whole else (count, widths.get(name, holding.width))))
         positions, versions, *flat = answer.tensors
         numbers = split_floats(flat, shapes)
         for (name, where), at, version, rows in zip(

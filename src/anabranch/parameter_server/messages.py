@@ -97,12 +97,14 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the version that the asker has of each.
 
-    ``rank`` is -1 for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
+    With ``states`` each row comes with its optimizer's state, as ``RowTable.pull_with_state`` gives it. ``rank`` is -1
+    for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
     """
 
     parts: list[Part]
     training: bool = False
     checked: bool = False
+    states: bool = False
     rank: _Number = -1
     step: _Number = -1
 

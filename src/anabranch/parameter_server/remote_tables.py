@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import NotFound
-from anabranch.parameter_server.cache import Cache, CacheStatistics, RowCache
+from anabranch.parameter_server.cache import Cache, CacheStatistics, Move, RowCache
 from anabranch.parameter_server.client import ParameterClient
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_weight import RemoteWeight
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.row_step import move_rows
 from anabranch.parameter_server.table_spec import TableSpec
 
 __all__ = ["RemoteTables"]
@@ -117,16 +118,17 @@ class RemoteTables:
         cache = None
         source = _Source(spec.name, self, rule, spec)
         if self._cache is not None:
-            first = rule()
-            plain = first.family is Family.SGD and not first.momentum and not first.weight_decay
+            held = spec.width
+            move: Move | None = None
+            if self._cache.push_bound:  # own writes wait here, and must be read: rows come with their state
+                held = rule().row_width(spec.width)
 
-            def move(rows: Tensor, grads: Tensor) -> Tensor:
-                now = rule()
-                return rows - (-now.lr if now.maximize else now.lr) * grads
+                def own(rows: Tensor, grads: Tensor) -> Tensor:
+                    return move_rows(rows, grads, rule(), self._step + 1)
 
-            cache = RowCache(
-                self._cache, spec.width, spec.dtype, source, move=move if plain and self._cache.push_bound else None
-            )
+                move = own
+
+            cache = RowCache(self._cache, spec.width, spec.dtype, source, move=move, held=held)
         source.cache = cache
         self._sources[spec.name] = source
         return source
@@ -187,9 +189,16 @@ class RemoteTables:
         self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean)
 
     def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        step = self._step if self._client.worker is not None else None
+        widths = None
+        if known is not None and self._cache is not None and self._cache.push_bound:
+            source = self._sources[name]
+            widths = {name: source.rule().row_width(source.spec.width)}
         found = self._client.pull_many(
-            {name: ids}, training=self._training, step=step, known=None if known is None else {name: known}
+            {name: ids},
+            training=self._training,
+            step=self._step if self._client.worker is not None else None,
+            known=None if known is None else {name: known},
+            widths=widths,
         )[name]
         return found.positions, found.versions, found.rows
 

@@ -75,6 +75,10 @@ class RowOptimizer:
             return 1 if self.momentum else 0
         return {Family.ADAGRAD: 1, Family.ROW_WISE_ADAGRAD: 0}.get(self.family, 2)
 
+    def row_width(self, width: int) -> int:
+        """Numbers of a row of ``width`` weights with all that is kept for it."""
+        return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
+
     @property
     def initial_state(self) -> float:
         """The value that each number of state starts from."""

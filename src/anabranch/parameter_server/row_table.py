@@ -170,6 +170,24 @@ class RowTable:
             self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
         return out
 
+    def pull_with_state(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` with what their optimizer keeps: ``[len(ids), rule.row_width(width)]``."""
+        wanted = self._ids(ids)
+        rows = self._locate(wanted, training=False)
+        out = torch.full(
+            (rows.size, self._rule.row_width(self.spec.width)), self._rule.initial_state, dtype=self.spec.dtype
+        )
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, wanted)
+            known = np.flatnonzero(where >= 0)
+            there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
+            out[at, : self._stride] = as_tensor(storage.values).view(-1, self._stride)[there]
+            if storage.with_sums:
+                out[at, self._stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
+        if self._may_miss(rows):
+            self._read_first_values(out[:, : self.spec.width], rows, wanted)
+        return out
+
     def check(self, ids: Tensor) -> None:
         """Raises what ``pull`` would of ids that are no rows of this part of the table; changes nothing."""
         self._vocabulary.locate(self._ids(ids), step=self.step, training=False)

@@ -495,12 +495,11 @@ class Shard:
                 numbers.append(holder.value)
                 continue
             current = holder.versions(ids[at], training=message.training)
-            if versions is None:
-                where = torch.arange(part.count)
-                numbers.append(holder.pull(ids[at]))
-            else:
+            where = torch.arange(part.count)
+            if versions is not None:
                 where = torch.nonzero(current != versions[at])[:, 0]
-                numbers.append(holder.pull(ids[at][where]))
+            read = holder.pull_with_state if message.states else holder.pull
+            numbers.append(read(ids[at][where]))
             counts.append(len(where))
             positions.append(where)
             found.append(current[where])

@@ -28,6 +28,7 @@ __all__ = ["FileStorage", "RowStorage"]
 
 Array = NDArray[Any]
 _WINDOW = 16 << 20  # bytes
+_LINE = 64  # bytes
 _LEAST_ROWS = 4096  # rows a window, so that windows of every array begin on a page
 
 
@@ -43,9 +44,8 @@ class RowStorage:
     def __init__(self, rows: int, stride: int, dtype: torch.dtype, *, with_sums: bool) -> None:
         self.stride = stride
         self.with_sums = with_sums
-        # np.zeros asks the system for untouched pages, so a row costs memory from its first use on.
         self.values, self.stamps, self.sums = (
-            np.zeros(rows * width, kind) for width, kind in _columns(stride, dtype, with_sums)
+            _zeros(rows * width, kind) for width, kind in _columns(stride, dtype, with_sums)
         )
 
     @property
@@ -57,7 +57,7 @@ class RowStorage:
         """Makes room for ``rows`` rows; those that are there keep their places."""
         for name, width in (("values", self.stride), ("stamps", 1), ("sums", int(self.with_sums))):
             old = getattr(self, name)
-            new = np.zeros(rows * width, old.dtype)
+            new = _zeros(rows * width, old.dtype)
             new[: old.size] = old
             setattr(self, name, new)
 
@@ -187,6 +187,17 @@ class FileStorage:
     def bytes(self) -> int:
         """Bytes of all rows, on the disk as far as they have been used."""
         return self.rows * sum(width * kind.itemsize for width, kind in self._columns)
+
+
+def _zeros(size: int, kind: np.dtype[Any]) -> Array:
+    """Zeros that begin on a cache line, so that a row of 16 floats is one line and not two.
+
+    ``np.zeros`` asks the system for untouched pages, so a row costs memory from its first use on.
+    """
+    spare = _LINE // kind.itemsize
+    memory = np.zeros(size + spare, kind)
+    first = -memory.ctypes.data % _LINE // kind.itemsize
+    return memory[first : first + size]
 
 
 def _file_without_a_name(owner: FileStorage, directory: str | os.PathLike[str] | None) -> int:
