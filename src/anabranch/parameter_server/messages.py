@@ -34,6 +34,8 @@ __all__ = [
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
@@ -80,16 +82,16 @@ class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker is at its ``number``-th barrier of ``world`` workers."""
 
-    rank: _Count
-    world: _Count
+    rank: _Rank
+    world: _World
     number: _Count
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker of a job, and how the job's steps are ordered."""
 
-    rank: _Count
-    world: _Count
+    rank: _Rank
+    world: _World
     consistency: str
     step: _Count = 0
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
 from anabranch.parameter_server.durability import Durability, Keeper
 from anabranch.parameter_server.kernels import Crew
@@ -187,6 +187,8 @@ class ParameterServer:
                 raise
             except (ValueError, TypeError, KeyError) as error:  # a spec or an optimizer that cannot be
                 raise SchemaError(f"{call.verb}: {error}") from error
+            except (MemoryError, OverflowError) as error:
+                raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
             self._keeper.commit(call.deadline)
             call.reply()
 

@@ -180,7 +180,7 @@ class Shard:
         with self._state:
             if self._is_there(message, tensors):
                 return
-            self._make(message, tensors, dry=True)
+            self._build(message, tensors)  # what cannot be built must not come into the journal
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage) -> None:
@@ -286,24 +286,28 @@ class Shard:
             raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
         return True
 
-    def _make(self, message: InitMessage, tensors: Sequence[Tensor], *, dry: bool = False) -> None:
+    def _build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
         rule = RowOptimizer.from_dict(message.rule)
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
             if not torch.isfinite(tensors[0]).all():
                 raise NonFinite(f"parameter {message.name} begins with NaN or Inf")
-            made = DenseParameter(message.name, tensors[0], rule)
-            if not dry:
-                self._dense[message.name] = made
+            return DenseParameter(message.name, tensors[0], rule)
+        spec = TableSpec.from_dict(message.table)
+        if spec.name != message.name:
+            raise SchemaError(f"a table {spec.name} under the name {message.name}")
+        return RowTable(
+            spec, rule, shard=self.shard, shards=self.shards, crew=self._crew, scratch=self._scratch
+        )  # fmt: skip
+
+    def _make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
+        made = self._build(message, tensors)
+        if isinstance(made, RowTable):
+            self._tables[message.name] = made
         else:
-            spec = TableSpec.from_dict(message.table)
-            if spec.name != message.name:
-                raise SchemaError(f"a table {spec.name} under the name {message.name}")
-            if not dry:
-                self._tables[message.name] = RowTable(spec, rule, shard=self.shard, shards=self.shards, crew=self._crew)
-        if not dry:
-            self._counts[message.name] = _Counts()
+            self._dense[message.name] = made
+        self._counts[message.name] = _Counts()
 
     def _check_parts(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
         names = [part.name for part in message.parts]
