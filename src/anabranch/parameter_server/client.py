@@ -31,10 +31,12 @@ from anabranch.parameter_server.messages import (
     ExportMessage,
     InitMessage,
     JoinMessage,
+    NormMessage,
     Part,
     PullMessage,
     PullReply,
     PushMessage,
+    ReleaseMessage,
     RestoreMessage,
     join_floats,
     split_floats,
@@ -388,6 +390,7 @@ class ParameterClient:
         step: int | None = None,
         weight: float = 1.0,
         mean: bool = True,
+        hold: bool = False,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
 
@@ -397,7 +400,12 @@ class ParameterClient:
             step: of the worker, whose push it is; ``None`` is applied at once.
             weight: what this worker's gradients count beside the others': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
+            hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
         """
+        if hold and (self._worker is None or self._worker.consistency != "bsp"):
+            raise ValueError(
+                "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
+            )
         deadline = Deadline.after(self._timeout)
         kinds = list(dict.fromkeys((rules or {}).values()))
         numbers = [rule.to_dict() for rule in kinds]
@@ -418,10 +426,23 @@ class ParameterClient:
                 ids.append(some.reshape(-1)[where])
                 grads.append(rows.detach().to("cpu", holding.dtype))
             if parts or step is not None:
-                message = PushMessage(parts, numbers, *self._turn(step), weight, mean)
+                message = PushMessage(parts, numbers, *self._turn(step), weight, mean, hold)
                 tensors = [_joined(ids), *join_floats(grads)]
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
         self._gather(requests, deadline)
+
+    def squared_norm(self, step: int) -> float:
+        """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
+        rank, _ = self._turn(step)
+        message = pack(NormMessage(rank, step))
+        answers = self._all([self._request(shard, "norm", message, step=step) for shard in range(self.shards)])
+        return sum(unpack(answer.payload, float) for answer in answers)
+
+    def release(self, step: int, scale: float) -> None:
+        """Applies what is held of ``step``, times ``scale``; all workers call it with the same one."""
+        rank, _ = self._turn(step)
+        message = pack(ReleaseMessage(rank, step, scale))
+        self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
 
     def _check_rows(self, name: str, holding: _Holding, ids: Tensor, rows: Tensor) -> None:
         if rows.numel() != ids.numel() * holding.width:
@@ -597,7 +618,7 @@ class ParameterClient:
         step: int | None = None,
         once: bool | None = None,
     ) -> Request:
-        numbered = verb in ("init", "join", "push", "restore", "drop") if once is None else once
+        numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
         return Request(self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step)
 
     def _call(

@@ -23,10 +23,12 @@ __all__ = [
     "ExportMessage",
     "InitMessage",
     "JoinMessage",
+    "NormMessage",
     "Part",
     "PullMessage",
     "PullReply",
     "PushMessage",
+    "ReleaseMessage",
     "RestoreMessage",
     "join_floats",
     "split_floats",
@@ -79,6 +81,21 @@ class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     rows: _Count = 1 << 16
 
 
+class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Asks for the sum of squares of what the workers' held pushes of ``step`` come to on this shard."""
+
+    rank: _Rank
+    step: _Count
+
+
+class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The held pushes of ``step`` are applied, times ``scale``; the first worker's release does it."""
+
+    rank: _Rank
+    step: _Count
+    scale: float
+
+
 class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker is at its ``number``-th barrier of ``world`` workers."""
 
@@ -121,6 +138,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """Gradients of one step. Tensors: all ids, then the numbers.
 
     ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
+    With ``hold`` what the workers' gradients come to waits for a ``ReleaseMessage``.
     """
 
     parts: list[Part]
@@ -129,6 +147,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     step: _Number = -1
     weight: float = 1.0
     mean: bool = True
+    hold: bool = False
 
 
 def join_floats(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -143,13 +143,19 @@ class RemoteTables:
             for source in self._sources.values():
                 source.gradients.clear()
 
-    def push(self, weight: float = 1.0, *, mean: bool = True) -> None:
+    def push(self, weight: float = 1.0, *, mean: bool = True, hold: bool = False) -> None:
         """Sends the step's gradients to the servers.
 
         Args:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
+            hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
+
+        Raises:
+            ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
         """
+        if hold and self._cache is not None and self._cache.push_bound:
+            raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
         due: dict[str, tuple[Tensor, Tensor]] = {}
         for name, source in self._sources.items():
             given = source.take()
@@ -158,7 +164,15 @@ class RemoteTables:
             ids, grads = source.cache.write(*given, self._step) if source.cache is not None else given
             due[name] = _together([(ids, grads), *source.leaving])
             source.leaving.clear()
-        self._send(due, weight, mean)
+        self._send(due, weight, mean, hold)
+
+    def squared_norm(self) -> float:
+        """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
+        return self._client.squared_norm(self._step)
+
+    def release(self, scale: float = 1.0) -> None:
+        """Applies the step's held gradients, times ``scale``, the same on all workers."""
+        self._client.release(self._step, scale)
 
     def flush(self) -> None:
         """Pushes what waits in the caches, at once and beside the order of steps: before saving and closing."""
@@ -183,10 +197,10 @@ class RemoteTables:
         """What each table's cache has done; nothing without caches."""
         return {name: source.cache.statistics() for name, source in self._sources.items() if source.cache is not None}
 
-    def _send(self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool) -> None:
+    def _send(self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool, hold: bool) -> None:
         rules = {name: self._sources[name].rule() for name in due}
         step = self._step if self._client.worker is not None else None
-        self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean)
+        self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean, hold=hold)
 
     def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         widths = None

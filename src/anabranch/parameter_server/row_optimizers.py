@@ -68,6 +68,15 @@ class RowOptimizer:
     initial_accumulator_value: float = 0.0
     maximize: bool = False
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(entry.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{self.family} takes {entry.name}=True or False, got {value!r}")
+            elif entry.name != "family" and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{self.family} takes a finite number as {entry.name}, got {value!r}")
+
     @property
     def states(self) -> int:
         """How many numbers of state each weight has; row-wise Adagrad's one number a row is not among them."""

@@ -29,8 +29,10 @@ from anabranch.parameter_server.messages import (
     ExportMessage,
     InitMessage,
     JoinMessage,
+    NormMessage,
     PullMessage,
     PushMessage,
+    ReleaseMessage,
     RestoreMessage,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
@@ -170,6 +172,8 @@ class ParameterServer:
             changing("push", PushMessage, lambda message, call: shard.push(message, call.tensors, peer=call.peer.name)),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
+            changing("release", ReleaseMessage, lambda message, call: shard.release(message)),
+            Verb("norm", self._norm, check=_no_tensors, roles=_WORKERS),
             Verb("pull", self._pull, check=self._checks("pull"), roles=_WORKERS),
             Verb("export", self._export, check=_no_tensors, roles=_WORKERS),
             Verb("barrier", self._barrier, check=_no_tensors, roles=_WORKERS),
@@ -218,6 +222,9 @@ class ParameterServer:
         message = unpack(call.payload, PullMessage)
         reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
         call.reply(tensors, pack(reply))
+
+    def _norm(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
 
     def _export(self, call: Call) -> None:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage))
