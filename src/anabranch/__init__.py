@@ -45,13 +45,14 @@ from anabranch.errors import (
 from anabranch.executor import EvalStep, Executor, TrainStep
 from anabranch.graph import Graph, capture, gradients
 from anabranch.job import Job, job
-from anabranch.parameter_server import RowWiseAdagrad
+from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
 from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
 from anabranch.tensors import TensorSpec
 
 __all__ = [
     "AnabranchError",
     "BoundaryError",
+    "Cache",
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
@@ -65,10 +66,13 @@ __all__ = [
     "NonFinite",
     "NotFound",
     "Overloaded",
+    "ParameterClient",
+    "ParameterServer",
     "PeerLost",
     "Pipe",
     "PipelineError",
     "ProtocolError",
+    "RemoteEmbedding",
     "RemoteError",
     "RowWiseAdagrad",
     "SchemaError",

@@ -312,3 +312,46 @@ def test_only_rows_of_another_version_come_again() -> None:
         assert again.positions.tolist() == [3, 11]
         assert again.rows.tolist() == [[0.5, 0.5]] * 2
         assert (again.versions > first.versions[again.positions]).all()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_clipping_by_the_norm_of_the_merged_gradient_is_that_of_the_plain_loop(world: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(30, 16, generator=generator, dtype=torch.float64)
+    batches = [torch.randint(0, 30, (12,), generator=generator) for _ in range(4)]
+    plain = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([plain], lr=0.5)
+    for ids in batches:
+        optimizer.zero_grad()
+        plain[ids].square().sum(1).mean().backward()
+        torch.nn.utils.clip_grad_norm_([plain], 0.3)
+        optimizer.step()
+    edges = {1: [0, 12], 3: [0, 1, 5, 12]}[world]
+    rule = RowOptimizer.from_factory(SGD)
+
+    def body(client: ParameterClient, rank: int) -> None:
+        client.init_table(TableSpec("t", 30, 16, torch.float64), rule)
+        if rank == 0:
+            client.write_rows("t", start, rule)
+        client.barrier()
+        for step, ids in enumerate(batches):
+            mine = ids[edges[rank] : edges[rank + 1]]
+            rows = client.pull_many({"t": mine}, step=step)["t"].rows.requires_grad_()
+            rows.square().sum(1).mean().backward()
+            client.push_many({"t": (mine, rows.grad)}, step=step, weight=len(mine), hold=True)
+            norm = client.squared_norm(step) ** 0.5
+            client.release(step, min(1.0, 0.3 / (norm + 1e-6)))
+        found = client.pull_many({"t": torch.arange(30)}, step=4)["t"].rows
+        torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
+
+    with cluster(2) as (network, endpoints):
+        run_workers(endpoints, network, world, "bsp", body)
+
+
+def test_pushes_are_held_only_where_they_are_merged() -> None:
+    with cluster(1) as (network, endpoints):
+        for worker in (None, Worker(0, 1, "asp")):
+            with ParameterClient(endpoints, worker=worker, transport=network) as client:
+                client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+                with pytest.raises(ValueError, match="bsp"):
+                    client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, hold=True)

@@ -12,6 +12,8 @@ from anabranch.parameter_server.initial import Constant, Initial, Normal, Unifor
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
 from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.remote_embedding import RemoteEmbedding
+from anabranch.parameter_server.remote_tables import RemoteTables
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.server import ParameterServer
@@ -32,6 +34,8 @@ __all__ = [
     "ParameterServer",
     "Placement",
     "Pulled",
+    "RemoteEmbedding",
+    "RemoteTables",
     "RowBlock",
     "RowCache",
     "RowOptimizer",

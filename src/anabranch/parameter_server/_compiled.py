@@ -333,6 +333,8 @@ def merge_sums(
     for j in range(U(first) * wide, U(last) * wide):
         merged[j] = 0
     for i in range(inverse.size):
+        if i + _PREFETCH < inverse.size:
+            _prefetch(grads, U(source[i + _PREFETCH] if source.size else i + _PREFETCH) * apart)
         if first <= inverse[i] < last:
             target = U(inverse[i]) * wide
             at = U(source[i] if source.size else i) * apart

@@ -30,7 +30,7 @@ __all__ = ["Cache", "CacheStatistics", "Move", "Peer", "RowCache"]
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 _SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 Move = Callable[[Tensor, Tensor], Tensor]
-"""What own gradients do to rows here until the servers' answer is known: ``move(rows, gradients) -> rows``."""
+"""What own gradients do to rows here, state and all, until the servers' are known: ``(rows, gradients) -> rows``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class RowCache:
     Args:
         cache: policy, capacity and bounds.
         width, dtype: of a row.
+        held: numbers a row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
         peer: where rows come from and gradients go.
         move: what own gradients do to rows here; required with a ``push_bound``. Without it a row that was pushed is
             asked about when it is next read, so that own writes are read.
@@ -121,17 +122,15 @@ class RowCache:
         peer: Peer,
         *,
         move: Move | None = None,
+        held: int | None = None,
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
         if cache.push_bound and move is None:
-            raise ValueError(
-                f"push_bound={cache.push_bound} needs an optimizer whose steps a worker can take on its own rows (SGD "
-                "without momentum), or own writes could not be read; use push_bound=0"
-            )
+            raise ValueError(f"push_bound={cache.push_bound} needs a move, or own writes could not be read meanwhile")
         self.cache = cache
         self._peer, self._move = peer, move
         self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
-        self._width, self._dtype = width, dtype
+        self._width, self._dtype, self._held = width, dtype, held or width
         self._hits = self._misses = self._refreshed = self._evictions = self._pushed = 0
         self._begin()
 
@@ -143,7 +142,7 @@ class RowCache:
             by_frequency=self.cache.policy != "LRU",
             settled=_SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
         )
-        self._rows = torch.zeros(capacity, self._width, dtype=self._dtype)
+        self._rows = torch.zeros(capacity, self._held, dtype=self._dtype)
         self._versions = torch.full((capacity,), -1)
         self._checked = torch.full((capacity,), -(1 << 40))
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
@@ -161,12 +160,12 @@ class RowCache:
         held = known >= 0
         fresh = held & (step - self._checked[at] <= self.cache.pull_bound)
         ask = torch.nonzero(~fresh)[:, 0]
-        out = torch.empty(len(ids), self._width, dtype=self._dtype)
+        out = torch.empty(len(ids), self._held, dtype=self._dtype)
         out[fresh] = self._rows[slots[fresh]]
         if len(ask):
             self._fetch(ids, slots, known, ask, out, step)
         self._hits += int(fresh.sum())
-        return out
+        return out if self._held == self._width else out[:, : self._width].contiguous()
 
     def _use(self, ids: Tensor, step: int) -> Tensor:
         before = self._index.entries()[0].copy()

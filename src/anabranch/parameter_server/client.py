@@ -31,10 +31,12 @@ from anabranch.parameter_server.messages import (
     ExportMessage,
     InitMessage,
     JoinMessage,
+    NormMessage,
     Part,
     PullMessage,
     PullReply,
     PushMessage,
+    ReleaseMessage,
     RestoreMessage,
     join_floats,
     split_floats,
@@ -156,6 +158,16 @@ class ParameterClient:
     def shards(self) -> int:
         """How many shards there are."""
         return len(self._endpoints)
+
+    @property
+    def worker(self) -> Worker | None:
+        """Which worker of a job this is; ``None`` for a bare client."""
+        return self._worker
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank; a bare client is alone, and 0."""
+        return 0 if self._worker is None else self._worker.rank
 
     # --- making -----------------------------------------------------------------------------------------------------
 
@@ -301,6 +313,7 @@ class ParameterClient:
         training: bool = False,
         step: int | None = None,
         known: Mapping[str, Tensor] | None = None,
+        widths: Mapping[str, int] | None = None,
     ) -> dict[str, Pulled]:
         """Rows of several tables, and dense parameters (no ids), in one message a shard.
 
@@ -309,6 +322,7 @@ class ParameterClient:
             training: admits ids to dynamic tables.
             step: of the worker, whose turn is waited for; ``None`` reads what is there.
             known: for each table the version that is held of each id, -1 for none; only rows of another version come.
+            widths: asks for rows with their optimizer's state, and says how many numbers that is a row.
         """
         deadline = Deadline.after(self._timeout)
         plans = [self._plan(name, ids) for name, ids in wanted.items()]
@@ -317,7 +331,7 @@ class ParameterClient:
             asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
             if asked:
                 parts = [Part(name, len(where)) for name, where in asked]
-                message = PullMessage(parts, training, known is not None, *self._turn(step))
+                message = PullMessage(parts, training, known is not None, widths is not None, *self._turn(step))
                 tensors = [_joined([wanted[name].reshape(-1)[where] for name, where in asked])]
                 if known is not None:
                     tensors.append(_joined([known[name].reshape(-1)[where] for name, where in asked]))
@@ -325,18 +339,24 @@ class ParameterClient:
         answers = self._gather([request for _, request, _ in requests], deadline)
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
-            self._sort_in(answer, asked, arrived)
+            self._sort_in(answer, asked, arrived, widths or {})
         return {name: self._in_order(name, parts, ids) for (name, ids), parts in zip(
             wanted.items(), arrived.values(), strict=True
         )}  # fmt: skip
 
-    def _sort_in(self, answer: Answer, asked: list[tuple[str, Tensor]], arrived: dict[str, list[Pulled]]) -> None:
+    def _sort_in(
+        self,
+        answer: Answer,
+        asked: list[tuple[str, Tensor]],
+        arrived: dict[str, list[Pulled]],
+        widths: Mapping[str, int],
+    ) -> None:
         counts = unpack(answer.payload, PullReply).counts
         shapes = []
         for (name, _), count in zip(asked, counts, strict=True):
             holding = self._holdings[name]
             whole = holding.placement is None
-            shapes.append((holding.dtype, holding.shape if whole else (count, holding.width)))
+            shapes.append((holding.dtype, holding.shape if whole else (count, widths.get(name, holding.width))))
         positions, versions, *flat = answer.tensors
         numbers = split_floats(flat, shapes)
         for (name, where), at, version, rows in zip(
@@ -370,6 +390,7 @@ class ParameterClient:
         step: int | None = None,
         weight: float = 1.0,
         mean: bool = True,
+        hold: bool = False,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
 
@@ -379,7 +400,12 @@ class ParameterClient:
             step: of the worker, whose push it is; ``None`` is applied at once.
             weight: what this worker's gradients count beside the others': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
+            hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
         """
+        if hold and (self._worker is None or self._worker.consistency != "bsp"):
+            raise ValueError(
+                "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
+            )
         deadline = Deadline.after(self._timeout)
         kinds = list(dict.fromkeys((rules or {}).values()))
         numbers = [rule.to_dict() for rule in kinds]
@@ -400,10 +426,23 @@ class ParameterClient:
                 ids.append(some.reshape(-1)[where])
                 grads.append(rows.detach().to("cpu", holding.dtype))
             if parts or step is not None:
-                message = PushMessage(parts, numbers, *self._turn(step), weight, mean)
+                message = PushMessage(parts, numbers, *self._turn(step), weight, mean, hold)
                 tensors = [_joined(ids), *join_floats(grads)]
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
         self._gather(requests, deadline)
+
+    def squared_norm(self, step: int) -> float:
+        """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
+        rank, _ = self._turn(step)
+        message = pack(NormMessage(rank, step))
+        answers = self._all([self._request(shard, "norm", message, step=step) for shard in range(self.shards)])
+        return sum(unpack(answer.payload, float) for answer in answers)
+
+    def release(self, step: int, scale: float) -> None:
+        """Applies what is held of ``step``, times ``scale``; all workers call it with the same one."""
+        rank, _ = self._turn(step)
+        message = pack(ReleaseMessage(rank, step, scale))
+        self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
 
     def _check_rows(self, name: str, holding: _Holding, ids: Tensor, rows: Tensor) -> None:
         if rows.numel() != ids.numel() * holding.width:
@@ -579,7 +618,7 @@ class ParameterClient:
         step: int | None = None,
         once: bool | None = None,
     ) -> Request:
-        numbered = verb in ("init", "join", "push", "restore", "drop") if once is None else once
+        numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
         return Request(self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step)
 
     def _call(

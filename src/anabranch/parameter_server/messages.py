@@ -18,12 +18,26 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 
 __all__ = [
-    "FLOATS", "BarrierMessage", "DropMessage", "ExportMessage", "InitMessage", "JoinMessage", "Part", "PullMessage",
-    "PullReply", "PushMessage", "RestoreMessage", "join_floats", "split_floats",
-]  # fmt: skip
+    "BarrierMessage",
+    "DropMessage",
+    "ExportMessage",
+    "InitMessage",
+    "JoinMessage",
+    "NormMessage",
+    "Part",
+    "PullMessage",
+    "PullReply",
+    "PushMessage",
+    "ReleaseMessage",
+    "RestoreMessage",
+    "join_floats",
+    "split_floats",
+]
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
@@ -67,19 +81,34 @@ class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     rows: _Count = 1 << 16
 
 
+class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Asks for the sum of squares of what the workers' held pushes of ``step`` come to on this shard."""
+
+    rank: _Rank
+    step: _Count
+
+
+class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The held pushes of ``step`` are applied, times ``scale``; the first worker's release does it."""
+
+    rank: _Rank
+    step: _Count
+    scale: float
+
+
 class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker is at its ``number``-th barrier of ``world`` workers."""
 
-    rank: _Count
-    world: _Count
+    rank: _Rank
+    world: _World
     number: _Count
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker of a job, and how the job's steps are ordered."""
 
-    rank: _Count
-    world: _Count
+    rank: _Rank
+    world: _World
     consistency: str
     step: _Count = 0
 
@@ -87,12 +116,14 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the version that the asker has of each.
 
-    ``rank`` is -1 for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
+    With ``states`` each row comes with its optimizer's state, as ``RowTable.pull_with_state`` gives it. ``rank`` is -1
+    for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
     """
 
     parts: list[Part]
     training: bool = False
     checked: bool = False
+    states: bool = False
     rank: _Number = -1
     step: _Number = -1
 
@@ -107,6 +138,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """Gradients of one step. Tensors: all ids, then the numbers.
 
     ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
+    With ``hold`` what the workers' gradients come to waits for a ``ReleaseMessage``.
     """
 
     parts: list[Part]
@@ -115,6 +147,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     step: _Number = -1
     weight: float = 1.0
     mean: bool = True
+    hold: bool = False
 
 
 def join_floats(tensors: Iterable[Tensor]) -> list[Tensor]:

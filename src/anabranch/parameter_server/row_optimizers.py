@@ -68,12 +68,25 @@ class RowOptimizer:
     initial_accumulator_value: float = 0.0
     maximize: bool = False
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(entry.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{self.family} takes {entry.name}=True or False, got {value!r}")
+            elif entry.name != "family" and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{self.family} takes a finite number as {entry.name}, got {value!r}")
+
     @property
     def states(self) -> int:
         """How many numbers of state each weight has; row-wise Adagrad's one number a row is not among them."""
         if self.family is Family.SGD:
             return 1 if self.momentum else 0
         return {Family.ADAGRAD: 1, Family.ROW_WISE_ADAGRAD: 0}.get(self.family, 2)
+
+    def row_width(self, width: int) -> int:
+        """Numbers of a row of ``width`` weights with all that is kept for it."""
+        return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
 
     @property
     def initial_state(self) -> float:

@@ -13,6 +13,7 @@ row that is read has the steps it missed replayed, each with its own numbers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from anabranch.parameter_server.initial import table_key
 from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
-from anabranch.parameter_server.storage import RowStorage
+from anabranch.parameter_server.storage import FileStorage, RowStorage
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.vocabulary import FixedVocabulary, Vocabulary
 
@@ -78,6 +79,8 @@ class RowTable:
         shard, shards: which part of the table this is.
         crew: threads that share the work; without one the caller's alone.
         kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled where Numba is installed.
+        scratch, address_space: of a table with ``memory_map``: the directory of its file, by default the system's for
+            temporary files, and the bytes to map at once, by default a quarter of what the process may still map.
 
     Not safe for several threads at once: a shard lets one at a time in.
     """
@@ -91,6 +94,8 @@ class RowTable:
         shards: int = 1,
         crew: Crew | None = None,
         kernels_kind: Literal["compiled", "plain"] | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+        address_space: int | None = None,
     ) -> None:
         self.spec = spec
         self.step = 0
@@ -109,9 +114,15 @@ class RowTable:
             self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(self._key), kind)
         else:
             self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
-        self._storage = RowStorage(
-            self._vocabulary.rows, self._stride, spec.dtype, with_sums=rule.family is Family.ROW_WISE_ADAGRAD
-        )
+        with_sums = rule.family is Family.ROW_WISE_ADAGRAD
+        self._storage: RowStorage | FileStorage
+        if spec.memory_map:
+            self._storage = FileStorage(
+                self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums, directory=scratch,
+                budget=address_space,
+            )  # fmt: skip
+        else:
+            self._storage = RowStorage(self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums)
 
     @property
     def rule(self) -> RowOptimizer:
@@ -145,17 +156,36 @@ class RowTable:
         elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
         rows = self._locate(wanted, training=training)
-        self._prepare(rows, wanted)
         memory, apart = as_rows(out, self.spec.width)
-        self._crew.run(
-            lambda first, last: self._kernels.gather(
-                self._storage.values, self._stride, self.spec.width, rows, memory, apart, first, last
-            ),
-            rows.size,
-            rows.size * self.spec.width,
-        )
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, wanted)
+            self._crew.run(
+                lambda first, last: self._kernels.gather(
+                    storage.values, self._stride, self.spec.width, where, memory, apart, first, last
+                ),
+                where.size,
+                where.size * self.spec.width,
+            )
         if self._may_miss(rows):
             self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
+        return out
+
+    def pull_with_state(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` with what their optimizer keeps: ``[len(ids), rule.row_width(width)]``."""
+        wanted = self._ids(ids)
+        rows = self._locate(wanted, training=False)
+        out = torch.full(
+            (rows.size, self._rule.row_width(self.spec.width)), self._rule.initial_state, dtype=self.spec.dtype
+        )
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, wanted)
+            known = np.flatnonzero(where >= 0)
+            there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
+            out[at, : self._stride] = as_tensor(storage.values).view(-1, self._stride)[there]
+            if storage.with_sums:
+                out[at, self._stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
+        if self._may_miss(rows):
+            self._read_first_values(out[:, : self.spec.width], rows, wanted)
         return out
 
     def check(self, ids: Tensor) -> None:
@@ -171,7 +201,8 @@ class RowTable:
         if self._catches_up and self._rule.moves_quiet_rows:
             return torch.full((rows.size,), self.step)
         stamps = np.zeros_like(rows)
-        stamps[rows >= 0] = self._storage.stamps[rows[rows >= 0]]
+        with self._storage.at_hand(rows) as (storage, where):
+            stamps[where >= 0] = storage.stamps[where[where >= 0]]
         return torch.from_numpy(np.maximum(stamps - 1, 0))
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -187,8 +218,9 @@ class RowTable:
         memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
         unique, merged, first = self._merge(rows, memory, apart)
-        self._prepare(unique, wanted[first])
-        self._step(unique, merged)
+        with self._storage.at_hand(unique) as (storage, where):
+            self._prepare(storage, where, wanted[first])
+            self._step(storage, where, merged)
 
     def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array]:
         """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped."""
@@ -214,17 +246,17 @@ class RowTable:
         first[inverse[::-1]] = np.arange(rows.size)[::-1]
         return unique[:count], merged, source[first] if source.size else first
 
-    def _step(self, unique: Array, merged: Array) -> None:
+    def _step(self, storage: RowStorage, unique: Array, merged: Array) -> None:
         constants = self._rule.constants(self.step + 1)
         if self._catches_up:
             self._remember(constants)
         self.step += 1
-        run = self._rule_kernel()
+        run = self._rule_kernel(storage)
         self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
-        self._storage.stamps[unique] = self.step + 1
+        storage.stamps[unique] = self.step + 1
 
-    def _rule_kernel(self) -> Any:
-        storage, stride, width = self._storage, self._stride, self.spec.width
+    def _rule_kernel(self, storage: RowStorage) -> Any:
+        stride, width = self._stride, self.spec.width
         if self._rule.family is Family.ROW_WISE_ADAGRAD:
             return lambda *work: self._kernels.step_row_wise_adagrad(storage.values, stride, width, storage.sums, *work)
         kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
@@ -234,28 +266,28 @@ class RowTable:
 
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
-    def _prepare(self, rows: Array, ids: Array) -> None:
+    def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         """Begins the rows that have not begun, and brings those that lag up to the table's step."""
-        if self._kernels.first_behind(self._storage.stamps, rows, self.step + 1 if self._catches_up else 1) < 0:
+        if self._kernels.first_behind(storage.stamps, rows, self.step + 1 if self._catches_up else 1) < 0:
             return
         known = np.flatnonzero(rows >= 0)
         rows, ids = rows[known], ids[known]
-        fresh = self._storage.stamps[rows] == 0
+        fresh = storage.stamps[rows] == 0
         if fresh.any():
-            self._begin(rows[fresh], ids[fresh])
+            self._begin(storage, rows[fresh], ids[fresh])
         if self._catches_up:
-            self._catch_up(np.unique(rows[self._storage.stamps[rows] <= self.step]))
+            self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
 
     def _may_miss(self, rows: Array) -> bool:
         """Whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
         return self.spec.rows is None and bool((rows < 0).any())
 
-    def _begin(self, rows: Array, ids: Array) -> None:
+    def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         rows, first = np.unique(rows, return_index=True)
-        self._write_first_values(self._storage.values, self._stride, rows, ids[first])
-        if self._storage.sums.size:
-            self._storage.sums[rows] = self._rule.initial_state
-        self._storage.stamps[rows] = 1
+        self._write_first_values(storage.values, self._stride, rows, ids[first])
+        if storage.with_sums:
+            storage.sums[rows] = self._rule.initial_state
+        storage.stamps[rows] = 1
 
     def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
         kind, low, high = self.spec.initial.numbers()
@@ -279,25 +311,25 @@ class RowTable:
             self._history = np.concatenate([self._history, np.empty_like(self._history)])
         self._history[self.step] = constants
 
-    def _catch_up(self, rows: Array) -> None:
+    def _catch_up(self, storage: RowStorage, rows: Array) -> None:
         if not rows.size:
             return
-        since = self._storage.stamps[rows] - 1
+        since = storage.stamps[rows] - 1
         missed = self._history[since.min() : self.step]
         if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
             if missed[:, _DECAY].any():
-                self._replay_whole_steps(rows, since)
+                self._replay_whole_steps(storage, rows, since)
         elif self._rule.family is not Family.SGD or missed[:, _DECAY].any() or missed[:, _MOMENTUM].any():
-            self._replay(rows, since, missed)
-        self._storage.stamps[rows] = self.step + 1
+            self._replay(storage, rows, since, missed)
+        storage.stamps[rows] = self.step + 1
 
-    def _replay_whole_steps(self, rows: Array, since: Array) -> None:
-        run = self._rule_kernel()
+    def _replay_whole_steps(self, storage: RowStorage, rows: Array, since: Array) -> None:
+        run = self._rule_kernel(storage)
         for step in range(int(since.min()), self.step):
             late = rows[since <= step]
             run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
 
-    def _replay(self, rows: Array, since: Array, missed: Array) -> None:
+    def _replay(self, storage: RowStorage, rows: Array, since: Array, missed: Array) -> None:
         adam, width = self._rule.family is not Family.SGD, self.spec.width
         moments = missed[:, [_SHARE, _BETA2]] if adam else missed[:, [_MOMENTUM]]
         # With L2 decay, or with nothing beside the root, a move may grow again without a gradient.
@@ -306,7 +338,7 @@ class RowTable:
         zeros, history = np.zeros(width, self._working), self._history[: self.step]
         self._crew.run(
             lambda first, last: self._kernels.replay(
-                self._storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
+                storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
                 np.empty(width, self._working), first, last,
             ),
             rows.size,
@@ -325,15 +357,16 @@ class RowTable:
     def block(self, first: int, rows: int) -> RowBlock:
         """Those of the ``rows`` rows from place ``first`` on that have begun."""
         part = self._vocabulary.in_use()[first : first + rows]
-        part = part[self._storage.stamps[part] > 0]
-        table = as_tensor(self._storage.values).view(-1, self._stride)
-        return RowBlock(
-            _owned(self._vocabulary.ids(part)),
-            table[torch.from_numpy(part)],
-            _owned(self._storage.stamps[part]),
-            _owned(self._storage.sums[part] if self._storage.sums.size else self._storage.sums),
-            _owned(self._vocabulary.usage(part)),
-        )
+        with self._storage.at_hand(part) as (storage, where):
+            begun = storage.stamps[where] > 0
+            part, where = part[begun], where[begun]
+            return RowBlock(
+                _owned(self._vocabulary.ids(part)),
+                as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)],
+                _owned(storage.stamps[where]),
+                _owned(storage.sums[where] if storage.with_sums else storage.sums[:0]),
+                _owned(self._vocabulary.usage(part)),
+            )
 
     def restore(self, block: RowBlock) -> None:
         """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
@@ -345,10 +378,11 @@ class RowTable:
             )
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
-        as_tensor(self._storage.values).view(-1, self._stride)[torch.from_numpy(rows)] = block.values
-        self._storage.stamps[rows] = block.stamps.numpy()
-        if self._storage.sums.size:
-            self._storage.sums[rows] = block.sums.numpy()
+        with self._storage.at_hand(rows) as (storage, where):
+            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = block.values
+            storage.stamps[where] = block.stamps.numpy()
+            if storage.with_sums:
+                storage.sums[where] = block.sums.numpy()
 
     @property
     def history(self) -> Tensor:
@@ -397,7 +431,7 @@ class RowTable:
     def _locate(self, ids: Array, *, training: bool) -> Array:
         rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
         self._make_room()
-        self._storage.stamps[reused] = 0
+        self._storage.forget(reused)
         return rows
 
     def _make_room(self) -> None:

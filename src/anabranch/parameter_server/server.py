@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
 from anabranch.parameter_server.durability import Durability, Keeper
 from anabranch.parameter_server.kernels import Crew
@@ -29,8 +29,10 @@ from anabranch.parameter_server.messages import (
     ExportMessage,
     InitMessage,
     JoinMessage,
+    NormMessage,
     PullMessage,
     PushMessage,
+    ReleaseMessage,
     RestoreMessage,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
@@ -38,7 +40,7 @@ from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pa
 
 __all__ = ["ParameterServer"]
 
-M = TypeVar("M", bound=msgspec.Struct)
+_M = TypeVar("_M", bound=msgspec.Struct)
 _WORKERS = frozenset({"worker"})
 
 
@@ -59,6 +61,9 @@ class ParameterServer:
         checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
         checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
         threads: threads that share the work of one request.
+        memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
+            ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
+            process: what outlives it is the checkpoint and the log.
         keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
 
     Raises:
@@ -76,6 +81,7 @@ class ParameterServer:
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
+        memory_map_dir: str | os.PathLike[str] | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         heartbeat: float = 1.0,
@@ -93,7 +99,10 @@ class ParameterServer:
         self._checkpoint_seconds = checkpoint_seconds
         self._crew = Crew(threads)
         self._keeper = Keeper(durability, directory)
-        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal)
+        scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
+        if scratch is not None:
+            Path(scratch).mkdir(parents=True, exist_ok=True)
+        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal, scratch=scratch)
         self._done = self._keeper.start(self._shard)
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
@@ -151,7 +160,7 @@ class ParameterServer:
         def done(call: Call) -> None:
             call.reply()
 
-        def changing(name: str, kind: type[M], run: Callable[[M, Call], object]) -> Verb:
+        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
             return Verb(
                 name, self._changing(kind, run), check=self._checks(name), once=True, again=done, roles=_WORKERS
             )
@@ -163,6 +172,8 @@ class ParameterServer:
             changing("push", PushMessage, lambda message, call: shard.push(message, call.tensors, peer=call.peer.name)),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
+            changing("release", ReleaseMessage, lambda message, call: shard.release(message)),
+            Verb("norm", self._norm, check=_no_tensors, roles=_WORKERS),
             Verb("pull", self._pull, check=self._checks("pull"), roles=_WORKERS),
             Verb("export", self._export, check=_no_tensors, roles=_WORKERS),
             Verb("barrier", self._barrier, check=_no_tensors, roles=_WORKERS),
@@ -170,7 +181,7 @@ class ParameterServer:
             Verb("statistics", self._statistics, check=_no_tensors, roles=_WORKERS),
         ]
 
-    def _changing(self, kind: type[M], run: Callable[[M, Call], object]) -> Callable[[Call], None]:
+    def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:
             message = unpack(call.payload, kind)
             try:
@@ -180,6 +191,8 @@ class ParameterServer:
                 raise
             except (ValueError, TypeError, KeyError) as error:  # a spec or an optimizer that cannot be
                 raise SchemaError(f"{call.verb}: {error}") from error
+            except (MemoryError, OverflowError) as error:
+                raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
             self._keeper.commit(call.deadline)
             call.reply()
 
@@ -209,6 +222,9 @@ class ParameterServer:
         message = unpack(call.payload, PullMessage)
         reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
         call.reply(tensors, pack(reply))
+
+    def _norm(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
 
     def _export(self, call: Call) -> None:
         step, tensors = self._shard.export(unpack(call.payload, ExportMessage))

@@ -17,6 +17,7 @@ more than K steps behind.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,11 @@ from anabranch.parameter_server.messages import (
     ExportMessage,
     InitMessage,
     JoinMessage,
+    NormMessage,
     PullMessage,
     PullReply,
     PushMessage,
+    ReleaseMessage,
     RestoreMessage,
     join_floats,
     split_floats,
@@ -51,8 +54,9 @@ __all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
 
 _MESSAGES: dict[str, type[Any]] = {
     "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
-    "drop": DropMessage,
+    "drop": DropMessage, "release": ReleaseMessage,
 }  # fmt: skip
+_NORMS = 8
 _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
 
@@ -124,12 +128,14 @@ class ShardStatistics:
 
 @dataclass(slots=True)
 class _Job:
-    """The workers of a job: how many steps each has pushed, and pushes that wait for the others'."""
+    """The workers of a job: how many steps each has pushed, pushes that wait for the others', and for their release."""
 
     world: int
     consistency: Consistency
     clocks: list[int]
     pending: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
+    held: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
 
 
 class Shard:
@@ -138,7 +144,8 @@ class Shard:
     Args:
         shard, shards: which of how many.
         crew: threads that share a table's work; without one the caller's alone.
-        journal: called with every change before it is done; what it returns is what to make durable.
+        journal: called with every change before it is done.
+        scratch: where memory-mapped tables have their files.
     """
 
     def __init__(
@@ -148,11 +155,13 @@ class Shard:
         *,
         crew: Crew | None = None,
         journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+        scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= shard < shards:
             raise ValueError(f"shard={shard} lies outside shards={shards}")
         self.shard, self.shards = shard, shards
         self._crew = crew or Crew(1)
+        self._scratch = scratch
         self._journal = journal or (lambda verb, payload, tensors: None)
         self._state = threading.Condition(threading.RLock())
         self._tables: dict[str, RowTable] = {}
@@ -176,7 +185,7 @@ class Shard:
         with self._state:
             if self._is_there(message, tensors):
                 return
-            self._make(message, tensors, dry=True)
+            self._build(message, tensors)  # what cannot be built must not come into the journal
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage) -> None:
@@ -233,6 +242,41 @@ class Shard:
             self._check_push(message, tensors, peer)
             self._record("push", message, tensors)
 
+    def squared_norm(self, message: NormMessage, deadline: Deadline) -> float:
+        """The sum of squares, in float64, of the merged gradients of held pushes, once all workers' are there.
+
+        Raises:
+            DeadlineExceeded: some are not; names them.
+            SchemaError: nothing is held of that step.
+        """
+        with self._state:
+            self._wait_for_clocks(message.rank, message.step + 1, deadline, "norm")
+            job = self._joined(message.rank)
+            if message.step not in job.norms:
+                held = job.held.get(message.step)
+                if held is None:
+                    raise SchemaError(f"no push of step {message.step} is held here; push it with hold=True")
+                shares = self._shares([held[rank] for rank in range(job.world)])
+                job.norms[message.step] = sum(_squares(given) for given in shares.values())
+                while len(job.norms) > _NORMS:
+                    del job.norms[min(job.norms)]
+            return job.norms[message.step]
+
+    def release(self, message: ReleaseMessage) -> None:
+        """Applies the held pushes of a step, times ``scale``, unless another worker's release has done so.
+
+        Raises:
+            NonFinite: a scale that is none.
+            SchemaError: not all workers' pushes are held.
+        """
+        if not (math.isfinite(message.scale) and message.scale >= 0):
+            raise NonFinite(f"a scale is a finite number >= 0, got {message.scale}")
+        with self._state:
+            job = self._joined(message.rank)
+            if any(clock <= message.step for clock in job.clocks):
+                raise SchemaError(f"step {message.step} is released before every worker has pushed it")
+            self._record("release", message, ())
+
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
         """Does again what the journal was told."""
         with self._state:
@@ -282,24 +326,28 @@ class Shard:
             raise SchemaError(f"{message.name} is kept for {rule.family} here, not for {message.rule.get('family')}")
         return True
 
-    def _make(self, message: InitMessage, tensors: Sequence[Tensor], *, dry: bool = False) -> None:
+    def _build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
         rule = RowOptimizer.from_dict(message.rule)
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
             if not torch.isfinite(tensors[0]).all():
                 raise NonFinite(f"parameter {message.name} begins with NaN or Inf")
-            made = DenseParameter(message.name, tensors[0], rule)
-            if not dry:
-                self._dense[message.name] = made
+            return DenseParameter(message.name, tensors[0], rule)
+        spec = TableSpec.from_dict(message.table)
+        if spec.name != message.name:
+            raise SchemaError(f"a table {spec.name} under the name {message.name}")
+        return RowTable(
+            spec, rule, shard=self.shard, shards=self.shards, crew=self._crew, scratch=self._scratch
+        )  # fmt: skip
+
+    def _make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
+        made = self._build(message, tensors)
+        if isinstance(made, RowTable):
+            self._tables[message.name] = made
         else:
-            spec = TableSpec.from_dict(message.table)
-            if spec.name != message.name:
-                raise SchemaError(f"a table {spec.name} under the name {message.name}")
-            if not dry:
-                self._tables[message.name] = RowTable(spec, rule, shard=self.shard, shards=self.shards, crew=self._crew)
-        if not dry:
-            self._counts[message.name] = _Counts()
+            self._dense[message.name] = made
+        self._counts[message.name] = _Counts()
 
     def _check_parts(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
         names = [part.name for part in message.parts]
@@ -333,7 +381,7 @@ class Shard:
         grads = self._gradients(message, tensors)
         if not (math.isfinite(message.weight) and message.weight >= 0):
             raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
-        rules = [RowOptimizer.from_dict(rule) for rule in message.rules]
+        rules = [_rule_of(rule) for rule in message.rules]
         for part, grad in zip(message.parts, grads, strict=True):
             if not torch.isfinite(grad).all():
                 self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
@@ -396,11 +444,20 @@ class Shard:
         lag = job.consistency.lag
         if lag is None:
             return
+        self._wait_for_clocks(message.rank, message.step - lag, deadline, "pull")
         patience = _patience(deadline)
-        while late := [rank for rank, clock in enumerate(job.clocks) if clock < message.step - lag]:
+        while any(step < message.step for step in self._joined(message.rank).held):
             if not self._state.wait(timeout=patience.remaining()):
-                raise _missing(late, patience, "pull", message.step)
-            job = self._joined(message.rank)
+                raise _missing(
+                    [message.rank], patience, "pull: the step's pushes are held until released", message.step
+                )
+
+    def _wait_for_clocks(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
+        """Until every worker has pushed all steps before ``step``."""
+        patience = _patience(deadline)
+        while late := [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]:
+            if not self._state.wait(timeout=patience.remaining()):
+                raise _missing(late, patience, operation, step)
 
     # --- doing ------------------------------------------------------------------------------------------------------
 
@@ -420,6 +477,8 @@ class Shard:
             self._do_push(message, tensors)
         elif verb == "restore":
             self._do_restore(message, tensors)
+        elif verb == "release":
+            self._do_release(message)
         else:
             self._do_drop(message)
 
@@ -428,9 +487,13 @@ class Shard:
         if self._job is None or self._job.world != message.world or self._job.consistency != consistency:
             self._job = _Job(message.world, consistency, [message.step] * message.world)
         self._job.clocks[message.rank] = message.step
-        for step in [step for step, pushes in self._job.pending.items() if message.rank in pushes]:
+        self._job.norms = {step: norm for step, norm in self._job.norms.items() if step < message.step}
+        for step in list(self._job.held):
+            if step >= message.step:  # the worker will push it anew
+                self._job.pending[step] = self._job.held.pop(step)
+        for step, pushes in self._job.pending.items():
             if step >= message.step:
-                del self._job.pending[step][message.rank]
+                pushes.pop(message.rank, None)
         self._state.notify_all()
 
     def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
@@ -445,24 +508,42 @@ class Shard:
             kept[message.rank] = (message, [tensor.clone() for tensor in tensors])
             if len(kept) == job.world:
                 del job.pending[message.step]
-                self._apply([kept[rank] for rank in range(job.world)])
+                if any(push.hold for push, _ in kept.values()):
+                    job.held[message.step] = kept
+                else:
+                    self._apply([kept[rank] for rank in range(job.world)])
         else:
             self._apply([(message, tensors)])
         self._state.notify_all()
 
-    def _apply(self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]]) -> None:
-        """One optimizer step for each table and parameter that any of the pushes names."""
+    def _do_release(self, message: ReleaseMessage) -> None:
+        job = self._joined(message.rank)
+        held = job.held.pop(message.step, None)
+        if held is not None:  # else another worker's release came first
+            self._apply([held[rank] for rank in range(job.world)], message.scale)
+            self._state.notify_all()
+
+    def _shares(
+        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``."""
         total = sum(message.weight for message, _ in pushes)
-        merged: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        rules: dict[str, RowOptimizer] = {}
+        shares: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for message, tensors in pushes:
-            share = (message.weight / total if total else 0.0) if message.mean else 1.0
+            share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
             ids = torch.split(tensors[0], [part.count for part in message.parts])
             for part, some, grad in zip(message.parts, ids, self._gradients(message, tensors), strict=True):
-                merged.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share))
+                shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share))
+        return shares
+
+    def _apply(self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0) -> None:
+        """One optimizer step for each table and parameter that any of the pushes names."""
+        rules: dict[str, RowOptimizer] = {}
+        for message, _ in pushes:
+            for part in message.parts:
                 if message.rules:
                     rules.setdefault(part.name, RowOptimizer.from_dict(message.rules[part.rule]))
-        for name, given in merged.items():
+        for name, given in self._shares(pushes, scale).items():
             holder = self._holder(name)
             holder.rule = rules.get(name, holder.rule)
             self._counts[name].pushes += len(given)
@@ -491,12 +572,11 @@ class Shard:
                 numbers.append(holder.value)
                 continue
             current = holder.versions(ids[at], training=message.training)
-            if versions is None:
-                where = torch.arange(part.count)
-                numbers.append(holder.pull(ids[at]))
-            else:
+            where = torch.arange(part.count)
+            if versions is not None:
                 where = torch.nonzero(current != versions[at])[:, 0]
-                numbers.append(holder.pull(ids[at][where]))
+            read = holder.pull_with_state if message.states else holder.pull
+            numbers.append(read(ids[at][where]))
             counts.append(len(where))
             positions.append(where)
             found.append(current[where])
@@ -594,7 +674,7 @@ class Shard:
             state: dict[str, object] = {"tables": tables, "dense": dense, "job": None}
             if self._job is not None:
                 clocks = list(self._job.clocks)
-                for step, pushes in self._job.pending.items():
+                for step, pushes in [*self._job.pending.items(), *self._job.held.items()]:
                     for rank in pushes:
                         clocks[rank] = min(clocks[rank], step)
                 state["job"] = {
@@ -605,7 +685,9 @@ class Shard:
     def journal_pending(self) -> None:
         """Journals the pushes that wait for those of other workers, for a journal that has just begun."""
         with self._state:
-            for pushes in (self._job.pending if self._job else {}).values():
+            if self._job is None:
+                return
+            for _, pushes in sorted([*self._job.pending.items(), *self._job.held.items()]):
                 for message, tensors in pushes.values():
                     self._journal("push", _encode(message), tensors)
 
@@ -644,6 +726,23 @@ class Shard:
     def locked(self) -> threading.Condition:
         """The lock that every change is made under, for who must see none between two of its own steps."""
         return self._state
+
+
+def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
+    try:
+        return RowOptimizer.from_dict(values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(f"{values!r} is no optimizer: {error}") from None
+
+
+def _squares(given: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The sum of squares of gradients that are added up by id first; those of a dense parameter have no ids."""
+    ids = torch.cat([some for some, _ in given])
+    if not len(ids):
+        return float(torch.stack([grad.double() for _, grad in given]).sum(0).square().sum())
+    grads = torch.cat([grad for _, grad in given]).double()
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
 
 
 def _patience(deadline: Deadline | None) -> Deadline:

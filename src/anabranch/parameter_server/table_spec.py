@@ -51,6 +51,7 @@ class TableSpec:
         capacity: most rows a dynamic table holds, ``None`` for no limit. A server's shard takes its share of it.
         eviction: which row leaves a full table for a new one: the one unused longest, or the one used in fewest steps.
         admission: probability that a training use admits an id that the table has not.
+        memory_map: each shard keeps its rows in a file and maps it.
 
     Raises:
         ValueError: names the table, the value and what is allowed.
@@ -66,6 +67,7 @@ class TableSpec:
     capacity: int | None = None
     eviction: Eviction = "age"
     admission: float = 1.0
+    memory_map: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name)

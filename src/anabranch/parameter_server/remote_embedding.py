@@ -1,0 +1,140 @@
+"""``RemoteEmbedding``: an embedding whose rows are created on the servers and never lie whole on a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.parameter_server.client import ParameterClient
+from anabranch.parameter_server.initial import Constant, Initial, Normal
+from anabranch.parameter_server.remote_weight import RowSource, look_up
+from anabranch.parameter_server.row_optimizers import OptimizerFactory, RowOptimizer
+from anabranch.parameter_server.table_spec import Eviction, TableSpec
+
+__all__ = ["RemoteEmbedding"]
+
+_STANDARD_NORMAL = Normal()
+
+
+class RemoteEmbedding(nn.Module):
+    """Looks rows up on the servers, and pushes their gradients there.
+
+    >>> users = RemoteEmbedding("users", None, 2, init=0.5, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.5))
+    >>> users(torch.tensor([2**53 + 1, -7])).sum().backward()  # alone, its push is applied at once
+    >>> users(torch.tensor([2**53 + 1, 2**53])).detach()
+    tensor([[0.0000, 0.0000],
+            [0.5000, 0.5000]])
+    >>> users.close()
+
+    In the ``TrainStep`` of an executor the pushes of a step are ordered as its consistency says. Only rows that were
+    looked up move, as under ``torch.optim.SparseAdam``.
+
+    Args:
+        name: of the table, for all workers and checkpoints; letters, digits, ``_ - .``.
+        num_embeddings: ids are ``range(num_embeddings)``; ``None`` takes any int64 as an id, and training admits it.
+        embedding_dim: numbers a row.
+        mode: ``None`` gives a row for each id, ``[*ids.shape, embedding_dim]``; ``"sum"``, ``"mean"`` and ``"max"``
+            reduce bags as ``torch.nn.EmbeddingBag`` does, with ``offsets`` and ``per_sample_weights``.
+        init: how rows begin: a number, ``Constant``, ``Uniform`` or ``Normal``.
+        optimizer: makes the optimizer that moves the rows; ``None`` is the ``TrainStep``'s.
+        capacity: most rows of a dynamic vocabulary, over all servers.
+        eviction: who leaves a full table: the row unused longest (``"age"``) or used in the fewest steps.
+        admission: probability that a training use admits a new id; until then it reads as it would begin.
+        memory_map: the servers keep the table in a file of theirs and map it, for tables larger than memory.
+        dtype: float32, float64 or bfloat16.
+        seed: with the name, fixes the first values of all rows.
+
+    Raises:
+        ValueError: a value that cannot be, or in training no optimizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        mode: Literal["sum", "mean", "max"] | None = None,
+        init: float | Initial = _STANDARD_NORMAL,
+        optimizer: OptimizerFactory | None = None,
+        capacity: int | None = None,
+        eviction: Eviction = "age",
+        admission: float = 1.0,
+        memory_map: bool | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if mode not in (None, "sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} is none of None, 'sum', 'mean' and 'max'")
+        initial = Constant(float(init)) if isinstance(init, (int, float)) else init
+        self.spec = TableSpec(
+            name, num_embeddings, embedding_dim, dtype, initial, seed, capacity=capacity, eviction=eviction,
+            admission=admission, memory_map=bool(memory_map),
+        )  # fmt: skip
+        self.name = name
+        self.mode = mode
+        self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
+        self._source: RowSource | None = None
+        self._own_client: ParameterClient | None = None
+
+    @property
+    def rule(self) -> Callable[[], RowOptimizer] | None:
+        """The optimizer that it was given, if any."""
+        rule = self._rule
+        return None if rule is None else lambda: rule
+
+    def attach(self, source: RowSource) -> None:
+        """Reads from ``source`` from now on, and leaves gradients there."""
+        self.close()
+        self._source = source
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Rows of ``ids``, or with a ``mode`` one row a bag."""
+        source = self._source or self._alone()
+        if self.mode is None:
+            rows, inverse, _ = look_up(source, ids)
+            return F.embedding(inverse, rows)
+        rows, inverse, _ = look_up(source, ids)
+        if not len(rows):
+            rows = torch.cat([rows, rows.new_zeros(1, self.spec.width)])
+        return F.embedding_bag(inverse, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+
+    def _alone(self) -> RowSource:
+        if self._rule is None:
+            raise ValueError(
+                f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
+            )
+        self._own_client = ParameterClient()
+        self._own_client.init_table(self.spec, self._rule)
+        self._source = _Alone(self.name, self._own_client, self)
+        return self._source
+
+    def close(self) -> None:
+        """Closes the client that it made for itself, if it made one."""
+        client, self._own_client = self._own_client, None
+        self._source = None
+        if client is not None:
+            client.close()
+
+    def extra_repr(self) -> str:
+        """The table, for ``repr``."""
+        return f"{self.name!r}, {self.spec.rows}, {self.spec.width}, mode={self.mode!r}"
+
+
+class _Alone:
+    """The table of a module that is in no step: reads what is there, pushes at once."""
+
+    def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:
+        self.name, self._client, self._module = name, client, module
+
+    def read(self, ids: Tensor) -> Tensor:
+        training = self._module.training and torch.is_grad_enabled()
+        return self._client.pull_many({self.name: ids}, training=training)[self.name].rows
+
+    def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
+        self._client.push_many({self.name: (ids, grads)})

@@ -1,0 +1,278 @@
+"""``RemoteTables``: the tables that a model's steps read and move on the servers, as one worker sees them.
+
+::
+
+    begin(step) ──> forward: lookups read rows, through the cache ──> backward: gradients are collected
+                ──> push(weight): all of the step's gradients, one message a shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import NotFound
+from anabranch.parameter_server.cache import Cache, CacheStatistics, Move, RowCache
+from anabranch.parameter_server.client import ParameterClient
+from anabranch.parameter_server.remote_embedding import RemoteEmbedding
+from anabranch.parameter_server.remote_weight import RemoteWeight
+from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.row_step import move_rows
+from anabranch.parameter_server.table_spec import TableSpec
+
+__all__ = ["RemoteTables"]
+
+
+class RemoteTables:
+    """Moves a model's embedding tables to the servers, and runs its steps' lookups and updates there.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 2), nn.Flatten(), nn.Linear(4, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with ParameterClient() as client:
+    ...     tables = RemoteTables(client)
+    ...     tables.adopt(model, ["0.weight"], optimizer)
+    ...     for step in range(2):
+    ...         tables.begin(step)
+    ...         model(torch.tensor([[1, 2]])).sum().backward()
+    ...         tables.push()
+    ...         optimizer.step()  # moves what stayed here
+    ...     client.statistics()[0].tables["0.weight"].pushes
+    2
+
+    Args:
+        client: with a worker, whose steps are ordered with the other workers'; a bare one's are applied at once.
+        cache: how each table is cached here; ``None`` reads every row from the servers.
+    """
+
+    def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
+        self._client = client
+        self._cache = cache
+        self._sources: dict[str, _Source] = {}
+        self._step = 0
+        self._training = True
+
+    @property
+    def names(self) -> list[str]:
+        """The tables, in the order in which they were adopted."""
+        return list(self._sources)
+
+    # --- taking over ------------------------------------------------------------------------------------------------
+
+    def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+        """Moves parameters of ``model`` to the servers, by their qualified names, and leaves stand-ins in their place.
+
+        Every module that shares such a parameter gets the stand-in. Rank 0's values are taken; the memory here is
+        freed. The optimizer, which must have the parameters, says how the servers move them, with the numbers that it
+        has when a step is pushed; its own step passes them over, for they have no gradient here. A table whose lookups
+        are dense (``sparse=False``) moves in every step as a dense optimizer moves it.
+
+        Raises:
+            NotFound: no such parameter.
+            ValueError: one that is no table of two dimensions, or an optimizer that tables cannot run.
+        """
+        parameters = dict(model.named_parameters())
+        for name in names:
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise NotFound(f"the model has no parameter {name!r}; it has: {', '.join(parameters)}")
+            if parameter.ndim != 2:
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
+            self._adopt(model, name, parameter, _numbers_of(optimizer, parameter, name))
+
+    def _adopt(self, model: nn.Module, name: str, parameter: nn.Parameter, rule: Callable[[], RowOptimizer]) -> None:
+        users = [
+            (module, label)
+            for module in model.modules()
+            for label, value in module._parameters.items()
+            if value is parameter
+        ]
+        touched_only = rule().family is Family.SPARSE_ADAM or all(
+            getattr(module, "sparse", False) is True for module, _ in users
+        )
+        rows, width = parameter.shape
+        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
+        source = self._add(spec, rule)
+        if self._client.rank == 0:
+            self._client.write_rows(name, parameter, rule())
+        self._client.barrier()
+        for module, label in users:
+            del module._parameters[label]
+            setattr(module, label, RemoteWeight(source, parameter.shape, parameter.dtype))
+        parameter.data = parameter.data.new_empty(0)
+        parameter.grad = None
+
+    def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Makes this the side of all ``RemoteEmbedding`` in ``model``; ``optimizer`` moves those without one."""
+        for module in model.modules():
+            if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
+                rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
+                if rule is None:
+                    raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+                module.attach(self._add(module.spec, rule))
+
+    def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
+        self._client.init_table(spec, rule())
+        cache = None
+        source = _Source(spec.name, self, rule, spec)
+        if self._cache is not None:
+            held = spec.width
+            move: Move | None = None
+            if self._cache.push_bound:  # own writes wait here, and must be read: rows come with their state
+                held = rule().row_width(spec.width)
+
+                def own(rows: Tensor, grads: Tensor) -> Tensor:
+                    return move_rows(rows, grads, rule(), self._step + 1)
+
+                move = own
+
+            cache = RowCache(self._cache, spec.width, spec.dtype, source, move=move, held=held)
+        source.cache = cache
+        self._sources[spec.name] = source
+        return source
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, *, training: bool = True) -> None:
+        """What follows belongs to ``step``; without ``training`` it only reads, and admits no ids."""
+        self._step = step
+        self._training = training
+        if training:
+            for source in self._sources.values():
+                source.gradients.clear()
+
+    def push(self, weight: float = 1.0, *, mean: bool = True, hold: bool = False) -> None:
+        """Sends the step's gradients to the servers.
+
+        Args:
+            weight: the rows of this worker's batch, if its loss is a mean over them.
+            mean: gradients of the workers are averaged by weight; else they are added up.
+            hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
+
+        Raises:
+            ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
+        """
+        if hold and self._cache is not None and self._cache.push_bound:
+            raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+        due: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, source in self._sources.items():
+            given = source.take()
+            if given is None:
+                continue
+            ids, grads = source.cache.write(*given, self._step) if source.cache is not None else given
+            due[name] = _together([(ids, grads), *source.leaving])
+            source.leaving.clear()
+        self._send(due, weight, mean, hold)
+
+    def squared_norm(self) -> float:
+        """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
+        return self._client.squared_norm(self._step)
+
+    def release(self, scale: float = 1.0) -> None:
+        """Applies the step's held gradients, times ``scale``, the same on all workers."""
+        self._client.release(self._step, scale)
+
+    def flush(self) -> None:
+        """Pushes what waits in the caches, at once and beside the order of steps: before saving and closing."""
+        waiting = {}
+        for name, source in self._sources.items():
+            if source.cache is not None:
+                ids, grads = _together([source.cache.waiting(), *source.leaving])
+                source.leaving.clear()
+                if len(ids):
+                    waiting[name] = (ids, grads)
+        if waiting:
+            rules = {name: self._sources[name].rule() for name in waiting}
+            self._client.push_many(waiting, rules=rules)
+
+    def drop_caches(self) -> None:
+        """Forgets all cached rows, for the servers' have been replaced."""
+        for source in self._sources.values():
+            if source.cache is not None:
+                source.cache.drop()
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """What each table's cache has done; nothing without caches."""
+        return {name: source.cache.statistics() for name, source in self._sources.items() if source.cache is not None}
+
+    def _send(self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool, hold: bool) -> None:
+        rules = {name: self._sources[name].rule() for name in due}
+        step = self._step if self._client.worker is not None else None
+        self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean, hold=hold)
+
+    def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        widths = None
+        if known is not None and self._cache is not None and self._cache.push_bound:
+            source = self._sources[name]
+            widths = {name: source.rule().row_width(source.spec.width)}
+        found = self._client.pull_many(
+            {name: ids},
+            training=self._training,
+            step=self._step if self._client.worker is not None else None,
+            known=None if known is None else {name: known},
+            widths=widths,
+        )[name]
+        return found.positions, found.versions, found.rows
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One table: where lookups read, and what they leave."""
+
+    name: str
+    tables: RemoteTables
+    rule: Callable[[], RowOptimizer]
+    spec: TableSpec
+    cache: RowCache | None = None
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    leaving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def read(self, ids: Tensor) -> Tensor:
+        if self.cache is not None:
+            return self.cache.read(ids, self.tables._step, training=self.tables._training)
+        return self.tables._pull(self.name, ids, None)[2]
+
+    def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
+        if self.tables._training:
+            self.gradients.append((ids, grads))
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """The step's gradients, one of each row; ``None`` if backward reached none."""
+        given, self.gradients = self.gradients, []
+        if not given:
+            empty = (torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype))
+            return empty if self.cache is not None and self.cache.cache.push_bound else None
+        if len(given) == 1:
+            return given[0]
+        ids, grads = _together(given)
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype).index_add_(0, inverse, grads)
+
+    # The far side, for the cache.
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.tables._pull(self.name, ids, known)
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        self.leaving.append((ids, grads))  # with the rest of the step, so that a step stays one message
+
+
+def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
+    for number, group in enumerate(optimizer.param_groups):
+        if any(held is parameter for held in group["params"]):
+            RowOptimizer.from_torch(optimizer, number)
+            return lambda: RowOptimizer.from_torch(optimizer, number)
+    raise ValueError(f"the optimizer does not have {name}; give it the parameters before they move to the servers")
+
+
+def _first_numbers_of(optimizer: torch.optim.Optimizer) -> Callable[[], RowOptimizer]:
+    RowOptimizer.from_torch(optimizer)
+    return lambda: RowOptimizer.from_torch(optimizer)

@@ -1,0 +1,157 @@
+"""A stand-in for a weight that lives on the servers: it has shape and dtype, no memory, and can only be looked up.
+
+It takes the place of an embedding's weight, so a model runs as it is: ``F.embedding`` and ``F.embedding_bag``, whoever
+calls them, find it among their arguments and are answered with rows that were pulled::
+
+    ids ──unique──> distinct ids ──pull──> rows [distinct, width] (a leaf) ──F.embedding(inverse, rows)──> output
+                          └────────────── push (ids, gradient of the leaf) <── backward, duplicates merged by torch
+
+The lookup itself is torch's own, on the few rows that came, so modes, ``padding_idx``, per-sample weights and the order
+in which duplicates are added up are torch's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["RemoteWeight", "RowSource", "look_up"]
+
+
+class RowSource(Protocol):
+    """Where a stand-in gets its rows, and leaves their gradients."""
+
+    name: str
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The rows of distinct ids, on the CPU."""
+
+    def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
+        """The gradients of the rows of distinct ids."""
+
+
+def look_up(source: RowSource, ids: Tensor, padding_id: int | None = None) -> tuple[Tensor, Tensor, int | None]:
+    """The rows of the distinct ids among ``ids``, the place of each id among them, and that of ``padding_id``.
+
+    In grad mode the rows are a leaf whose gradient goes to the source; the padding row's, which is none, does not.
+    """
+    distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+    wanted = distinct.cpu()
+    rows = source.read(wanted).to(ids.device)
+    kept = slice(None) if padding_id is None else torch.nonzero(wanted != padding_id)[:, 0]
+    if torch.is_grad_enabled():
+        rows.requires_grad_()
+
+        def leave(grad: Tensor) -> None:
+            source.take_gradient(wanted[kept], grad.detach().cpu()[kept])
+
+        rows.register_hook(leave)  # type: ignore[no-untyped-call]
+    place = None
+    if padding_id is not None:
+        found = torch.nonzero(wanted == padding_id)[:, 0]
+        place = int(found[0]) if len(found) else None
+    return rows, inverse, place
+
+
+class RemoteWeight(Tensor):
+    """The stand-in for the weight of the table that ``source`` reads.
+
+    Any use but a lookup is a ``TypeError`` that names the table: the weight is not here to be multiplied.
+    """
+
+    source: RowSource
+
+    @staticmethod
+    def __new__(cls, source: RowSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
+        made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        if func is F.embedding_bag:
+            return _embedding_bag(*args, **kwargs)
+        if getattr(func, "__name__", "") in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        weight = next(arg for arg in [*args, *kwargs.values()] if isinstance(arg, RemoteWeight))
+        raise TypeError(
+            f"table {weight.source.name} lives on the servers, where {getattr(func, '__name__', func)!r} cannot reach "
+            "it, only lookups can. Keep this parameter on the workers: routes={its name: 'AllReduce'}"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"RemoteWeight({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+_HARMLESS = frozenset({"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "stride", "__hash__"})
+
+
+def _embedding(
+    input: Tensor,  # noqa: A002 - the names are those of torch.nn.functional
+    weight: RemoteWeight,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    _refuse_max_norm(weight, max_norm)
+    rows, inverse, place = look_up(weight.source, input, _from_the_front(weight, padding_idx))
+    return F.embedding(inverse, rows, place, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def _embedding_bag(
+    input: Tensor,  # noqa: A002
+    weight: RemoteWeight,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    _refuse_max_norm(weight, max_norm)
+    rows, inverse, place = look_up(weight.source, input, _from_the_front(weight, padding_idx))
+    # torch's kernels take no bags of an empty table, and round otherwise where a table has a padding row.
+    if not len(rows) or (padding_idx is not None and place is None):
+        place = len(rows) if padding_idx is not None else None
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return F.embedding_bag(
+        inverse,
+        rows,
+        offsets,
+        scale_grad_by_freq=scale_grad_by_freq,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=place,
+    )
+
+
+def _refuse_max_norm(weight: RemoteWeight, max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"table {weight.source.name}: max_norm={max_norm} shrinks rows in place whenever they are looked up, which "
+            "the servers' copy would not see; leave it None"
+        )
+
+
+def _from_the_front(weight: RemoteWeight, padding_idx: int | None) -> int | None:
+    return padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + weight.shape[0]

@@ -1,0 +1,267 @@
+"""Models whose tables live on servers against the same models here: the same outputs and the same rows, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anabranch.errors import NotFound
+from anabranch.parameter_server import (
+    Cache,
+    ParameterClient,
+    ParameterServer,
+    RemoteEmbedding,
+    RemoteTables,
+    RowWiseAdagrad,
+    Worker,
+)
+from anabranch.testing import MemoryTransport
+
+ROWS, WIDTH, STEPS = 20, 16, 6
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
+    "row-wise adagrad": functools.partial(RowWiseAdagrad, lr=0.1),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01, fused=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+class Bags(nn.Module):
+    """Every kind of lookup at once, of two tables, one shared by two modules and looked up twice."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Embedding(ROWS, WIDTH, padding_idx=3, dtype=dtype)
+        self.twin = nn.Embedding(ROWS, WIDTH, dtype=dtype)
+        self.twin.weight = self.first.weight
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=-1, dtype=dtype)
+        self.mean = nn.EmbeddingBag(ROWS, WIDTH, mode="mean", include_last_offset=True, dtype=dtype)
+        self.mean.weight = self.bag.weight
+        # Not a Linear: the last bit of a matrix product depends on where its factors lie in memory.
+        self.head = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        offsets = torch.tensor([0, 3, 3])
+        bags = self.bag(ids[0], offsets, per_sample_weights=weights)
+        means = self.mean(ids[1], torch.tensor([0, 2, 4, len(ids[1])]))
+        rows = self.first(ids).sum((0, 1)) + self.first(ids[1] // 2).sum(0) + self.twin(ids[0]).mean(0)
+        return ((bags + means + rows) * self.head).sum()
+
+
+NAMES = ["first.weight", "bag.weight"]
+
+
+def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, ROWS, (2, 7), generator=generator)
+    return ids, torch.randn(7, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("cache", [None, Cache(capacity=6), Cache("LFUOpt", capacity=100)], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tables_on_servers_are_the_same_tables_to_the_bit(name: str, cache: Cache | None) -> None:
+    plain = Bags()
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    with ParameterClient() as client:
+        remote = copy.deepcopy(plain)
+        theirs = OPTIMIZERS[name](remote.parameters())
+        their_schedule = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.8)
+        tables = RemoteTables(client, cache=cache)
+        tables.adopt(remote, NAMES, theirs)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(STEPS):
+            ids, weights = batch(generator)
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            wanted = plain(ids, weights)
+            tables.begin(step)
+            found = remote(ids, weights)
+            assert torch.equal(found, wanted)
+            wanted.backward()
+            found.backward()
+            tables.push()
+            for one in (optimizer, theirs, schedule, their_schedule):
+                one.step()
+        tables.flush()
+        for table, weight in zip(NAMES, (plain.first.weight, plain.bag.weight), strict=True):
+            torch.testing.assert_close(client.pull(table), weight.detach(), rtol=0, atol=1e-6)
+        assert [name for name, _ in remote.named_parameters()] == ["head"]
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp:0"])
+@pytest.mark.parametrize("cache", [None, Cache(capacity=8)], ids=str)
+def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, consistency: str) -> None:
+    if consistency != "bsp":
+        world, edges = 1, [0, 12]  # ssp applies each worker's push by itself
+    else:
+        world, edges = 3, [0, 2, 7, 12]
+    start = nn.Embedding(ROWS, WIDTH, dtype=torch.float64)
+    make = OPTIMIZERS["adam"]
+    generator = torch.Generator().manual_seed(0)
+    steps = [
+        (torch.randint(0, ROWS, (12,), generator=generator), torch.randn(12, WIDTH, generator=generator).double())
+        for _ in range(STEPS)
+    ]
+    plain = copy.deepcopy(start)
+    optimizer = make(plain.parameters())
+    for ids, target in steps:
+        optimizer.zero_grad()
+        F.mse_loss(plain(ids), target).backward()
+        optimizer.step()
+
+    def work(rank: int, endpoints: list[str], network: MemoryTransport) -> None:
+        model = nn.Sequential(copy.deepcopy(start))
+        mine = make(model.parameters())
+        with ParameterClient(
+            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=30
+        ) as client:
+            tables = RemoteTables(client, cache=cache)
+            tables.adopt(model, ["0.weight"], mine)
+            part = slice(edges[rank], edges[rank + 1])
+            for step, (ids, target) in enumerate(steps):
+                tables.begin(step)
+                F.mse_loss(model(ids[part]), target[part]).backward()
+                tables.push(weight=len(ids[part]))
+            tables.begin(STEPS, training=False)
+            with torch.no_grad():
+                found = model(torch.arange(ROWS))
+            torch.testing.assert_close(found, plain.weight.detach(), rtol=0, atol=1e-12)
+
+    with ExitStack() as stack:
+        network = MemoryTransport()
+        endpoints = [stack.enter_context(ParameterServer(k, 2, transport=network)).endpoint for k in range(2)]
+        with ThreadPoolExecutor(world) as pool:
+            for future in [pool.submit(work, rank, endpoints, network) for rank in range(world)]:
+                future.result(timeout=60)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_own_writes_are_read_while_they_wait_to_be_pushed(name: str) -> None:
+    """With bounds that are never reached, a worker alone sees its rows move as they would without servers."""
+    make = OPTIMIZERS[name]
+    if name == "adam":
+        make = functools.partial(torch.optim.SparseAdam, lr=0.01)
+    plain = nn.Embedding(ROWS, WIDTH, sparse=name == "adam")
+    optimizer = make(plain.parameters())
+    model = nn.Sequential(copy.deepcopy(plain))
+    everyone = torch.arange(ROWS)  # every row, so that none moves without a gradient
+    with ParameterClient() as client:
+        theirs = make(model.parameters())
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        for step in range(8):
+            tables.begin(step)
+            torch.testing.assert_close(model(everyone), plain(everyone), rtol=1e-5, atol=1e-5)
+            for one in (plain, model):
+                one(everyone).square().sum().backward()
+            tables.push()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        before = client.pull("0.weight")
+        tables.flush()
+        assert not torch.equal(client.pull("0.weight"), before)
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == ROWS
+
+
+@pytest.mark.parametrize(
+    ("make", "use", "words"),
+    [
+        (lambda: nn.Embedding(4, 2, max_norm=1.0), lambda m: m(torch.tensor([1])), "max_norm"),
+        (lambda: nn.Embedding(4, 2), lambda m: F.linear(torch.ones(1, 2), m.weight), "only lookups"),
+        (lambda: nn.Embedding(4, 2), lambda m: m.weight.sum(), "only lookups"),
+        (lambda: nn.Embedding(4, 2), lambda m: m(torch.tensor([4])), "ids 0 to 3"),
+    ],
+)
+def test_what_servers_cannot_do_is_refused_with_a_reason(
+    make: Callable[[], nn.Module], use: Callable[[nn.Module], object], words: str
+) -> None:
+    model = nn.Sequential(make())
+    with ParameterClient() as client:
+        tables = RemoteTables(client)
+        tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=0.1))
+        assert "RemoteWeight('0.weight'" in repr(model[0].weight)
+        tables.begin(0)
+        with pytest.raises((ValueError, TypeError), match=words):
+            use(model[0])
+
+
+def test_a_parameter_that_is_no_table_of_the_model_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with ParameterClient() as client:
+        tables = RemoteTables(client)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(NotFound, match="weight, bias"):
+            tables.adopt(model, ["emb"], optimizer)
+        with pytest.raises(ValueError, match="rows and columns"):
+            tables.adopt(model, ["bias"], optimizer)
+        with pytest.raises(ValueError, match="does not have weight"):
+            tables.adopt(model, ["weight"], torch.optim.SGD([model.bias], lr=0.1))
+
+
+def test_evaluation_reads_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2))
+    with ParameterClient() as client:
+        tables = RemoteTables(client)
+        tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=0.1))
+        before = client.pull("0.weight")
+        tables.begin(0, training=False)
+        model(torch.tensor([1, 2])).sum().backward()
+        tables.push()
+        assert torch.equal(client.pull("0.weight"), before)
+
+
+@pytest.mark.parametrize("mode", [None, "sum", "mean", "max"])
+def test_a_remote_embedding_is_a_sparse_one(mode: str | None) -> None:
+    make = functools.partial(torch.optim.SGD, lr=0.5)
+    remote = RemoteEmbedding("t", ROWS, WIDTH, mode=mode, optimizer=make)
+    everyone = torch.arange(ROWS)
+    offsets = None if mode is None else torch.tensor([0, 2, 2, 5])
+    with torch.no_grad():
+        weight = (remote(everyone) if mode is None else remote(everyone, everyone)).clone()
+    kind = nn.Embedding if mode is None else functools.partial(nn.EmbeddingBag, mode=mode)
+    plain = kind(ROWS, WIDTH, sparse=mode != "max")
+    plain.weight = nn.Parameter(weight)
+    optimizer = make(plain.parameters())
+    arguments = () if mode is None else (offsets,)
+    for _ in range(4):
+        ids = torch.randint(0, ROWS, (8,))
+        torch.testing.assert_close(remote(ids, *arguments), plain(ids, *arguments))
+        for one in (plain, remote):
+            one(ids, *arguments).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(remote.parameters()) == []
+    remote.close()
+
+
+def test_a_remote_embedding_without_an_optimizer_says_so() -> None:
+    with pytest.raises(ValueError, match="optimizer="):
+        RemoteEmbedding("t", 4, 2)(torch.tensor([1]))
+    with pytest.raises(ValueError, match="mode="):
+        RemoteEmbedding("t", 4, 2, mode="min")
+    with pytest.raises(ValueError, match="capacity=0"):
+        RemoteEmbedding("t", None, 2, capacity=0)
+
+
+def test_remote_embeddings_of_a_model_join_its_tables() -> None:
+    model = nn.Sequential(RemoteEmbedding("a", None, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache())
+        tables.adopt_modules(model, optimizer)
+        tables.begin(0)
+        model(torch.tensor([-5, 2**60])).sum().backward()
+        tables.push()
+        found = client.statistics()[0].tables["a"]
+        assert (found.rows, found.step, found.rows_pushed) == (2, 1, 2)

@@ -1,0 +1,155 @@
+"""What a shard makes of messages that no client of ours would send, and of connections that are cut again and again."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import msgspec
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, NonFinite, NotFound, RemoteError, SchemaError
+from anabranch.parameter_server import (
+    Consistency,
+    Constant,
+    Family,
+    ParameterClient,
+    ParameterServer,
+    RowOptimizer,
+    Shard,
+    TableSpec,
+)
+from anabranch.parameter_server.messages import InitMessage, JoinMessage, Part, PullMessage, PushMessage
+from anabranch.testing import LossyTransport, MemoryTransport
+from anabranch.transport import Client, Request, pack
+
+SGD = RowOptimizer(Family.SGD, lr=1.0)
+SPEC = TableSpec("t", 10, 2, initial=Constant(1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "merges", "lag"), [("bsp", True, 0), ("ssp:0", False, 0), ("ssp:7", False, 7), ("asp", False, None)]
+)
+def test_consistencies_have_names(name: str, merges: bool, lag: int | None) -> None:
+    assert Consistency.parse(name) == Consistency(name, merges, lag)
+
+
+@pytest.mark.parametrize("name", ["", "BSP", "ssp", "ssp:", "ssp:-1", "ssp:x", "ssp:1.5", "asp:1"])
+def test_other_consistencies_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="consistency="):
+        Consistency.parse(name)
+
+
+def test_a_worker_of_another_job_is_refused() -> None:
+    shard = Shard()
+    shard.join(JoinMessage(0, 2, "bsp"))
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    ids, grad = torch.tensor([1]), torch.ones(2)
+    push = PushMessage([Part("t", 1)], [], 0, 0)
+    shard.push(push, [ids, grad])
+    with pytest.raises(SchemaError, match="this job has 2 workers"):
+        shard.join(JoinMessage(1, 3, "bsp", 5))
+    with pytest.raises(SchemaError, match="outside a world"):
+        shard.join(JoinMessage(2, 2, "bsp"))
+    with pytest.raises(SchemaError, match="has not joined"):
+        shard.push(msgspec.structs.replace(push, rank=2), [ids, grad])
+
+
+def test_a_worker_that_comes_again_pushes_its_step_anew() -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    for rank in (0, 1):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    ids = torch.tensor([1])
+    shard.push(PushMessage([Part("t", 1)], [], 0, 0), [ids, torch.full((2,), 100.0)])
+    shard.join(JoinMessage(0, 2, "bsp", 0))  # started again, at the same step
+    shard.push(PushMessage([Part("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)])
+    shard.push(PushMessage([Part("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)])
+    _, (_, _, rows) = shard.pull(PullMessage([Part("t", 1)]), [ids])
+    assert rows.tolist() == [1 - 3.0, 1 - 3.0]
+
+
+def mutate(value: object, chance: random.Random) -> object:
+    """``value`` with some of its parts replaced by others that do not belong there."""
+    wrong = [
+        -1,
+        0,
+        1,
+        2**31,
+        2**62,
+        -(2**62),
+        0.5,
+        float("nan"),
+        "",
+        "t",
+        "../t",
+        None,
+        [],
+        {},
+        True,
+        b"x",
+        ["t", 1, 0],
+    ]
+    if chance.random() < 0.15:
+        return chance.choice(wrong)
+    if isinstance(value, list):
+        return [mutate(item, chance) for item in value] + [mutate(value, chance)] * (chance.random() < 0.05)
+    if isinstance(value, dict):
+        return {key: mutate(item, chance) for key, item in value.items() if chance.random() > 0.05}
+    return value
+
+
+def test_mutated_messages_are_refused_and_change_nothing() -> None:
+    """Whatever comes, the answer is an error of a known kind, or the shard did what a well-formed message asked."""
+    chance = random.Random(0)
+    network = MemoryTransport()
+    ids, versions = torch.tensor([1, 2]), torch.tensor([0, 0])
+    bad_tensors = [
+        torch.tensor([-1, 2]), torch.tensor([1, 10]), torch.tensor([1]), torch.ones(4), torch.full((4,), float("inf")),
+        torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.empty(0), torch.ones(4, dtype=torch.int64),
+    ]  # fmt: skip
+    messages = {
+        "push": (PushMessage([Part("t", 2)], [SGD.to_dict()]), [ids, torch.zeros(4)]),
+        "pull": (PullMessage([Part("t", 2)], checked=True), [ids, versions]),
+        "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
+        "join": (JoinMessage(0, 1, "bsp"), []),
+    }
+    outcomes: dict[str, int] = {}
+    with ParameterServer(transport=network) as server, Client(transport=network) as client:
+        for number in range(3000):
+            verb = chance.choice(list(messages)) if number else "init"
+            message, tensors = messages[verb]
+            plain = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+            sent = list(tensors)
+            if number and chance.random() < 0.7:
+                plain = mutate(plain, chance)
+            if number and sent and chance.random() < 0.4:
+                sent[chance.randrange(len(sent))] = chance.choice(bad_tensors)
+            request = Request(server.endpoint, verb, tensors=sent, payload=pack(plain), once=verb != "pull")
+            try:
+                client.call(request, Deadline.after(1.0))
+                kind = "done"
+            except (NotFound, SchemaError, NonFinite, BoundaryError) as error:
+                kind = f"{type(error).__name__} {error}" if isinstance(error, RemoteError) else type(error).__name__
+            outcomes[kind] = outcomes.get(kind, 0) + 1
+        with ParameterClient([server.endpoint], transport=network) as reader:
+            found = reader.sparse_pull("t", torch.arange(10))
+    assert torch.isfinite(found).all()
+    assert not [kind for kind in outcomes if kind.startswith("RemoteError")]
+    assert outcomes["done"] > 100
+    assert {"SchemaError", "ProtocolError", "NonFinite", "NotFound"} <= set(outcomes)
+
+
+@pytest.mark.slow
+def test_ten_thousand_pushes_over_a_connection_cut_after_delivery_count_to_ten_thousand() -> None:
+    network = LossyTransport(drop=0.2, seed=1)
+    with (
+        ParameterServer(transport=network) as server,
+        ParameterClient([server.endpoint], transport=network, retries=50) as client,
+    ):
+        client.init("n", (1,), init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        for _ in range(10_000):
+            client.push("n", torch.tensor([-1.0]))
+        assert client.pull("n").item() == 10_000

@@ -1,0 +1,103 @@
+"""Tables in files: the same rows as in memory, in less address space than the table is large."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.parameter_server import (
+    Constant,
+    ParameterClient,
+    ParameterServer,
+    RowOptimizer,
+    RowTable,
+    RowWiseAdagrad,
+    TableSpec,
+)
+from anabranch.testing import MemoryTransport
+
+RULES = {
+    "adam": functools.partial(torch.optim.Adam, lr=0.01),
+    "row-wise": functools.partial(RowWiseAdagrad, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("rows", [30_000, None], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("budget", [None, 1 << 20], ids=["mapped whole", "in windows"])
+def test_a_table_in_a_file_is_the_table_in_memory(
+    budget: int | None, name: str, rows: int | None, tmp_path: Path
+) -> None:
+    rule = RowOptimizer.from_factory(RULES[name])
+    capacity = None if rows else 2000
+    make = functools.partial(TableSpec, "t", rows, 8, every_row_moves=rows is not None, capacity=capacity)
+    memory = RowTable(make(), rule)
+    file = RowTable(make(memory_map=True), rule, scratch=tmp_path, address_space=budget)
+    file._storage._window_rows = 4096
+    file._storage.grow(file._storage.rows)
+    for _ in range(6):
+        ids, grads = torch.randint(0, 30_000, (900,)), torch.randn(900, 8)
+        for table in (memory, file):
+            table.push(ids, grads)
+        assert torch.equal(file.pull(ids.flip(0), training=True), memory.pull(ids.flip(0), training=True))
+        assert torch.equal(file.versions(ids), memory.versions(ids))
+    for mine, theirs in zip(file.blocks(5000), memory.blocks(5000), strict=True):
+        assert torch.equal(mine.ids, theirs.ids)
+        assert torch.equal(mine.values, theirs.values)
+        assert torch.equal(mine.sums, theirs.sums)
+    if rows is not None:  # the dynamic one is small enough to be mapped whole
+        assert (file._storage._whole is None) == (budget is not None)
+    if file._storage._whole is None:
+        assert file._storage._mapped <= budget
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_a_table_larger_than_the_address_space_is_trained(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import resource, sys
+        import torch
+        from anabranch.parameter_server import Constant, Family, RowOptimizer, RowTable, TableSpec
+
+        torch.set_num_threads(1)
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        limit = used + (1 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        rows = 100_000_000
+        spec = TableSpec("t", rows, 16, initial=Constant(1.0), memory_map=True)
+        table = RowTable(spec, RowOptimizer(Family.ADAGRAD, lr=0.1), scratch=sys.argv[1], kernels_kind="plain")
+        assert table.bytes() > 3 * limit, (table.bytes(), limit)
+        try:
+            RowTable(TableSpec("m", rows, 16), RowOptimizer(Family.ADAGRAD, lr=0.1), kernels_kind="plain")
+        except MemoryError:
+            print("memory has no room")
+        ids = torch.tensor([0, 5, rows // 2, rows - 1])
+        for _ in range(2):
+            table.push(ids, torch.ones(4, 16))
+        print(table.pull(ids)[:, 0].unique().numel(), round(table.pull(ids)[0, 0].item(), 4))
+        print(table.pull(torch.tensor([rows - 2]))[0, 0].item())
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ["memory has no room", "1 0.8293", "1.0"], done.stderr
+
+
+def test_a_server_keeps_its_mapped_tables_where_it_is_told(tmp_path: Path) -> None:
+    network = MemoryTransport()
+    with (
+        ParameterServer(transport=network, memory_map_dir=tmp_path / "scratch") as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        rule = RowOptimizer.from_factory(RULES["momentum"])
+        client.init_table(TableSpec("t", 1000, 4, initial=Constant(1.0), memory_map=True), rule)
+        client.sparse_push("t", torch.tensor([999]), torch.ones(1, 4))
+        assert client.sparse_pull("t", torch.tensor([999, 0]))[:, 0].tolist() == pytest.approx([0.9, 1.0])
