@@ -8,6 +8,7 @@ gives. The packages are floors, imports point down only:
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
 - ``parameter_server``: tables larger than a worker, read and updated by id.
+- ``experts``: modules that train themselves on the far side of a network, called as if they were here.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -41,6 +42,17 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
+from anabranch.experts import (
+    Directory,
+    DirectoryServer,
+    ExpertBackend,
+    ExpertServer,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+    Runtime,
+    TaskPool,
+)
 from anabranch.job import Job, job
 from anabranch.parameter_server import RowWiseAdagrad
 from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
@@ -52,8 +64,12 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "Directory",
+    "DirectoryServer",
     "EvalStep",
     "Executor",
+    "ExpertBackend",
+    "ExpertServer",
     "Grad",
     "GradManager",
     "Job",
@@ -66,9 +82,14 @@ __all__ = [
     "PipelineError",
     "ProtocolError",
     "RemoteError",
+    "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "RowWiseAdagrad",
+    "Runtime",
     "SchemaError",
     "SkipError",
+    "TaskPool",
     "TensorSpec",
     "TrainStep",
     "Unauthorized",

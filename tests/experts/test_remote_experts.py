@@ -343,7 +343,7 @@ def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued
     from anabranch.transport import Request
 
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
-    right = backend.schema.hash()
+    right = backend.schema.hash
     bad = [
         Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 5)], schema=right),
         Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4).double()], schema=right),

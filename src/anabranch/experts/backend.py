@@ -21,7 +21,7 @@ from anabranch.errors import NonFinite, SchemaError
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
 from anabranch.experts.task_pool import TaskPool, Unrepeatable
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, TensorSpec, flatten, paths, unflatten
+from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
@@ -109,7 +109,8 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
-        self.schema.pack()
+        # Refuses here, rather than at the first call, what cannot cross.
+        _ = self.schema.packed
         sizes = {
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
@@ -220,10 +221,8 @@ class ExpertBackend:
     # How it is done.
 
     def _call(self, leaves: Sequence[Tensor | None]) -> Structure:
-        _, treedef = flatten((self.schema.arguments, dict(self.schema.keywords)))
-        args, kwargs = cast(
-            tuple[tuple[object, ...], dict[str, object]], unflatten(treedef, cast(list[object], list(leaves)))
-        )
+        whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
+        args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
         return self.module(*args, **kwargs)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
@@ -237,12 +236,12 @@ class ExpertBackend:
 
     def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
         leaves, came = flatten(outputs)
-        specs, expected = flatten(self.schema.outputs)
+        expected = self.schema.output_structure
         if came != expected:
             raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
-        for leaf, spec, name in zip(leaves, specs, paths(self.schema.outputs), strict=True):
-            if isinstance(spec, TensorSpec):
-                spec.check(leaf, f"{self.uid}'s output {name}".rstrip())
+        for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
+            if spec is not None:
+                spec.check(leaf, f"{self.uid}'s output {index}")
         return cast(list[Tensor | None], leaves)
 
     def _roots(

@@ -142,7 +142,7 @@ def _ask_forward(calls: Calls) -> None:
             wire.FORWARD,
             call.uid,
             wire.to_wire(call.inputs, call.schema.inputs),
-            schema=call.schema.hash(),
+            schema=call.schema.hash,
             allocate=_expect(wire.output_layout(call.schema), call.rows),
         )
         for call in calls.calls
@@ -225,7 +225,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
         call.uid,
         [*wire.to_wire(inputs, schema.inputs), *wire.to_wire(gradients, schema.output_specs)],
         payload=wire.pack_present(gradients),
-        schema=schema.hash(),
+        schema=schema.hash,
         once=True,
     )
 

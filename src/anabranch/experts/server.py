@@ -114,7 +114,7 @@ class ExpertServer:
             raise ValueError("a server without experts serves nobody; give it backends")
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
-        self._schemas = {uid: (backend.schema.pack(), backend.schema.hash()) for uid, backend in self._backends.items()}
+        self._schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in self._backends.items()}
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
