@@ -65,7 +65,7 @@ def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp
                 wire.BACKWARD,
                 "ffn.0",
                 [x, x],
-                payload=pack([True]),
+                payload=pack(([True], b"")),
                 schema=backend.schema.hash,
                 once=True,
             )
