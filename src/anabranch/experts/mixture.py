@@ -460,9 +460,9 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
     Add a small multiple of it to the training loss.
 
+    What is not listed here is as for ``RemoteMixtureOfExperts``.
+
     Args:
-        in_features, grid_size, directory, uid_prefix, forward_timeout, backward_timeout, detect_anomalies, client,
-            keys, insecure: as for ``RemoteMixtureOfExperts``.
         k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
         backward_k_min: 1: every gradient must come back.
         allow_zero_outputs: rows without an answer are zeros instead of raising.
