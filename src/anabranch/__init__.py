@@ -9,6 +9,7 @@ gives. The packages are floors, imports point down only:
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
 - ``parameter_server``: tables larger than a worker, read and updated by id.
+- ``experts``: modules that train themselves on the far side of a network, called as if they were here.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -43,6 +44,17 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.executor import EvalStep, Executor, TrainStep
+from anabranch.experts import (
+    Directory,
+    DirectoryServer,
+    ExpertBackend,
+    ExpertServer,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+    Runtime,
+    TaskPool,
+)
 from anabranch.graph import Graph, capture, gradients
 from anabranch.job import Job, job
 from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
@@ -56,8 +68,12 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "Directory",
+    "DirectoryServer",
     "EvalStep",
     "Executor",
+    "ExpertBackend",
+    "ExpertServer",
     "Grad",
     "GradManager",
     "Graph",
@@ -74,9 +90,14 @@ __all__ = [
     "ProtocolError",
     "RemoteEmbedding",
     "RemoteError",
+    "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
     "RowWiseAdagrad",
+    "Runtime",
     "SchemaError",
     "SkipError",
+    "TaskPool",
     "TensorSpec",
     "TrainStep",
     "Unauthorized",

@@ -65,8 +65,8 @@ def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp
                 wire.BACKWARD,
                 "ffn.0",
                 [x, x],
-                payload=pack([True]),
-                schema=backend.schema.hash(),
+                payload=pack(([True], b"")),
+                schema=backend.schema.hash,
                 once=True,
             )
             return client.call(request, Deadline.after(20.0)).payload

@@ -343,7 +343,7 @@ def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued
     from anabranch.transport import Request
 
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
-    right = backend.schema.hash()
+    right = backend.schema.hash
     bad = [
         Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 5)], schema=right),
         Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4).double()], schema=right),
@@ -354,15 +354,19 @@ def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued
         Request("", wire.FORWARD, "ffn.9", [torch.ones(2, 4)], schema=right),
         Request("", "expert.steal", "ffn.0", [torch.ones(2, 4)], schema=right),
         Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\xc1", once=True),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x91\xc3", once=True),
-        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x92\xc3\xc3", once=True),
+        Request(
+            "", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x92\x91\xc3\xc4\x00", once=True
+        ),
+        Request(
+            "", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x92\x92\xc3\xc3\xc4\x00", once=True
+        ),
         Request(
             "",
             wire.BACKWARD,
             "ffn.0",
             [torch.ones(2, 4), torch.ones(3, 4)],
             schema=right,
-            payload=b"\x91\xc3",
+            payload=b"\x92\x91\xc3\xc4\x00",
             once=True,
         ),
     ]

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.keys import keys
 from anabranch.cli.run import run
+from anabranch.cli.serve import serve
 
 __all__ = ["main"]
 
@@ -22,6 +24,8 @@ _app = typer.Typer(
 )
 # What follows SCRIPT belongs to the script, whatever it looks like.
 _app.command(context_settings={"allow_interspersed_args": False})(run)
+_app.command()(keys)
+_app.add_typer(serve, name="serve")
 
 
 @_app.callback()

@@ -13,6 +13,7 @@ from anabranch.experts.remote_expert import RemoteExpert
 from anabranch.experts.runtime import Runtime
 from anabranch.experts.schema import Schema
 from anabranch.experts.server import ExpertServer, ExpertServerStatistics
+from anabranch.experts.serving import make_backends, serve_directory, serve_experts, stopped_by_signals
 from anabranch.experts.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.experts.uids import expand_uids
 
@@ -34,4 +35,8 @@ __all__ = [
     "Task",
     "TaskPool",
     "expand_uids",
+    "make_backends",
+    "serve_directory",
+    "serve_experts",
+    "stopped_by_signals",
 ]

@@ -3,7 +3,8 @@
 Forward runs without a graph; backward computes it again from the inputs, which travel a second time, and so nothing is
 kept between the two for callers that may never come back. Every backward batch is an update. The module's buffers are
 updated by the forward alone, as they would be in process; dropout draws a new mask in backward, because the first one
-is gone: such a gradient is right for a forward that nobody saw. Keep dropout out of experts, or set them to eval mode.
+is gone: such a gradient is right for a forward that nobody saw. Where that matters ``keep_activations`` keeps the
+forward's graph (``kept.py``), or the expert goes to eval mode.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.errors import NonFinite, SchemaError
+from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.experts.kept import Kept, KeptActivations, ParameterCopy, join_leaves
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
-from anabranch.experts.task_pool import TaskPool, Unrepeatable
+from anabranch.experts.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, TensorSpec, flatten, paths, unflatten
+from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
@@ -61,6 +63,9 @@ class ExpertBackend:
         clip_grad_norm: bound of the gradients' global norm.
         gradient_reduction: ``"sum"``: a batch of several requests moves the parameters by the sum of their gradients;
             ``"mean"``: by their mean over requests.
+        keep_activations: rows of forwards whose graphs are kept for their backwards, so that neither the inputs travel
+            again nor the forward is computed again, and dropout masks are the forward's; the oldest are let go first,
+            and computed again after all. Costs a copy of the parameters an update.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
             ``max_queue_bytes``: see ``TaskPool``.
 
@@ -84,6 +89,7 @@ class ExpertBackend:
         scheduler: LRScheduler | None = None,
         clip_grad_norm: float | None = None,
         gradient_reduction: Literal["sum", "mean"] = "sum",
+        keep_activations: int = 0,
         min_batch_size: int = 1,
         max_batch_size: int = 4096,
         timeout: float | None = None,
@@ -95,6 +101,8 @@ class ExpertBackend:
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm is a norm above 0, got {clip_grad_norm!r}")
+        if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
+            raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
         _check_optimizer(uid, module, optimizer)
         self.module = module
         self.optimizer = optimizer
@@ -102,6 +110,8 @@ class ExpertBackend:
         self.clip_grad_norm = clip_grad_norm
         self.gradient_reduction = gradient_reduction
         self.updates = 0
+        self.kept = KeptActivations(keep_activations)
+        self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(kwargs_schema or {})
         if not any(specs_of((arguments, keywords))):
@@ -109,17 +119,28 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
-        self.schema.pack()
+        # Refuses here, rather than at the first call, what cannot cross.
+        _ = self.schema.packed
         sizes = {
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
             "max_queue_bytes": max_queue_bytes,
         }
         self.forward_pool = TaskPool(
-            self.forward, name=f"{uid}_forward", timeout=timeout, max_queue_rows=max_queue_rows, **sizes
+            self.forward,
+            name=f"{uid}_forward",
+            timeout=timeout,
+            max_queue_rows=max_queue_rows,
+            process_tasks=self._forward_tasks if keep_activations else None,
+            **sizes,
         )
         self.backward_pool = TaskPool(
-            self.backward, name=f"{uid}_backward", timeout=timeout, max_queue_rows=max_queue_rows, **sizes
+            self.backward,
+            name=f"{uid}_backward",
+            timeout=timeout,
+            max_queue_rows=max_queue_rows,
+            process_tasks=self._backward_tasks if keep_activations else None,
+            **sizes,
         )
 
     # What callers see.
@@ -166,20 +187,13 @@ class ExpertBackend:
         Raises:
             NonFinite: a parameter's gradient is NaN or Inf; nothing was updated.
         """
-        count = len(self.schema.inputs)
-        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         try:
-            with torch.enable_grad(), self._buffers_kept():
-                outputs = self._check_outputs(self._call(leaves))
-                roots, gradients = self._roots(outputs, inputs[count:])
-                if roots:
-                    torch.autograd.backward(roots, gradients)
+            answers, moved = self._recompute(inputs)
             self._check_gradients()
         except BaseException:
             self._drop_gradients()
             raise
-        answers = tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
-        if roots:
+        if moved:
             self._update()
         return answers
 
@@ -216,15 +230,97 @@ class ExpertBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
         self.updates = int(cast(int, state["updates"]))
+        self._copy = None
 
     # How it is done.
 
-    def _call(self, leaves: Sequence[Tensor | None]) -> Structure:
-        _, treedef = flatten((self.schema.arguments, dict(self.schema.keywords)))
-        args, kwargs = cast(
-            tuple[tuple[object, ...], dict[str, object]], unflatten(treedef, cast(list[object], list(leaves)))
-        )
-        return self.module(*args, **kwargs)
+    def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
+        """The gradients of the inputs, with the parameters' in place, and whether there were any."""
+        count = len(self.schema.inputs)
+        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
+        with torch.enable_grad(), self._buffers_kept():
+            outputs = self._check_outputs(self._call(leaves))
+            roots, gradients = self._roots(outputs, inputs[count:])
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        return _gradients_of(leaves), bool(roots)
+
+    def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
+        """A forward whose graph is kept for the tasks with a ticket."""
+        if not any(task.ticket for task in batch):
+            return split_outputs(self.forward(*join_tasks(batch)), batch)
+        if self._copy is None:
+            self._copy = ParameterCopy.of(self.module)
+        with torch.enable_grad():
+            leaves = [
+                [self._as_leaf(tensor, spec) for tensor, spec in zip(task.inputs, self.schema.inputs, strict=True)]
+                for task in batch
+            ]
+            outputs = self._check_outputs(self._call(join_leaves(list(zip(*leaves, strict=True))), self._copy))
+            slices = split_outputs(outputs, batch)
+        for task, its_leaves, its_outputs in zip(batch, leaves, slices, strict=True):
+            if task.ticket:
+                self.kept.put(task.ticket, Kept(its_leaves, its_outputs, self._copy, task.rows))
+        return [[None if output is None else output.detach() for output in outputs] for outputs in slices]
+
+    def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+        """A backward through kept graphs where there are tickets, by computing again where there are none."""
+        plain = [task for task in batch if not task.ticket]
+        kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        moved = False
+        try:
+            if plain:
+                gradients, moved = self._recompute(join_tasks(plain))
+                answers = {id(task): mine for task, mine in zip(plain, split_outputs(gradients, plain), strict=True)}
+            if kept:
+                moved |= self._backward_kept([(task, kept[id(task)]) for task in batch if task.ticket])
+            self._check_gradients()
+        except BaseException:
+            self._drop_gradients()
+            for entry in kept.values():
+                _clear_gradients(entry.leaves)
+            raise
+        for task in batch:
+            if task.ticket:
+                answers[id(task)] = _gradients_of(kept[id(task)].leaves)
+                self.kept.drop(task.ticket)
+        if moved:
+            self._update()
+        return [answers[id(task)] for task in batch]
+
+    def _find_kept(self, task: Task) -> Kept:
+        entry = self.kept.get(task.ticket)
+        if entry is None:
+            raise NotFound(f"{self.uid} has not kept these activations; send the inputs again")
+        if entry.rows != task.rows:
+            raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
+        return entry
+
+    def _backward_kept(self, tasks: Sequence[tuple[Task, Kept]]) -> bool:
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        count = len(self.schema.inputs)
+        for task, entry in tasks:
+            its_roots, its_seeds = self._roots(entry.outputs, task.inputs[count:])
+            roots += its_roots
+            seeds += its_seeds
+        copies = {id(entry.parameters): entry.parameters for _, entry in tasks}.values()
+        wanted = [leaf for _, entry in tasks for leaf in entry.leaves if leaf is not None and leaf.requires_grad]
+        wanted += [tensor for copy in copies for tensor in copy.trained()]
+        if roots and wanted:
+            # Other requests' parts of the same graph may still be waited for.
+            torch.autograd.backward(roots, seeds, retain_graph=True, inputs=wanted)
+        for copy in copies:
+            copy.give_gradients(self.module)
+        return bool(roots)
+
+    def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
+        whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
+        args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
+        if parameters is None:
+            return self.module(*args, **kwargs)
+        return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self.device, non_blocking=True)
@@ -237,12 +333,12 @@ class ExpertBackend:
 
     def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
         leaves, came = flatten(outputs)
-        specs, expected = flatten(self.schema.outputs)
+        expected = self.schema.output_structure
         if came != expected:
             raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
-        for leaf, spec, name in zip(leaves, specs, paths(self.schema.outputs), strict=True):
-            if isinstance(spec, TensorSpec):
-                spec.check(leaf, f"{self.uid}'s output {name}".rstrip())
+        for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
+            if spec is not None:
+                spec.check(leaf, f"{self.uid}'s output {index}")
         return cast(list[Tensor | None], leaves)
 
     def _roots(
@@ -270,6 +366,7 @@ class ExpertBackend:
         try:
             self.apply_gradients()
             self.updates += 1
+            self._copy = None
         except Exception as error:
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
         finally:
@@ -303,6 +400,16 @@ class ExpertBackend:
                     f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+
+
+def _clear_gradients(leaves: Sequence[Tensor | None]) -> None:
+    for leaf in leaves:
+        if leaf is not None:
+            leaf.grad = None
 
 
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:

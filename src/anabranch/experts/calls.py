@@ -13,6 +13,7 @@ The token makes the outputs require grad where no input does, so that the expert
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, ProtocolError
+from anabranch.errors import BoundaryError, NonFinite, NotFound, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_tensors
@@ -30,6 +31,8 @@ from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
 __all__ = ["Calls", "ExpertCall", "call_experts"]
+
+_TICKET_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +48,7 @@ class ExpertCall:
         answered: whether there was one.
         error: why there was none; ``None`` with no answer means that it was cancelled.
         gradient_error: why no gradient came back.
+        ticket: names the activations that its server may keep for the backward; empty if it does not.
     """
 
     uid: str
@@ -55,6 +59,7 @@ class ExpertCall:
     answered: bool = False
     error: Exception | None = None
     gradient_error: Exception | None = None
+    ticket: bytes = b""
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +128,9 @@ def call_experts(calls: Calls) -> list[list[Tensor | None] | None]:
     Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
+    if torch.is_grad_enabled():
+        for call in calls.calls:
+            call.ticket = os.urandom(_TICKET_BYTES)
     token = torch.empty(0, requires_grad=torch.is_grad_enabled())
     made = _ExpertCalls.apply(calls, token, *flat)  # type: ignore[no-untyped-call]
     outputs = iter(cast(tuple[Tensor, ...], made))
@@ -142,7 +150,8 @@ def _ask_forward(calls: Calls) -> None:
             wire.FORWARD,
             call.uid,
             wire.to_wire(call.inputs, call.schema.inputs),
-            schema=call.schema.hash(),
+            payload=call.ticket,
+            schema=call.schema.hash,
             allocate=_expect(wire.output_layout(call.schema), call.rows),
         )
         for call in calls.calls
@@ -166,6 +175,8 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     if isinstance(outcome, Exception):
         call.error = outcome
         return
+    if outcome.payload != call.ticket:
+        call.ticket = b""
     outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
@@ -183,7 +194,7 @@ def _ask_backward(
     """The gradients of all inputs, from the experts whose outputs have one."""
     answers: list[Tensor | None] = [None] * len(inputs)
     asked: list[tuple[ExpertCall, int]] = []
-    requests: list[Request] = []
+    wanted: list[list[Tensor | None]] = []
     position = first_input = 0
     for call in calls.calls:
         width = len(call.schema.inputs)
@@ -194,9 +205,9 @@ def _ask_backward(
             mine.append(gradient if spec is not None and spec.requires_grad else None)
         if any(gradient is not None for gradient in mine):
             asked.append((call, first_input))
-            requests.append(_backward_request(call, inputs[first_input : first_input + width], mine))
+            wanted.append(mine)
         first_input += width
-    outcomes = calls.client.gather(requests, Deadline.after(calls.backward_timeout)) if requests else []
+    outcomes = _gather_gradients(calls, asked, wanted, inputs)
     for (call, first), outcome in zip(asked, outcomes, strict=True):
         assert outcome is not None
         try:
@@ -217,15 +228,48 @@ def _ask_backward(
     return answers
 
 
+def _gather_gradients(
+    calls: Calls,
+    asked: Sequence[tuple[ExpertCall, int]],
+    gradients: Sequence[Sequence[Tensor | None]],
+    inputs: Sequence[Tensor | None],
+) -> list[Outcome]:
+    """What came back; inputs are sent to those that have not kept the activations, or not any more."""
+    if not asked:
+        return []
+    deadline = Deadline.after(calls.backward_timeout)
+
+    def requests(which: Sequence[int]) -> list[Request]:
+        made = []
+        for index in which:
+            call, first = asked[index]
+            made.append(_backward_request(call, inputs[first : first + len(call.schema.inputs)], gradients[index]))
+        return made
+
+    outcomes = calls.client.gather(requests(range(len(asked))), deadline)
+    forgotten = [
+        index
+        for index, outcome in enumerate(outcomes)
+        if asked[index][0].ticket and isinstance(outcome, NotFound) and "activations" in str(outcome)
+    ]
+    if forgotten and not deadline.expired():
+        for index in forgotten:
+            asked[index][0].ticket = b""
+        for index, outcome in zip(forgotten, calls.client.gather(requests(forgotten), deadline), strict=True):
+            outcomes[index] = outcome
+    return outcomes
+
+
 def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Request:
     schema = call.schema
+    sent = [] if call.ticket else wire.to_wire(inputs, schema.inputs)
     return Request(
         call.endpoint,
         wire.BACKWARD,
         call.uid,
-        [*wire.to_wire(inputs, schema.inputs), *wire.to_wire(gradients, schema.output_specs)],
-        payload=wire.pack_present(gradients),
-        schema=schema.hash(),
+        [*sent, *wire.to_wire(gradients, schema.output_specs)],
+        payload=wire.pack_backward(gradients, call.ticket),
+        schema=schema.hash,
         once=True,
     )
 

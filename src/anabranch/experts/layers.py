@@ -32,7 +32,9 @@ class Feedforward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input plus what the layer makes of it."""
-        return x + self.outer(nn.functional.gelu(self.inner(self.norm(x))))
+        hidden: Tensor = nn.functional.gelu(self.inner(self.norm(x)))
+        changed: Tensor = self.outer(hidden)
+        return x + changed
 
 
 class Nothing(nn.Module):

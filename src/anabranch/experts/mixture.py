@@ -436,7 +436,7 @@ class RemoteMixtureOfExperts(nn.Module):
         logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
         weights = torch.softmax(logits, dim=1) * answered
         mixed = [None if answers is None else _weigh(weights, answers) for answers in chosen.outputs]
-        return unflatten(flatten(chosen.schema.outputs)[1], cast(list[object], mixed))
+        return unflatten(chosen.schema.output_structure, cast(list[object], mixed))
 
     def statistics(self) -> MixtureStatistics:
         """What was asked since the module was made."""
@@ -460,9 +460,9 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
     Add a small multiple of it to the training loss.
 
+    What is not listed here is as for ``RemoteMixtureOfExperts``.
+
     Args:
-        in_features, grid_size, directory, uid_prefix: as for ``RemoteMixtureOfExperts``.
-        forward_timeout, backward_timeout, detect_anomalies, client, keys, insecure: as there.
         k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
         backward_k_min: 1: every gradient must come back.
         allow_zero_outputs: rows without an answer are zeros instead of raising.
@@ -522,7 +522,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         chosen = self._asker.ask(choices, (x, *args), kwargs, deadline)
         probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
         outputs = [None if answers is None else _weigh(probability, answers) for answers in chosen.outputs]
-        output = unflatten(flatten(chosen.schema.outputs)[1], cast(list[object], outputs))
+        output = unflatten(chosen.schema.output_structure, cast(list[object], outputs))
         return output, self._balancing_loss(scores, choices)
 
     def _balancing_loss(self, scores: Sequence[Tensor], choices: Choices) -> Tensor:

@@ -18,7 +18,7 @@ from anabranch.experts.connections import shared_client
 from anabranch.experts.directory import DirectoryLike
 from anabranch.experts.schema import Schema
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, flatten, unflatten
+from anabranch.tensors import Structure, unflatten
 from anabranch.transport import Client, Request
 
 __all__ = ["RemoteExpert", "fetch_schema"]
@@ -107,8 +107,7 @@ class RemoteExpert(nn.Module):
         if outputs is None:
             assert call.error is not None
             raise call.error
-        _, treedef = flatten(call.schema.outputs)
-        return unflatten(treedef, cast(list[object], outputs))
+        return unflatten(call.schema.output_structure, cast(list[object], outputs))
 
     def _call(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], deadline: Deadline

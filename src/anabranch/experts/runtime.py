@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+import torch
+
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.events import report
@@ -45,6 +47,7 @@ class Runtime:
         for pool in self._pools:
             pool.changed = self._changed
         self._stopped = False
+        self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
         self._batch = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"anabranch-{name}", daemon=True)
@@ -52,6 +55,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         for pool in self._pools:
             pool.open()
+        self._threads = torch.get_num_threads()
         self._thread.start()
         return self
 
@@ -90,6 +94,9 @@ class Runtime:
         return running is None or not running.expired()
 
     def _run(self) -> None:
+        # OpenMP keeps the number for each thread by itself: without this a new thread's matrix products take all cores,
+        # however few the process was given, and wait for one another.
+        torch.set_num_threads(self._threads)
         while True:
             with self._changed:
                 pool = self._next_pool()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -20,14 +21,17 @@ from anabranch.tensors.spec import Compression
 from anabranch.transport import pack, unpack
 from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES
 
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
 __all__ = ["Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schema:
-    """What an expert takes and gives.
+    """What an expert takes and gives; what follows from it is worked out once, for every call asks for it.
 
     Attributes:
         arguments: the specs of positional arguments, each nested as the argument is.
@@ -39,32 +43,44 @@ class Schema:
     keywords: Mapping[str, Structure]
     outputs: Structure
 
-    @property
+    @cached_property
     def inputs(self) -> list[TensorSpec | None]:
         """The specs of all inputs in order; ``None`` for an argument that is always ``None``."""
         return specs_of((self.arguments, dict(self.keywords)))
 
-    @property
+    @cached_property
     def output_specs(self) -> list[TensorSpec | None]:
         """The specs of all outputs in order."""
         return specs_of(self.outputs)
 
-    @property
+    @cached_property
     def input_names(self) -> list[str]:
         """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
         return [_input_name(path) for path in paths((self.arguments, dict(self.keywords)))]
 
-    def pack(self) -> bytes:
-        """The schema as bytes."""
+    @cached_property
+    def input_structure(self) -> PyTreeSpec:
+        """How inputs nest."""
+        return flatten((self.arguments, dict(self.keywords)))[1]
+
+    @cached_property
+    def output_structure(self) -> PyTreeSpec:
+        """How outputs nest."""
+        return flatten(self.outputs)[1]
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The schema as bytes; a ``SchemaError`` if it has none."""
         return pack([_pack(self.arguments, 0), _pack(dict(self.keywords), 0), _pack(self.outputs, 0)])
 
+    @cached_property
     def hash(self) -> bytes:
         """Sixteen bytes that two equal schemas share."""
-        return hashlib.sha256(self.pack()).digest()[:16]
+        return hashlib.sha256(self.packed).digest()[:16]
 
     @classmethod
     def unpack(cls, payload: bytes) -> Schema:
-        """The schema that ``pack`` gave the bytes of; a ``ProtocolError`` if they are none."""
+        """The schema whose ``packed`` bytes these are; a ``ProtocolError`` if they are none."""
         nodes = unpack(payload, list[object])
         if len(nodes) != 3:
             raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
@@ -80,8 +96,7 @@ class Schema:
             SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
         """
         leaves, came = flatten((tuple(args), dict(kwargs)))
-        _, expected = flatten((self.arguments, dict(self.keywords)))
-        if came != expected:
+        if came != self.input_structure:
             raise SchemaError(
                 f"expected arguments {_describe(self.arguments, self.keywords)}, "
                 f"got {_outline((tuple(args), dict(kwargs)))}"

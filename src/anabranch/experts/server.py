@@ -114,7 +114,7 @@ class ExpertServer:
             raise ValueError("a server without experts serves nobody; give it backends")
         if not 0 < ttl < float("inf"):
             raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
-        self._schemas = {uid: (backend.schema.pack(), backend.schema.hash()) for uid, backend in self._backends.items()}
+        self._schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in self._backends.items()}
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
@@ -266,17 +266,23 @@ class ExpertServer:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
             else:
-                call.reply(wire.to_wire(outcome, schema.output_specs))
+                # The payload of an answer says that the ticket is good for a backward.
+                call.reply(
+                    wire.to_wire(outcome, schema.output_specs), payload=ticket if ticket in backend.kept else b""
+                )
 
+        ticket = wire.read_ticket(call.payload)
         rows = _rows(inputs)
         if rows == 0:
             finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
         else:
-            backend.forward_pool.submit(Task(inputs, rows, call.deadline, finish, call.drop))
+            # A request that is split has no graph of its own.
+            ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+            backend.forward_pool.submit(Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket))
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
-        inputs, gradients = self._read_backward(call, backend)
+        inputs, gradients, ticket = self._read_backward(call, backend)
         specs = backend.schema.inputs
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
@@ -287,11 +293,11 @@ class ExpertServer:
                 self._persistence.note_applied(call.target, call.identity, call.settled)
             call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
 
-        rows = _rows(inputs)
+        rows = _rows([*inputs, *gradients])
         if rows == 0:
             finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
         else:
-            task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop)
+            task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
             backend.backward_pool.submit(task)
 
     def _backward_again(self, call: Call) -> None:
@@ -300,16 +306,23 @@ class ExpertServer:
         none: list[Tensor | None] = [None] * len(backend.schema.inputs)
         call.reply(payload=wire.pack_present(none))
 
-    def _read_backward(self, call: Call, backend: ExpertBackend) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def _read_backward(
+        self, call: Call, backend: ExpertBackend
+    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes]:
         schema = backend.schema
-        present = wire.read_present(call.payload)
-        count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
-        inputs = wire.from_wire(call.tensors[:count], schema.inputs)
+        present, ticket = wire.read_backward(call.payload)
+        inputs: list[Tensor | None] = [None] * len(schema.inputs)
+        count = 0
+        if not ticket:
+            count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
+            inputs = wire.from_wire(call.tensors[:count], schema.inputs)
+        elif ticket not in backend.kept:
+            raise NotFound(f"{call.target} has not kept these activations; send the inputs again")
         gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
         names = [f"gradient of output {index}" for index in range(len(gradients))]
         self._check_finite(call, inputs, schema.input_names)
         self._check_finite(call, gradients, names)
-        return inputs, gradients
+        return inputs, gradients, ticket
 
     def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         name = first_not_finite(tensors, names)

@@ -95,12 +95,12 @@ def serve_experts(
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     heartbeat: float = 1.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves ``backends`` until ``stop`` is set, then drains and saves; arguments as of ``ExpertServer``.
+    """Serves ``backends`` until ``stop`` is set, then drains and saves.
 
-    Args:
-        say: told ``listening on ENDPOINT`` once calls are served.
+    Takes the arguments of ``ExpertServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and prints
+    it by default.
     """
     with ExpertServer(
         backends,
@@ -112,7 +112,7 @@ def serve_experts(
         insecure=insecure,
         heartbeat=heartbeat,
     ) as server:
-        say(f"listening on {server.endpoint}")
+        (say or _say)(f"listening on {server.endpoint}")
         _wait(stop)
 
 
@@ -123,12 +123,16 @@ def serve_directory(
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     heartbeat: float = 1.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serves a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
     with DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server:
-        say(f"listening on {server.endpoint}")
+        (say or _say)(f"listening on {server.endpoint}")
         _wait(stop)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _wait(stop: threading.Event) -> None:

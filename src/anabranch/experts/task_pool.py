@@ -26,7 +26,16 @@ from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded, PeerLost
 from anabranch.events import report
 
-__all__ = ["PoolStatistics", "Process", "Task", "TaskPool", "Unrepeatable"]
+__all__ = [
+    "PoolStatistics",
+    "Process",
+    "ProcessTasks",
+    "Task",
+    "TaskPool",
+    "Unrepeatable",
+    "join_tasks",
+    "split_outputs",
+]
 
 Process = Callable[..., Sequence[Tensor | None]]
 """Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` where a task of the schema has none."""
@@ -46,6 +55,8 @@ class Task:
         deadline: after it nobody wants the answer.
         finish: called once, with the outputs or the error, on whichever thread has it.
         unwanted: whether the caller has gone; called before compute, and may give the request up for good.
+        arrived: when, in ``time.monotonic`` seconds.
+        ticket: a name for what ``process_tasks`` keeps of it, or has kept.
     """
 
     inputs: Sequence[Tensor | None]
@@ -54,11 +65,16 @@ class Task:
     finish: Callable[[Sequence[Tensor | None] | BaseException], None]
     unwanted: Callable[[], bool] = field(default=lambda: False)
     arrived: float = field(default_factory=time.monotonic)
+    ticket: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the inputs."""
         return sum(tensor.nbytes for tensor in self.inputs if tensor is not None)
+
+
+ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
+"""Runs one batch given as its tasks; returns the outputs of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +110,7 @@ class TaskPool:
         timeout: seconds until a batch below ``min_batch_size`` runs anyway; ``None``: never.
         max_queue_rows: rows that may wait; by default 16 batches.
         max_queue_bytes: bytes that may wait.
+        process_tasks: runs batches instead of ``process``, for what must tell the tasks of a batch apart.
 
     Raises:
         ValueError: sizes that are no whole numbers above 0, or a minimum over the maximum.
@@ -109,6 +126,7 @@ class TaskPool:
         timeout: float | None = None,
         max_queue_rows: int | None = None,
         max_queue_bytes: int = 1 << 30,
+        process_tasks: ProcessTasks | None = None,
     ) -> None:
         if not 1 <= min_batch_size <= max_batch_size:
             raise ValueError(
@@ -118,6 +136,7 @@ class TaskPool:
             raise ValueError(f"timeout is a finite number of seconds or None, got {timeout!r}")
         self.name = name
         self.process = process
+        self._process_tasks = process_tasks or self._join_and_process
         self.min_batch_size = min_batch_size
         self.max_batch_size = max_batch_size
         self.timeout = timeout
@@ -223,11 +242,10 @@ class TaskPool:
         rows = sum(task.rows for task in batch)
         report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
         try:
-            inputs = batch[0].inputs if len(batch) == 1 else _join(batch)
             self._batches += 1
             self._rows_run += rows
             self.tasks_in_batch = len(batch)
-            outputs = self.process(*inputs)
+            outputs = self._process_tasks(batch)
         except Exception as error:  # noqa: BLE001 - whatever the module raises is its caller's answer
             if len(batch) > 1 and not isinstance(error, Unrepeatable):
                 for task in batch:
@@ -236,13 +254,14 @@ class TaskPool:
                 for task in batch:
                     task.finish(error)
             return
+        for task, its_outputs in zip(batch, outputs, strict=True):
+            task.finish(its_outputs)
+
+    def _join_and_process(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         if len(batch) == 1:
-            batch[0].finish(outputs)
-            return
-        sizes = [task.rows for task in batch]
-        columns = [[None] * len(sizes) if output is None else torch.split(output, sizes) for output in outputs]
-        for index, task in enumerate(batch):
-            task.finish([column[index] for column in columns])
+            return [self.process(*batch[0].inputs)]
+        outputs = self.process(*join_tasks(batch))
+        return split_outputs(outputs, batch)
 
     def statistics(self) -> PoolStatistics:
         """Counts since the pool was made, and what waits."""
@@ -259,7 +278,15 @@ class TaskPool:
             )
 
 
-def _join(batch: Sequence[Task]) -> list[Tensor | None]:
+def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[list[Tensor | None]]:
+    """The outputs of each task of a batch."""
+    sizes = [task.rows for task in batch]
+    columns = [[None] * len(sizes) if output is None else torch.split(output, sizes) for output in outputs]
+    return [[column[index] for column in columns] for index in range(len(batch))]
+
+
+def join_tasks(batch: Sequence[Task]) -> list[Tensor | None]:
+    """The inputs of a batch, each as one tensor."""
     joined: list[Tensor | None] = []
     for column in zip(*(task.inputs for task in batch), strict=True):
         present = [tensor for tensor in column if tensor is not None]

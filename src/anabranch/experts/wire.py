@@ -4,7 +4,8 @@
     expert.forward    inputs -> outputs
     expert.backward   inputs, gradients of outputs -> gradients of inputs; done exactly once
 
-Tensors come in the schema's order. A gradient that is not there is left out, and the payload says which are.
+Tensors come in the schema's order. A gradient that is not there is left out, and the payload says which are. A forward
+may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ __all__ = [
     "gradient_layout",
     "input_layout",
     "output_layout",
+    "pack_backward",
     "pack_present",
+    "read_backward",
     "read_present",
+    "read_ticket",
     "request_layout",
     "to_wire",
 ]
@@ -38,6 +42,8 @@ __all__ = [
 INFO = "expert.info"
 FORWARD = "expert.forward"
 BACKWARD = "expert.backward"
+
+_LONGEST_TICKET = 32
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
@@ -74,7 +80,12 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """What a forward or backward request with ``header`` has to carry."""
     layout = input_layout(schema)
     if header.verb == BACKWARD:
-        layout += gradient_layout(schema.output_specs, read_present(header.payload), "output")
+        present, ticket = read_backward(header.payload)
+        gradients = gradient_layout(schema.output_specs, present, "output")
+        if ticket and not gradients:
+            raise SchemaError("a backward without inputs needs a gradient of an output")
+        return gradients if ticket else layout + gradients
+    read_ticket(header.payload)
     return layout
 
 
@@ -106,6 +117,24 @@ def from_wire(
         tensors.append(decompress(parts[position : position + count], spec))
         position += count
     return tensors
+
+
+def read_ticket(payload: bytes) -> bytes:
+    """The ticket of a forward, empty if it has none; also what an answer says of it: kept, if it is not empty."""
+    if len(payload) > _LONGEST_TICKET:
+        raise SchemaError(f"a ticket is at most {_LONGEST_TICKET} bytes, got {len(payload)}")
+    return payload
+
+
+def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
+    """Which of ``gradients`` are there, and the ticket of the kept activations, empty if the inputs are sent."""
+    return pack(([gradient is not None for gradient in gradients], ticket))
+
+
+def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
+    """What ``pack_backward`` said."""
+    present, ticket = unpack(payload, tuple[list[bool], bytes])
+    return present, read_ticket(ticket)
 
 
 def read_present(payload: bytes) -> list[bool]:

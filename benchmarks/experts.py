@@ -1,0 +1,236 @@
+"""What experts on the far side cost: calls that do nothing, calls that compute, mixtures, and many small callers.
+
+    python benchmarks/experts.py [--seconds 2] [--only nop,ffn,mixture,callers] [--out FILE]
+
+The server is another process, on a Unix socket and under TLS. Where there is something to compare with it runs in the
+same run, alternating: the same module in this process. Ratios count, absolute times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts
+from anabranch.tensors import TensorSpec
+from anabranch.transport import make_keys
+
+SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
+WIDTH = 512
+
+
+def feedforward(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def serve(kind: str, listen: str, keys: str) -> None:
+    """The process of a server: prints its endpoint, serves until its input ends."""
+    backends: list[ExpertBackend] = []
+    if kind == "nop":
+        backends = [ExpertBackend("nop.0", nn.Identity(), args_schema=[TensorSpec(1024)], max_batch_size=1 << 16)]
+    for index in range(16 if kind == "ffn" else 0):
+        module = feedforward(index)
+        optimizer = torch.optim.Adam(module.parameters(), fused=True)
+        backends.append(
+            ExpertBackend(f"ffn.{index // 4}.{index % 4}", module, optimizer, args_schema=[TensorSpec(WIDTH)])
+        )
+    with ExpertServer(backends, listen=None if listen == "-" else listen, keys=keys) as server:
+        print(server.endpoint, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def process(kind: str, keys: str, *, tls: bool = False) -> Iterator[str]:
+    """The endpoint of a server in a process of its own."""
+    arguments = [sys.executable, __file__, "--serve", kind, "tcp://127.0.0.1:0" if tls else "-", keys]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            yield child.stdout.readline().strip()
+        finally:
+            child.terminate()
+            child.wait(timeout=10)
+
+
+def alternate(sides: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of each side's runs, taking turns for so long."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for run in sides.values():
+        run()
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(next(iter(times.values()))) < 3:
+        for side, run in sides.items():
+            start = time.perf_counter()
+            run()
+            times[side].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def row(name: str, times: dict[str, list[float]], over: str | None = None) -> dict[str, object]:
+    medians = {side: round(statistics.median(values), 4) for side, values in times.items()}
+    made: dict[str, object] = {
+        "work": name,
+        "rounds": len(next(iter(times.values()))),
+        "median_ms": medians,
+        "minimum_ms": {side: round(min(values), 4) for side, values in times.items()},
+    }
+    if over is not None:
+        made["ratio"] = {side: round(medians[side] / medians[over], 3) for side in medians if side != over}
+    return made
+
+
+def measure_nop(seconds: float, keys: str) -> Iterator[dict[str, object]]:
+    """A call that does nothing: what is left is the way."""
+    with process("nop", keys) as unix, process("nop", keys, tls=True) as tls:
+        experts = {"unix": RemoteExpert("nop.0", unix), "tls": RemoteExpert("nop.0", tls, keys=keys)}
+        for name, size in SIZES.items():
+            x = torch.randn(size // 4096, 1024)
+            with torch.no_grad():
+                yield row(f"nop {name}", alternate({k: lambda e=e, x=x: e(x) for k, e in experts.items()}, seconds))
+
+
+def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
+    """A feed-forward expert of width 512, against the same module here."""
+    here = feedforward()
+    optimizer = torch.optim.Adam(here.parameters(), fused=True)
+
+    def step(module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, local: bool) -> None:
+        module(x.requires_grad_()).sum().backward()
+        x.grad = None
+        if local:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def recomputed(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            here(x)
+        step(here, x, local=True)
+
+    with process("ffn", keys) as endpoint:
+        there = RemoteExpert("ffn.0.0", endpoint)
+        for batch in (16, 128, 2048):
+            x = torch.randn(batch, WIDTH)
+            with torch.no_grad():
+                sides = {"here": lambda x=x: here(x), "expert": lambda x=x: there(x)}
+                yield row(f"ffn forward, batch {batch}", alternate(sides, seconds), "here")
+            sides = {
+                "here, recomputing": lambda x=x: recomputed(x),
+                "expert": lambda x=x: step(there, x, local=False),
+            }
+            yield row(f"ffn forward+backward+Adam, batch {batch}", alternate(sides, seconds), "here, recomputing")
+
+
+def measure_mixture(seconds: float, keys: str) -> Iterator[dict[str, object]]:
+    """Batch 32, 16 experts, the best 4 a row."""
+    directory = Directory()
+    with process("ffn", keys) as endpoint:
+        directory.announce([f"ffn.{i}.{j}" for i in range(4) for j in range(4)], endpoint, ttl=3600.0)
+        mixture = RemoteMixtureOfExperts(WIDTH, (4, 4), directory, "ffn", k_best=4)
+        x = torch.randn(32, WIDTH)
+        times = alternate({"mixture": lambda: mixture(x).sum().backward()}, seconds)
+        made = row("mixture forward+backward, batch 32, 16 experts, best 4", times)
+        facts = mixture.statistics()
+        made["calls_a_step"] = round(facts.calls / (len(times["mixture"]) + 1), 2)
+        yield made
+
+
+def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
+    """64 threads that send a row each, against the module here on batches of 64."""
+    here = feedforward()
+    optimizer = torch.optim.Adam(here.parameters(), fused=True)
+    x = torch.randn(64, WIDTH)
+
+    def step() -> None:
+        here(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward() -> None:
+        with torch.no_grad():
+            here(x)
+
+    with process("ffn", keys) as endpoint:
+        expert = RemoteExpert("ffn.0.0", endpoint)
+        for name, local, backward in (("forward", forward, False), ("forward+backward+Adam", step, True)):
+            local_ms = statistics.median(alternate({"here": local}, seconds / 2)["here"])
+            rate = call_from_threads(expert, backward=backward, seconds=seconds)
+            rows_here = 64 / local_ms * 1e3
+            yield {
+                "work": f"64 callers of one row, {name}",
+                "rows_per_second": {"experts": round(rate), "here, batch 64": round(rows_here)},
+                "ratio": {"experts": round(rate / rows_here, 3)},
+            }
+
+
+def call_from_threads(expert: RemoteExpert, *, backward: bool, seconds: float) -> float:
+    """Calls a second of 64 threads."""
+    counts = [0] * 64
+    stop = threading.Event()
+
+    def ask(index: int) -> None:
+        x = torch.randn(1, WIDTH)
+        while not stop.is_set():
+            if backward:
+                expert(x).sum().backward()
+            else:
+                with torch.no_grad():
+                    expert(x)
+            counts[index] += 1
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(64)]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds / 4)
+    before, start = sum(counts), time.perf_counter()
+    time.sleep(seconds)
+    rate = (sum(counts) - before) / (time.perf_counter() - start)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    return rate
+
+
+MEASURES = {"nop": measure_nop, "ffn": measure_ffn, "mixture": measure_mixture, "callers": measure_callers}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
+    parser.add_argument("--only", default=",".join(MEASURES), help="which, comma-separated")
+    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.serve:
+        serve(*options.serve)
+        return
+    load = os.getloadavg()[0]
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as keys:
+        make_keys(keys)
+        for name in options.only.split(","):
+            for made in MEASURES[name](options.seconds, keys):
+                rows.append(made)
+                print(json.dumps(made), flush=True)
+    facts = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()[0], "torch": torch.__version__}
+    print(json.dumps(facts))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

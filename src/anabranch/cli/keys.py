@@ -1,0 +1,30 @@
+"""``anabranch keys``: certificates for the processes of one job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.transport import make_keys
+
+__all__ = ["keys"]
+
+
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write; made with mode 0700.", show_default=False)
+    ],
+    days: Annotated[float, typer.Option(min=0.0, metavar="N", help="How long the certificates are valid.")] = 365.0,
+) -> None:
+    """Make a private authority and a certificate with its key for each role.
+
+    DIR/authority.pem belongs on every host, DIR/ROLE.pem (worker, parameters, experts, directory) on the hosts of that
+    role. DIR/authority.key signs further certificates: keep it where no server runs.
+    """
+    try:
+        for path in make_keys(directory, days=days).values():
+            typer.echo(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="DIR") from error

@@ -1,0 +1,75 @@
+"""``anabranch serve``: one long-lived service a command; SIGTERM and Ctrl-C drain it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
+
+__all__ = ["serve"]
+
+serve = typer.Typer(help="One long-lived service: it prints 'listening on ENDPOINT' first, and drains on SIGTERM.")
+"""The commands under ``anabranch serve``."""
+
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.", show_default=False),
+]
+Keys = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Certificates, as `anabranch keys` makes.", show_default=False)
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
+
+
+@serve.command()
+def experts(
+    uids: Annotated[str, typer.Option(metavar="PATTERN", help="Such as ffn.[0:4].[0:8].", show_default=False)],
+    module: Annotated[str, typer.Option(metavar="NAME", help="ffn, nop, or pkg.mod:function of the features.")] = "ffn",
+    features: Annotated[int, typer.Option(min=1, metavar="N", help="The last size of an expert's input.")] = 512,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, adam, adamw, adagrad or none.")] = "adam",
+    lr: Annotated[float, typer.Option(metavar="X", help="The learning rate.")] = 1e-3,
+    device: Annotated[str, typer.Option(metavar="D", help="Where the experts live.")] = "cpu",
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of a batch.")] = 4096,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where experts are saved and found again.", show_default=False)
+    ] = None,
+    directory: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="The directory to announce them in.", show_default=False)
+    ] = None,
+    listen: Listen = None,
+    keys: Keys = None,
+    insecure: Insecure = False,
+) -> None:
+    """Serve experts that train themselves."""
+    try:
+        backends = make_backends(
+            uids,
+            module,
+            features=features,
+            optimizer=optimizer,
+            lr=lr,
+            max_batch_size=max_batch_size,
+            device=device,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with stopped_by_signals() as stop:
+        serve_experts(
+            backends,
+            stop,
+            listen=listen,
+            directory=directory,
+            checkpoint_dir=checkpoint_dir,
+            keys=keys,
+            insecure=insecure,
+        )
+
+
+@serve.command()
+def directory(listen: Listen = None, keys: Keys = None, insecure: Insecure = False) -> None:
+    """Serve a directory: who serves which expert."""
+    with stopped_by_signals() as stop:
+        serve_directory(stop, listen=listen, keys=keys, insecure=insecure)

@@ -1,0 +1,168 @@
+"""Kept activations: the forward's own graph serves the backward, within a budget, and nobody need know."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.tensors import TensorSpec
+from anabranch.transport import Client, Deadline, Outcome, Request
+
+
+class Counted(nn.Module):
+    """Linear, BatchNorm and dropout, with a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+
+class Weighing(Client):
+    """A client that adds up the bytes it sends with backwards."""
+
+    sent = 0
+
+    def gather(self, requests: list[Request], deadline: Deadline, **options: object) -> list[Outcome]:  # type: ignore[override]
+        for request in requests:
+            if request.verb == "expert.backward":
+                self.sent += sum(tensor.nbytes for tensor in request.tensors)
+        return super().gather(requests, deadline, **options)  # type: ignore[arg-type]
+
+
+def backend_of(module: nn.Module, keep: int, **options: object) -> ExpertBackend:
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return ExpertBackend(
+        "kept.0",
+        module,
+        optimizer,
+        args_schema=[TensorSpec(4)],
+        keep_activations=keep,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_dropout_and_batch_norm_are_the_forwards_and_nothing_is_computed_or_sent_again() -> None:
+    here = Counted()
+    there = copy.deepcopy(here)
+    optimizer = torch.optim.Adam(here.parameters(), lr=0.01)
+    backend = backend_of(there, keep=100)
+    there.calls = 0
+    with ExpertServer([backend]) as server, Weighing() as client:
+        expert = RemoteExpert("kept.0", server.endpoint, client=client)
+        for step in range(3):
+            x = torch.randn(6, 4)
+            near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
+            expert.get_info()
+            torch.manual_seed(step)
+            expected = here(near)
+            torch.manual_seed(step)
+            answer = expert(far)
+            assert torch.equal(answer, expected)
+            expected.square().sum().backward()
+            answer.square().sum().backward()
+            assert torch.equal(far.grad, near.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert client.sent == 3 * 6 * 4 * 4
+    assert there.calls == 3
+    for name, value in here.state_dict().items():
+        assert torch.equal(value, there.state_dict()[name]), name
+
+
+def test_updates_between_forward_and_backward_leave_the_kept_graph_as_it_was() -> None:
+    module = nn.Linear(4, 4)
+    start = copy.deepcopy(module)
+    backend = backend_of(module, keep=100)
+    with ExpertServer([backend]) as server:
+        expert = RemoteExpert("kept.0", server.endpoint)
+        first = torch.randn(3, 4, requires_grad=True)
+        early = expert(first)
+        expert(torch.randn(3, 4)).sum().backward()
+        early.sum().backward()
+    assert backend.updates == 2
+    twin = first.detach().clone().requires_grad_()
+    start(twin).sum().backward()
+    assert torch.equal(first.grad, twin.grad)  # type: ignore[arg-type]
+
+
+def test_what_the_budget_let_go_is_computed_again() -> None:
+    module = nn.Linear(4, 4)
+    backend = backend_of(module, keep=4)
+    with ExpertServer([backend]) as server:
+        expert = RemoteExpert("kept.0", server.endpoint)
+        inputs = [torch.randn(2, 4, requires_grad=True) for _ in range(5)]
+        outputs = [expert(x) for x in inputs]
+        for output in outputs:
+            output.sum().backward()
+        large = torch.randn(5, 4, requires_grad=True)
+        expert(large).sum().backward()
+        assert all(x.grad is not None for x in [*inputs, large])
+    assert backend.updates == 6
+
+
+def test_backward_twice_finds_its_graph_once_and_computes_the_second() -> None:
+    backend = backend_of(nn.Linear(4, 4), keep=10)
+    with ExpertServer([backend]) as server:
+        output = RemoteExpert("kept.0", server.endpoint)(torch.randn(2, 4))
+        output.sum().backward(retain_graph=True)
+        output.sum().backward()
+    assert backend.updates == 2
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    start = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    backend = ExpertBackend(
+        "kept.0",
+        module,
+        optimizer,
+        args_schema=[TensorSpec(4, dtype=torch.float64)],
+        keep_activations=keep,
+        min_batch_size=10,
+        timeout=5.0,
+    )
+    inputs = [torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (1, 2, 3, 4)]
+    outputs: dict[int, Tensor] = {}
+    with ExpertServer([backend]) as server:
+        expert = RemoteExpert("kept.0", server.endpoint)
+        expert.get_info()
+
+        def forward(index: int) -> None:
+            outputs[index] = expert(inputs[index])
+
+        def backward(index: int) -> None:
+            outputs[index].square().sum().backward()
+
+        for work in (forward, backward):
+            threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=20)
+    assert backend.updates == 1
+    reference = torch.optim.SGD(start.parameters(), lr=0.1)
+    for x in inputs:
+        twin = x.detach().clone().requires_grad_()
+        start(twin).square().sum().backward()
+        assert x.grad is not None
+        assert torch.allclose(x.grad, twin.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    reference.step()
+    for a, b in zip(start.parameters(), module.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_budget_is_a_number_of_rows() -> None:
+    with pytest.raises(ValueError, match="keep_activations"):
+        backend_of(nn.Linear(4, 4), keep=-1)

@@ -1,0 +1,110 @@
+"""Services of the command line: they say where they are, drain when told to stop, and leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.errors import BoundaryError
+from anabranch.experts import RemoteExpert, expand_uids, make_backends
+from anabranch.experts.layers import find_factory, make_optimizer
+
+
+@contextmanager
+def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "anabranch.cli", "serve", *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("listening on ")
+            yield process, line.removeprefix("listening on ").strip()
+        finally:
+            process.kill()
+            process.wait(timeout=10)
+
+
+def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    done = [0]
+
+    def load() -> None:
+        expert = RemoteExpert("ffn.0", endpoint, forward_timeout=10.0, backward_timeout=10.0)
+        try:
+            while True:
+                expert(torch.ones(2, 8)).sum().backward()
+                done[0] += 1
+                if done[0] == 3:
+                    busy.set()
+        except BoundaryError as error:
+            errors.append(error)
+
+    busy = threading.Event()
+    options = ("--uids", "ffn.[0:2]", "--features", "8", "--checkpoint-dir", str(tmp_path / "saved"))
+    with (
+        service("directory") as (_, directory),
+        service("experts", *options, "--directory", directory) as (
+            process,
+            endpoint,
+        ),
+    ):
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        assert busy.wait(timeout=60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+        thread.join(timeout=30)
+        assert len(errors) == 1
+        assert not Path(endpoint.removeprefix("unix:")).parent.exists()
+    assert (tmp_path / "saved" / "ffn.0").is_dir()
+
+
+def test_mistakes_on_the_command_line_exit_with_2_and_say_what_is_wrong() -> None:
+    command = [sys.executable, "-m", "anabranch.cli", "serve", "experts", "--uids", "ffn.[0:2]", "--module", "nosuch"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "no module to serve" in result.stderr.replace("\n", " ")
+
+
+def test_keys_are_made_by_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "anabranch.cli", "keys", str(tmp_path / "keys")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == [
+        "authority.key",
+        "authority.pem",
+        "directory.pem",
+        "experts.pem",
+        "parameters.pem",
+        "worker.pem",
+    ]
+
+
+def test_patterns_names_and_optimizers() -> None:
+    assert expand_uids("ffn.3") == ["ffn.3"]
+    assert len(expand_uids("ffn.[0:4].[0:8]")) == 32
+    for wrong in ("ffn", "ffn.[0:0]", "ffn.[a:b]", "ffn.01", ""):
+        with pytest.raises(ValueError, match="ffn|uid"):
+            expand_uids(wrong)
+    assert isinstance(find_factory("torch.nn:LayerNorm")(4), nn.LayerNorm)
+    for wrong in ("nosuch", "nosuch:thing", "torch.nn:nosuch"):
+        with pytest.raises(ValueError, match="nosuch"):
+            find_factory(wrong)
+    with pytest.raises(ValueError, match="not an nn"):
+        find_factory("builtins:int")(4)
+    assert make_optimizer("none", nn.Linear(1, 1), 0.1) is None
+    assert make_optimizer("adam", nn.Identity(), 0.1) is None
+    with pytest.raises(ValueError, match="no optimizer"):
+        make_optimizer("nosuch", nn.Linear(1, 1), 0.1)
+    backend = make_backends("nop.0", "nop", features=4, max_batch_size=7)[0]
+    assert backend.forward_pool.max_batch_size == 7
