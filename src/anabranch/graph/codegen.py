@@ -204,7 +204,7 @@ class _Writer:
         counters = self._counters(node)
         if counters:
             self.viewed += counters
-            views = [memoryview(counter.view(1).numpy()) for counter in counters]
+            views = [memoryview(counter.view(1).numpy()) for counter in counters]  # type: ignore[arg-type]
             return (
                 f"{self._global(_advance, 'advance')}({self._global(views, 'counters')}, {self._value(node.args[1])})"
             )
