@@ -84,6 +84,15 @@ def test_state_is_current_and_updated_in_place() -> None:
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
+def test_state_whose_memory_moved_is_current_too() -> None:
+    model = nn.Linear(3, 2)
+    graph = capture(model, torch.randn(4, 3))
+    x = torch.randn(4, 3)
+    graph(x)
+    model.weight.data = torch.randn(2, 3)
+    assert torch.equal(graph(x), model(x))
+
+
 def test_a_buffer_that_the_forward_rebinds_is_updated() -> None:
     class Average(nn.Module):
         def __init__(self) -> None:

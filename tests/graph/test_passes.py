@@ -81,6 +81,21 @@ def test_dead_operations_go_and_writes_that_matter_stay() -> None:
     assert torch.equal(state, torch.ones(3))
 
 
+def test_statistics_that_an_unused_normalisation_updates_are_updated() -> None:
+    norm = nn.BatchNorm1d(3)
+
+    def fn(x: Tensor) -> Tensor:
+        norm(x)
+        return x + 1
+
+    graph = drop_dead_nodes(capture(fn, torch.ones(4, 3)))
+    graph(torch.randn(4, 3) + 5)
+    assert norm.running_mean is not None
+    assert (norm.running_mean > 0.2).all()
+    norm.eval()
+    assert operations(drop_dead_nodes(capture(fn, torch.ones(4, 3)))) == ["add"]
+
+
 def test_a_draw_whose_result_is_unused_still_draws() -> None:
     def fn(x: Tensor) -> Tensor:
         torch.rand(3)

@@ -269,6 +269,29 @@ def test_a_replaced_parameter_is_noticed() -> None:
     assert torch.equal(program.run(batch)["loss"], expected)
 
 
+def test_a_parameter_whose_data_was_replaced_is_noticed() -> None:
+    def run(graph: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = MODELS["mlp"]()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        program = StepProgram(model, loss_of, [optimizer])
+        for step, batch in enumerate(batches(6, 6, 6, 6)):
+            if step == 2:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data * 0.5
+                for state in optimizer.state.values():
+                    state["step"].data = state["step"] + 7
+            if graph:
+                program.run(batch)
+            else:
+                optimizer.zero_grad()
+                loss_of(model, batch)[0].backward()
+                optimizer.step()
+        return [*model.state_dict().values(), *(s["step"] for s in optimizer.state.values())]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
 def test_gradients_can_be_taken_apart_from_the_update() -> None:
     data = batches(6, 6, 6)
     make = OPTIMIZERS["adam"]

@@ -7,7 +7,7 @@ A Python loop over nodes loses most of what a graph gains, so the graph becomes 
   Each stand-in is proved: it is called once on fake tensors and must dispatch exactly the overload, with its
   arguments, that the graph holds.
 - State never passes through arguments. Views of it, and values that depend on nothing, are computed when it is bound.
-- Multiple results are unpacked in the call's own statement.
+- Multiple results are unpacked in the call's own statement, and step counters advance without a kernel each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import keyword
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -32,21 +31,47 @@ __all__ = ["Program", "generate"]
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """A generated function over the inputs that are not bound, and its source."""
+    """A generated function over the inputs that are not bound, and its source.
 
-    source: str
-    function: Callable[..., tuple[object, ...]]
+    Args:
+        source: what ``function`` was made from.
+        function: takes the inputs that are not bound.
+        anchors: bound tensors whose memory the function holds views of, with where it was.
+        remake: makes the program again once memory has moved, as ``parameter.data = ...`` moves it.
+    """
+
+    __slots__ = ("_anchors", "_remake", "function", "source")
+
+    def __init__(
+        self,
+        source: str,
+        function: Callable[..., tuple[object, ...]],
+        anchors: Sequence[tuple[Tensor, int]] = (),
+        remake: Callable[[], Program] | None = None,
+    ) -> None:
+        self.source = source
+        self.function = function
+        self._anchors = anchors
+        self._remake = remake
 
     def run(self, *inputs: object) -> tuple[object, ...]:
         """Runs the function with autograd off."""
+        for tensor, where in self._anchors:
+            if tensor.data_ptr() != where:
+                self._follow()
+                break
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             return self.function(*inputs)
         finally:
             torch._C._set_grad_enabled(before)
+
+    def _follow(self) -> None:
+        assert self._remake is not None
+        again = self._remake()
+        self.function, self._anchors = again.function, again._anchors
 
 
 def generate(graph: fx.Graph, bound: Mapping[fx.Node, Tensor]) -> Program:
@@ -57,7 +82,8 @@ def generate(graph: fx.Graph, bound: Mapping[fx.Node, Tensor]) -> Program:
     copy.set_codegen(_Written(source, names))
     copy.output(None)
     module = fx.GraphModule(torch.nn.Module(), copy)
-    return Program(source, module.forward)
+    anchors = [(tensor, tensor.data_ptr()) for tensor in writer.viewed]
+    return Program(source, module.forward, anchors, lambda: generate(graph, bound))
 
 
 class _Written(CodeGen):
@@ -77,6 +103,8 @@ class _Writer:
         self._graph = graph
         self._names: dict[str, object] = {"inf": math.inf, "nan": math.nan, "torch": torch, "device": torch.device}
         self._constants: dict[fx.Node, object] = dict(bound)
+        self._bound = bound
+        self.viewed: list[Tensor] = []
         self._local: dict[fx.Node, str] = {}
         self._lines: list[str] = []
         self._globals: dict[int, str] = {}
@@ -114,6 +142,7 @@ class _Writer:
         if hoisted:
             with torch.no_grad():
                 self._constants[node] = evaluate(node, self._constant_or_alike)
+            self.viewed += [self._bound[source] for source in node.all_input_nodes if source in self._bound]
         return hoisted
 
     def _constant_or_alike(self, node: fx.Node) -> object:
@@ -172,9 +201,23 @@ class _Writer:
         assert isinstance(op, OpOverload)
         if op is _aten._local_scalar_dense.default:
             return f"{self._value(node.args[0])}.item()"
+        counters = self._counters(node)
+        if counters:
+            self.viewed += counters
+            views = [memoryview(counter.view(1).numpy()) for counter in counters]  # type: ignore[arg-type]
+            return (
+                f"{self._global(_advance, 'advance')}({self._global(views, 'counters')}, {self._value(node.args[1])})"
+            )
         function = _fast_callable(node)
         name = op._schema.name.split("::")[1]
         return f"{self._global(function, name)}({self._listed(node.args, node.kwargs)})"
+
+    def _counters(self, node: fx.Node) -> list[Tensor]:
+        """The single numbers of state on the CPU that the node advances by a number, if that is all it does."""
+        if node.target is not _aten._foreach_add_.Scalar or node.users or not isinstance(node.args[1], (int, float)):
+            return []
+        counters = [self._bound.get(counter) for counter in node.args[0]]  # type: ignore[union-attr, arg-type]
+        return [c for c in counters if c is not None] if all(map(_is_counter, counters)) else []
 
     def _listed(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         shown = [self._value(value) for value in args]
@@ -220,6 +263,18 @@ class _Writer:
         dead = [self._local[dying] for dying in self._last_use.get(node, ()) if dying in self._local]
         if dead:
             self._lines[-1] += "; " + " = ".join(dead) + " = None"
+
+
+def _is_counter(tensor: Tensor | None) -> bool:
+    if tensor is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.numel() == 1 and tensor.dtype in (torch.float32, torch.float64)
+
+
+def _advance(counters: list[memoryview], by: float) -> None:
+    """What ``_foreach_add_`` does to single numbers, without a kernel a number; rounded alike, for the sum is exact."""
+    for counter in counters:
+        counter[0] += by  # type: ignore[call-overload]
 
 
 _SYMBOLS: dict[object, str] = {

@@ -106,6 +106,7 @@ class StepProgram:
             for entries in (module._parameters, module._buffers)
             for name, tensor in entries.items()
         ]
+        self._places = [(t, t.data_ptr()) for _, _, t in self._slots if t is not None and t.layout is torch.strided]
         self._states = [optimizer.state for optimizer in optimizers]
         self._rates = LearningRates(optimizers)
         self._group_numbers = GroupNumbers(optimizers)
@@ -192,6 +193,9 @@ class StepProgram:
     def _check_bound(self) -> None:
         for entries, name, tensor in self._slots:
             if entries.get(name) is not tensor:
+                return self._bind()
+        for tensor, where in self._places:
+            if tensor.data_ptr() != where:  # parameter.data = ..., model.to(...)
                 return self._bind()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             if optimizer.state is not state:
