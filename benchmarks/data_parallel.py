@@ -10,11 +10,13 @@ One thread a worker, gloo, the same fused Adam on both sides, which take turns i
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measure import alternate, compare, machine, report
+from measure import Side, alternate, compare, machine, report
 from models import CASES, Case
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,18 +26,20 @@ import anabranch as ab
 def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     batch = case.batch()
-    ours, theirs = case.model(), case.model()
+    theirs = case.model()
     parallel = DistributedDataParallel(theirs)
     optimizer = torch.optim.Adam(theirs.parameters(), fused=True)
-    step = ab.TrainStep(ours, case.loss, torch.optim.Adam(ours.parameters(), fused=True))
 
     def ddp() -> None:
         optimizer.zero_grad()
         case.loss(parallel, batch).backward()
         optimizer.step()
 
-    with ab.Executor(step, comm_mode="AllReduce", engine="tape") as executor:
-        sides = {"DistributedDataParallel": ddp, "executor, tape": lambda: executor.run(batch=batch)}
+    with ExitStack() as stack:
+        sides: dict[str, Side] = {"DistributedDataParallel": ddp}
+        for engine in ("tape", "graph"):
+            executor = stack.enter_context(ab.Executor(case.step(), comm_mode="AllReduce", engine=engine))
+            sides[f"executor, {engine}"] = partial(executor.run, batch=batch)
         seconds = alternate(sides, rounds=rounds, calls=calls, before=dist.barrier)
     return compare(seconds, "DistributedDataParallel")
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import anabranch as ab
+
 
 @dataclass(frozen=True)
 class Case:
@@ -18,6 +20,11 @@ class Case:
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     batch: Callable[[], tuple[Tensor, Tensor]]
+
+    def step(self) -> ab.TrainStep:
+        """A training step of a new model with fused Adam."""
+        model = self.model()
+        return ab.TrainStep(model, self.loss, torch.optim.Adam(model.parameters(), fused=True))
 
 
 def mlp(*sizes: int) -> nn.Sequential:

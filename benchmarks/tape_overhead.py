@@ -20,7 +20,7 @@ import anabranch as ab
 def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     batch = case.batch()
-    ours, theirs = case.model(), case.model()
+    theirs = case.model()
     optimizer = torch.optim.Adam(theirs.parameters(), fused=True)
 
     def loop() -> None:
@@ -28,8 +28,7 @@ def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, flo
         case.loss(theirs, batch).backward()
         optimizer.step()
 
-    step = ab.TrainStep(ours, case.loss, torch.optim.Adam(ours.parameters(), fused=True))
-    with ab.Executor(step, engine="tape") as executor:
+    with ab.Executor(case.step(), engine="tape") as executor:
         sides = {"loop": loop, "executor, tape": lambda: executor.run(batch=batch)}
         seconds = alternate(sides, rounds=rounds, calls=calls)
     return compare(seconds, "loop")

@@ -58,6 +58,7 @@ class _DenseBucket:
         self.header = self.flat[elements + 2 * count :]
         self._all_dense = torch.tensor([1.0] * count + [0.0] * count, dtype=self.flat.dtype, device=self.flat.device)
         self.sparse: dict[int, SparseRows] = {}
+        self.taken: list[tuple[int, Tensor]] = []
         self.written: set[int] = set()
         self.arrived: set[int] = set()
         self.pending: Pending | None = None
@@ -67,20 +68,35 @@ class _DenseBucket:
         self.sparse.clear()
 
     def start_run(self) -> None:
+        self.taken.clear()
         self.arrived.clear()
         self.pending = None
 
     def complete(self) -> bool:
         return len(self.arrived) == len(self.parameters)
 
-    def put(self, index: int, gradient: Tensor, weight: float) -> Tensor:
-        slot = self.slots[index]
-        if index in self.written:
-            slot.add_(gradient, alpha=weight)
-        else:
-            torch.mul(gradient, weight, out=slot)
-            self.written.add(index)
-        return slot
+    def put(self, index: int, gradient: Tensor) -> Tensor:
+        """Takes a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
+        self.taken.append((index, gradient))
+        return self.slots[index]
+
+    def copy(self, weight: float) -> None:
+        """Adds what was taken, times ``weight``, to the window's sums."""
+        if not self.taken:
+            return
+        added = [(self.slots[index], gradient) for index, gradient in self.taken if index in self.written]
+        new = [(self.slots[index], gradient) for index, gradient in self.taken if index not in self.written]
+        if new:
+            slots = [slot for slot, _ in new]
+            torch._foreach_copy_(slots, [gradient for _, gradient in new])
+            if weight != 1.0 and len(new) == len(self.slots):
+                self.gradients.mul_(weight)
+            elif weight != 1.0:
+                torch._foreach_mul_(slots, weight)
+        if added:
+            torch._foreach_add_([slot for slot, _ in added], [gradient for _, gradient in added], alpha=weight)
+        self.written.update(index for index, _ in self.taken)
+        self.taken.clear()
 
     def put_sparse(self, index: int, gradient: Tensor, weight: float, workers: Workers | None) -> None:
         if index not in self.sparse:
@@ -213,12 +229,14 @@ class GradientBuckets:
         bucket, index = where
         slot = None
         if gradient.layout is torch.strided:
-            slot = bucket.put(index, gradient, self._weight)
+            slot = bucket.put(index, gradient)
         else:
             bucket.put_sparse(index, gradient, self._weight, self._workers)
         bucket.arrived.add(index)
-        if self._launching and bucket.complete():
-            self._launch_complete()
+        if bucket.complete():
+            bucket.copy(self._weight)
+            if self._launching:
+                self._launch_complete()
         return slot
 
     def _table_ready(self, table: SparseRows, gradient: Tensor) -> None:
@@ -244,6 +262,7 @@ class GradientBuckets:
         assert self._workers is not None
         dense = len(self._buckets)
         if index < dense:
+            self._buckets[index].copy(self._weight)
             self._buckets[index].launch(self._workers, self._step)
         else:
             self._tables[index - dense].launch(self._step)
@@ -259,6 +278,8 @@ class GradientBuckets:
 
     def launch_rest(self) -> None:
         """Launches what backward has not completed; called when backward has ended."""
+        for bucket in self._buckets:
+            bucket.copy(self._weight)
         if self._launching:
             while self._launched < len(self._buckets) + len(self._tables):
                 self._launch(self._launched)
@@ -315,3 +336,4 @@ class GradientBuckets:
         self.start_run(1.0, last=False)
         for name, total in sums.items():
             self.ready(self._parameters[name], total)
+        self.launch_rest()
