@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RESULTS := benchmarks/results
 
 .PHONY: demo test test-all lint types docs bench clean
 
@@ -33,6 +34,21 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# Everything that needs no peer beyond torch; half an hour on two free cores. Results land in benchmarks/results.
+bench: $(STAMP)
+	@mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/tape_overhead.py --out $(RESULTS)
+	$(BIN)/anabranch run --workers 2 benchmarks/data_parallel.py --out $(RESULTS)
+	$(BIN)/python benchmarks/autodiff.py --json $(RESULTS)/autodiff.json
+	$(BIN)/python benchmarks/step_graph.py --out $(RESULTS)
+	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
+	$(BIN)/python benchmarks/transport.py --out $(RESULTS)/transport.json
+	$(BIN)/python benchmarks/experts.py --out $(RESULTS)/experts.json
+	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
+	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
+	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
+	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
 
 clean:
 	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
