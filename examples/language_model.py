@@ -25,14 +25,15 @@ import json
 import lzma
 import math
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from _report import BITS, Curve, Screen
 from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
@@ -191,8 +192,22 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> f
     for batch in batches[team.rank :: team.workers]:
         total += executor.run("validate", batch)["nats"]
     if team.workers > 1:
-        dist.all_reduce(total)
+        total = ab.all_reduce(total)
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
+
+
+class Stopped(Exception):
+    """A worker was told to stop; all have saved after the same step."""
+
+
+@contextmanager
+def stopped_by_sigterm(executor: ab.Executor) -> Iterator[None]:
+    """SIGTERM lets the step under way end and be saved, on all workers alike."""
+    before = signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train_on(
@@ -211,10 +226,12 @@ def train_on(
         if step % evaluate_every == 0 or step == options.steps:
             curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
             screen.evaluated(step, curve.held_out[-1][1])
-        if step % save_every == 0 or step == options.steps:
+        if step % save_every == 0 or step == options.steps or executor.stopping:
             if team.rank == 0:
                 curve.save(team.out / "curve.json")
             executor.save(team.out / "checkpoint")
+        if executor.stopping and step < options.steps:
+            raise Stopped(f"told to stop: saved after step {step}, the same command goes on from there")
     return seconds
 
 
@@ -308,11 +325,14 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     train = training_step(model, options.steps)
     windows = Windows(text.train, options.steps * batch, options.seed)
     held_out = windows_in_order(text.held_out)
-    with ab.Executor(
-        {"train": train, "validate": ab.EvalStep(model, predicted)},
-        comm_mode=None if team.mode == "None" else team.mode,
-        dataloaders={"train": shared_out(windows, batch, team.rank, team.workers)},
-    ) as executor:
+    with (
+        ab.Executor(
+            {"train": train, "validate": ab.EvalStep(model, predicted)},
+            comm_mode=None if team.mode == "None" else team.mode,
+            dataloaders={"train": shared_out(windows, batch, team.rank, team.workers)},
+        ) as executor,
+        stopped_by_sigterm(executor),
+    ):
         done = 0
         if not options.fresh and executor.resume(team.out / "checkpoint"):
             done = train.schedulers[0].last_epoch
@@ -357,6 +377,10 @@ def main(given: list[str] | None = None) -> int:
     except ab.CheckpointError as error:
         print(f"{error}; --fresh starts anew", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        if job.rank == 0:
+            print(stopped, file=sys.stderr)
+        return 0
     except KeyboardInterrupt:
         if job.rank == 0:
             print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)

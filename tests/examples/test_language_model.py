@@ -155,6 +155,24 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_the_last_checkpoint(small_text, tmp
     assert run_here(capsys, *arguments)["resumed_from"] == 2
 
 
+def test_sigterm_lets_the_step_end_and_saves_it(small_text, tmp_path, capsys, monkeypatch):
+    import language_model
+
+    arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out")]
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_after_step_2(screen, step, *others):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(language_model.Screen, "trained", told_after_step_2)
+        assert language_model.main(arguments) == 0
+    assert "saved after step 3" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert run_here(capsys, *arguments)["resumed_from"] == 3
+
+
 def test_a_finished_run_is_measured_again_and_fresh_starts_anew(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", small_text, "--out", tmp_path / "out"]
     first = run_here(capsys, *arguments)

@@ -14,7 +14,7 @@ from process_marks import marked_processes
 from anabranch.launch import Patience, launch, supervisor
 
 Script = Callable[[str], Path]
-HURRIED = Patience(failure=0.3, stop=0.3)
+HURRIED = Patience(failure=0.3, stop=0.3, drain=0.3)
 
 # Starts a child in the worker's group and one in a session of its own, as daemons are.
 GRANDCHILDREN = """

@@ -45,10 +45,12 @@ class Patience:
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
         stop: for those asked to stop, before they and all they have started are killed.
+        drain: the same when the launcher itself was sent SIGTERM: time to finish a step and save.
     """
 
     failure: float = 3.0
     stop: float = 5.0
+    drain: float = 25.0
 
 
 class Supervisor:
@@ -157,7 +159,8 @@ class Supervisor:
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
                 self._send(number)
                 self._plan.clear()
-                self._end_by(time.monotonic() + self._patience.stop)
+                patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
+                self._end_by(time.monotonic() + patience)
 
     def _next_moment(self) -> float | None:
         moments = [moment for moment, _ in self._plan]
