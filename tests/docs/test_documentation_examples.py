@@ -24,8 +24,10 @@ PAGES = (
     "all-of-anabranch.md",
     "guides/training.md",
     "guides/checkpoints.md",
+    "guides/experts.md",
     "guides/gradients.md",
     "guides/graph.md",
+    "guides/parameter_server.md",
     "guides/pipeline.md",
     "guides/transport.md",
 )
