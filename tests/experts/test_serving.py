@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import nn
+from typer.testing import CliRunner
 
+from anabranch.cli.keys import keys
+from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
 from anabranch.experts import RemoteExpert, expand_uids, make_backends
 from anabranch.experts.layers import find_factory, make_optimizer
@@ -70,17 +74,17 @@ def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> Non
 
 
 def test_mistakes_on_the_command_line_exit_with_2_and_say_what_is_wrong() -> None:
-    command = [sys.executable, "-m", "anabranch.cli", "serve", "experts", "--uids", "ffn.[0:2]", "--module", "nosuch"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert "no module to serve" in result.stderr.replace("\n", " ")
+    result = CliRunner().invoke(serve, ["experts", "--uids", "ffn.[0:2]", "--module", "nosuch"])
+    assert result.exit_code == 2
+    assert "no module to serve" in " ".join(result.output.split())
 
 
-def test_keys_are_made_by_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "anabranch.cli", "keys", str(tmp_path / "keys")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0
-    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == [
+def test_keys_are_made_by_the_command_line_and_never_overwritten(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(keys)
+    folder = tmp_path / "keys"
+    assert CliRunner().invoke(app, [str(folder)]).exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
         "authority.key",
         "authority.pem",
         "directory.pem",
@@ -88,6 +92,7 @@ def test_keys_are_made_by_the_command_line(tmp_path: Path) -> None:
         "parameters.pem",
         "worker.pem",
     ]
+    assert CliRunner().invoke(app, [str(folder)]).exit_code == 2
 
 
 def test_patterns_names_and_optimizers() -> None:

@@ -9,19 +9,19 @@ import typer
 
 from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
 
-__all__ = ["serve"]
+__all__ = ["directory", "experts", "serve"]
 
 serve = typer.Typer(help="One long-lived service: it prints 'listening on ENDPOINT' first, and drains on SIGTERM.")
 """The commands under ``anabranch serve``."""
 
-Listen = Annotated[
+_Listen = Annotated[
     str | None,
     typer.Option(metavar="ENDPOINT", help="unix:PATH or tcp://HOST:PORT; by default a new socket.", show_default=False),
 ]
-Keys = Annotated[
+_Keys = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Certificates, as `anabranch keys` makes.", show_default=False)
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
+_Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
 
 
 @serve.command()
@@ -39,9 +39,9 @@ def experts(
     directory: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="The directory to announce them in.", show_default=False)
     ] = None,
-    listen: Listen = None,
-    keys: Keys = None,
-    insecure: Insecure = False,
+    listen: _Listen = None,
+    keys: _Keys = None,
+    insecure: _Insecure = False,
 ) -> None:
     """Serve experts that train themselves."""
     try:
@@ -69,7 +69,7 @@ def experts(
 
 
 @serve.command()
-def directory(listen: Listen = None, keys: Keys = None, insecure: Insecure = False) -> None:
+def directory(listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False) -> None:
     """Serve a directory: who serves which expert."""
     with stopped_by_signals() as stop:
         serve_directory(stop, listen=listen, keys=keys, insecure=insecure)

@@ -20,10 +20,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, NotFound, ProtocolError
+from anabranch.errors import BoundaryError, CaptureError, NonFinite, NotFound, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_tensors
@@ -125,9 +126,15 @@ class _ExpertCalls(torch.autograd.Function):
 def call_experts(calls: Calls) -> list[list[Tensor | None] | None]:
     """Makes the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
 
-    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs.
+    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs. Raises CaptureError
+    if the inputs are a tracer's, which have no values to send.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
+    if any(isinstance(tensor, FakeTensor) for tensor in flat):
+        raise CaptureError(
+            f"experts are called, not traced ({', '.join(call.uid for call in calls.calls[:3])}): who answers is known "
+            "when the step runs; such a step runs on the tape"
+        )
     if torch.is_grad_enabled():
         for call in calls.calls:
             call.ticket = os.urandom(_TICKET_BYTES)

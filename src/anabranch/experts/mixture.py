@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.errors import BoundaryError, CaptureError, NonFinite, SchemaError
 from anabranch.experts.beam_search import Choices, beam_search
 from anabranch.experts.calls import Calls, ExpertCall, call_experts
 from anabranch.experts.connections import shared_client
@@ -114,6 +115,11 @@ class _Asker:
         )
 
     def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int) -> Choices:
+        if any(isinstance(grid, FakeTensor) for grid in scores):
+            raise CaptureError(
+                f"a mixture of {uid_prefix!r} is asked, not traced: whom it asks depends on the gate's values; such a "
+                "step runs on the tape"
+            )
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")

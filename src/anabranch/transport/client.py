@@ -53,6 +53,7 @@ __all__ = ["Answer", "Client", "Outcome", "Request"]
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
+_FRESH = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +219,7 @@ class Client:
         grace: float,
     ) -> None:
         for exchange in exchanges:
-            exchange.advance()
+            exchange.advance(readable=False)
         finished = 0
         last_call: Deadline | None = None
         while True:
@@ -264,6 +265,7 @@ class Client:
             self._busy.discard(channel)
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
+                channel.released = time.monotonic()
                 idle.append(channel)
                 return
         channel.stream.close()
@@ -306,8 +308,8 @@ def _wait(exchanges: Sequence[_Exchange], seconds: float) -> None:
             poller.register(descriptor, events)
     # Rounded up, or the last millisecond would be spent spinning.
     ready = poller.poll(max(0, int((wake - now) * 1000) + 1))
-    for descriptor, _ in ready:
-        by_descriptor[descriptor].advance()
+    for descriptor, events in ready:
+        by_descriptor[descriptor].advance(readable=bool(events & ~select.POLLOUT))
     now = time.monotonic()
     for exchange in exchanges:
         if not exchange.done and exchange.wake_at() <= now:
@@ -324,10 +326,17 @@ class _Channel:
         self.heartbeat = heartbeat
         self.connected = False
         self.used = False
+        self.released = 0.0
         self.allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
 
     def stale(self) -> bool:
-        """Whether an idle connection has something to say, which can only be its end."""
+        """Whether a connection that was idle for long has something to say, which can only be its end.
+
+        One that was used just now is not asked: should it be stale all the same, the request finds out, and goes out
+        again on a fresh one.
+        """
+        if time.monotonic() - self.released < _FRESH:
+            return False
         poller = select.poll()
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(0))
@@ -402,15 +411,16 @@ class _Exchange:
         else:
             self.advance()
 
-    def advance(self) -> None:
-        """Goes on as far as the connection lets it."""
+    def advance(self, *, readable: bool = True) -> None:
+        """Goes on as far as the connection lets it; nothing is read if ``readable`` says that there is nothing."""
         try:
             if self.phase is _Phase.RESTING:
                 self._begin()
             if self.phase is _Phase.CONNECTING:
                 self._connect()
+                readable = False
             if self.phase is _Phase.ASKING:
-                self._ask()
+                self._ask(readable=readable)
         except OSError as error:
             self._lose(error)
         except BoundaryError as error:
@@ -464,7 +474,7 @@ class _Exchange:
         channel.writer.put(encode(header, request.tensors))
         self.phase = _Phase.ASKING
 
-    def _ask(self) -> None:
+    def _ask(self, *, readable: bool) -> None:
         channel = self.channel
         assert channel is not None
         before = channel.reader.received
@@ -476,7 +486,11 @@ class _Exchange:
         except OSError as error:
             # What the server said before it closed may still be read, and tells more.
             broken = error
-        while not self.done and (frame := channel.reader.advance(channel.stream)) is not None:
+        while (
+            (readable or broken is not None)
+            and not self.done
+            and (frame := channel.reader.advance(channel.stream)) is not None
+        ):
             self._hear(channel, frame.header, frame.tensors or ())
         if sent or channel.reader.received != before:
             self.progress = time.monotonic()

@@ -58,6 +58,7 @@ VERSION = 1
 _PREAMBLE = struct.Struct("<4sBBHIQI")
 _CHECKED = _PREAMBLE.size - 4
 _MOST_BYTES = 1 << 62
+_AHEAD = 4096
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -292,6 +293,9 @@ class FrameReader:
         self._accept = accept
         self._preamble = bytearray(_PREAMBLE.size)
         self._scratch = memoryview(bytearray(0))
+        # What came beyond what was asked for: a small frame takes one call of the kernel, not three.
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._held = self._ahead[:0]
         self.received = 0
         """Bytes since the reader was made: progress, for whoever watches for silence."""
         self._restart()
@@ -304,8 +308,13 @@ class FrameReader:
         self._views = [memoryview(self._preamble)]
 
     def idle(self) -> bool:
-        """Whether the reader stands between two frames."""
-        return self._packed is None and len(self._views) == 1 and len(self._views[0]) == _PREAMBLE.size
+        """Whether the reader stands between two frames, and has nothing of the next."""
+        between = self._packed is None and len(self._views) == 1 and len(self._views[0]) == _PREAMBLE.size
+        return between and not self._held
+
+    def holds_more(self) -> bool:
+        """Whether bytes were received that belong to the next frame."""
+        return bool(self._held)
 
     def advance(self, stream: Stream) -> Frame | None:
         """The next frame if it is complete, ``None`` once the stream has nothing more for now.
@@ -330,7 +339,7 @@ class FrameReader:
     def _fill(self, stream: Stream) -> bool:
         while self._views:
             view = self._views[0]
-            count = stream.receive_into(view)
+            count = self._receive(stream, view)
             if not count:
                 return False
             self.received += count
@@ -339,12 +348,22 @@ class FrameReader:
             else:
                 self._views[0] = view[count:]
         while self._skip:
-            count = stream.receive_into(self._scratch[: min(self._skip, len(self._scratch))])
+            count = self._receive(stream, self._scratch[: min(self._skip, len(self._scratch))])
             if not count:
                 return False
             self.received += count
             self._skip -= count
         return True
+
+    def _receive(self, stream: Stream, view: memoryview) -> int:
+        if not self._held:
+            if len(view) >= _AHEAD:
+                return stream.receive_into(view)
+            self._held = self._ahead[: stream.receive_into(self._ahead)]
+        count = min(len(view), len(self._held))
+        view[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
 
     def _read_preamble(self) -> None:
         magic, version, kind, reserved, header, body, _ = _PREAMBLE.unpack(self._preamble)

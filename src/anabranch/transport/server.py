@@ -506,6 +506,8 @@ class _Connection:
                 progress = time.monotonic()
             if frame is not None:
                 self._take(frame)
+                # The client waits for its answer, so the kernel has nothing more, except right after the greeting.
+                readable = self._reader.holds_more()
                 continue
             resting = not self._writer and self._reader.idle()
             patience = 3600.0 if resting else progress + _STALLED - time.monotonic()
