@@ -94,18 +94,17 @@ def train(pipe: ab.Pipe, pictures: Tensor, steps: int, seed: int) -> list[float]
         result = pipe.step(noisy, clean, loss=F.mse_loss)
         pipe.clip_grad_norm(1.0)
         optimizer.step()
-        losses.append(float(from_last_rank(result.loss, torch.zeros(()))))
+        losses.append(float(from_rank(pipe.output_rank, result.loss, torch.zeros(()))))
     return losses
 
 
-def from_last_rank(found: Tensor | None, empty: Tensor) -> Tensor:
-    """What the rank of the last stage found, on every rank."""
+def from_rank(rank: int, found: Tensor | None, empty: Tensor) -> Tensor:
+    """What ``rank`` found, on every rank."""
     if not dist.is_initialized():
         assert found is not None
         return found
-    last = dist.get_world_size() - 1
-    values = found.clone() if found is not None and dist.get_rank() == last else empty
-    dist.broadcast(values, last)
+    values = found.clone() if found is not None and dist.get_rank() == rank else empty
+    dist.broadcast(values, rank)
     return values
 
 
@@ -162,7 +161,7 @@ def main() -> None:
         losses = train(pipe, pictures, arguments.steps, arguments.seed)
         noisy = shown + 0.4 * torch.randn(shown.shape, generator=torch.Generator().manual_seed(arguments.seed + 1))
         with torch.no_grad():
-            denoised = from_last_rank(pipe(noisy), torch.zeros_like(noisy))
+            denoised = from_rank(pipe.output_rank, pipe(noisy), torch.zeros_like(noisy))
         print(pipe.describe())
     if job.rank == 0:
         schedule = make_schedule(arguments.schedule, len(balance), arguments.chunks)

@@ -260,6 +260,11 @@ def mistakes() -> dict:
     )
     expect(lambda: pipe.step(x, target, loss=lambda y, t: y), last, ValueError, "one number a microbatch")
     expect(lambda: step(pipe, x, target) if last == RANK else pipe(x), last, RuntimeError, "in the same order")
+    # Whoever sees it first says so itself, the others hear of it.
+    caught = raised_by(partial(pipe.clip_grad_norm, 1.0) if last == RANK else partial(step, pipe, x, target))
+    assert isinstance(caught, RuntimeError | ab.PipelineError)
+    assert "in the same order" in str(caught)
+    step(pipe, x, target)
 
     def call_in_some_mode() -> None:
         with torch.set_grad_enabled(last != RANK):

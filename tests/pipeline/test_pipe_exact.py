@@ -293,3 +293,17 @@ def test_names_in_the_state_dict_are_the_unsplit_modules():
         assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
         pipe.load_state_dict(model.state_dict())
         assert pipe.module is model
+
+
+def test_a_pipe_takes_over_mode_and_state_of_the_sequential_itself():
+    class Scaled(nn.Sequential):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__(*layers)
+            self.register_buffer("version", torch.tensor(3))
+
+    model = Scaled(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
+    pipe = Pipe(model, [1, 1])
+    assert not pipe.training
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    pipe.train()
+    assert model[1].training

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from itertools import product
@@ -108,6 +110,29 @@ def test_a_stage_that_cannot_be_stopped_does_not_delay_the_error_for_long():
         model[0].fails = model[1].slow = False
         x = torch.randn(4, 2)
         assert torch.equal(pipe(x), x)
+
+
+def test_an_interrupt_of_the_caller_ends_the_call_and_the_pipe_works_afterwards():
+    release = threading.Event()
+
+    class Interrupt(nn.Module):
+        interrupts = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.interrupts:
+                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does: it reaches the thread that waits for the call
+                assert release.wait(30.0)
+            return x
+
+    model = nn.Sequential(nn.Identity(), Interrupt())
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            pipe(torch.randn(4, 2))
+        assert time.monotonic() - started < 2.0
+        release.set()
+        model[1].interrupts = False
+        assert pipe(torch.ones(4, 2)).shape == (4, 2)
 
 
 def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():

@@ -153,12 +153,18 @@ class Pipe(nn.Module):
         # The children are the module's own, under the same names, so that names know nothing of the pipe. Past
         # nn.Module's attributes: there the module would become one more child.
         self.__dict__["_module"] = module
-        self.__dict__["_modules"] = module._modules
+        for kind in ("_modules", "_parameters", "_buffers", "training"):
+            self.__dict__[kind] = module.__dict__[kind]
 
     @property
     def module(self) -> nn.Module:
         """The layers of this process: all of them, or those of this rank's stages under their own names."""
         return self.__dict__["_module"]  # type: ignore[no-any-return]
+
+    @property
+    def output_rank(self) -> int:
+        """The rank, in the process group, of the last stage; 0 in one process."""
+        return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
 
     def forward(self, x: Structure, **inputs: Structure) -> Structure:
         """The module's output for ``x``, differentiable; its backward runs the schedule's backward half.

@@ -73,15 +73,17 @@ class _Inbox:
         self.closed = False
         self.lost: dict[int, str] = {}
         self._turn = 0
-        self.begin(0)
+        self.begin(0, "")
 
-    def begin(self, turn: int) -> None:
+    def begin(self, turn: int, operation: str) -> None:
         """Forgets the turn before; from each peer one more end is owed."""
         with self.changed:
             self._turn = turn
+            self._operation = operation
+            self.other_operation: tuple[int, str] | None = None
             self.data: dict[tuple[str, int, int, int], Message] = {}
             self.shares: dict[tuple[int, int], Tensor | None] = {}
-            self.facts: tuple[str, Facts] | None = None
+            self.facts: Facts | None = None
             self.ended: set[int] = set()
             self.fault: Fault | None = None
             for peer in self.owed:
@@ -98,13 +100,15 @@ class _Inbox:
             self.changed.notify_all()
 
     def _take(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        if header.kind != "end" and header.operation != self._operation:
+            self.other_operation = peer, header.operation
+            return
         match header.kind:
             case "end":
                 self.ended.add(peer)
                 self.fault = self.fault or header.fault
             case "facts":
-                assert header.facts is not None
-                self.facts = header.operation, header.facts
+                self.facts = header.facts
             case "share":
                 self.shares[header.stage, peer] = tensors[0] if tensors else None
             case kind:
@@ -252,7 +256,7 @@ class RankEngine:
             DeadlineExceeded: the turn took longer than the timeout.
         """
         self._turns += 1
-        self._inbox.begin(self._turns)
+        self._inbox.begin(self._turns, operation)
         turn = RankTurn(self, self._turns, operation, Deadline.after(self._timeout))
         try:
             yield turn
@@ -302,17 +306,27 @@ class RankEngine:
         while True:
             with inbox.changed:
                 inbox.changed.wait_for(
-                    lambda: found() or bool(inbox.fault or inbox.lost), min(self._heartbeat / 2, deadline.remaining())
+                    lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation),
+                    min(self._heartbeat / 2, deadline.remaining()),
                 )
                 if found():
                     return
                 if inbox.fault is not None:
                     raise Aborted
+                if inbox.other_operation is not None:
+                    raise self._out_of_order(*inbox.other_operation, operation)
                 lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
             lost |= self._beats.lost()
             if lost:
                 raise self._peer_lost(lost, deadline, operation)
             deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
+
+    def _out_of_order(self, peer: int, theirs: str, ours: str) -> RuntimeError:
+        here, there = self.rank_name(self.rank), self.rank_name(peer)
+        return RuntimeError(
+            f"rank {here} runs the pipe's {ours.split()[0]} while rank {there} runs its {theirs}; every rank makes the "
+            "same calls in the same order"
+        )
 
     def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
         what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
@@ -401,13 +415,7 @@ class RankTurn:
             return facts
         self._wait(lambda: engine.inbox.facts is not None, "start", [source])
         assert engine.inbox.facts is not None
-        operation, facts = engine.inbox.facts
-        if operation != self._operation:
-            raise RuntimeError(
-                f"rank {engine.rank_name(engine.rank)} runs the pipe's {self._operation} while rank "
-                f"{engine.rank_name(source)} runs its {operation}; every rank makes the same calls in the same order"
-            )
-        return facts
+        return engine.inbox.facts
 
     def run(
         self,
