@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RESULTS := benchmarks/results
+PEERS := benchmarks/.peers
+PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all lint types docs bench clean
+.PHONY: demo test test-all lint types docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,9 +48,18 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/transport.py --out $(RESULTS)/transport.json
 	$(BIN)/python benchmarks/experts.py --out $(RESULTS)/experts.json
 	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
+	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)/parameter_server.json
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
 	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
 
+# Beside other libraries, in a virtual environment of their own that borrows torch from ours.
+bench-peers: $(STAMP)
+	@mkdir -p $(RESULTS)
+	@test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	@$(BIN)/python -c "$(PURELIB)" > "$$($(PEERS)/bin/python -c "$(PURELIB)")/torch.pth"
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/tables_peers.json
+
 clean:
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

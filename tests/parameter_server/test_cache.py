@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import settings
@@ -38,6 +40,25 @@ class Server:
             self.versions[known_id] = self.changes
 
 
+class Later:
+    """A worker's way to the server, by which what leaves the cache goes with the rest of the step's pushes."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.leaving: list[tuple[Tensor, Tensor]] = []
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.server.pull(ids, known)
+
+    def push(self, ids: Tensor, grads: Tensor) -> None:
+        self.leaving.append((ids, grads))
+
+    def deliver(self) -> None:
+        for ids, grads in self.leaving:
+            self.server.push(ids, grads)
+        self.leaving.clear()
+
+
 def add(rows: Tensor, grads: Tensor) -> Tensor:
     return rows + grads
 
@@ -59,17 +80,22 @@ class Workers(RuleBasedStateMachine):
     def start(self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, kind: str) -> None:
         self.cache = Cache(policy, capacity, pull_bound, push_bound)
         self.server = Server()
-        self.caches = [
-            RowCache(self.cache, UPDATES, torch.float32, self.server, move=add, kind=kind) for _ in range(workers)
-        ]
+        self.peers = [Later(self.server) for _ in range(workers)]
+        self.caches = [RowCache(self.cache, UPDATES, torch.float32, peer, move=add, kind=kind) for peer in self.peers]
         self.step = 0
         self.updates: list[tuple[int, int, int]] = []  # (step, worker, id); the column is the place in this list
 
     @rule(batches=st.lists(IDS, min_size=3, max_size=3), quiet=st.booleans())
     def one_step(self, batches: list[list[int]], quiet: bool) -> None:
+        self.run_step(batches, quiet=quiet)
+
+    def run_step(
+        self, batches: list[list[int]], *, quiet: bool = False, between: Callable[[], None] = lambda: None
+    ) -> None:
         read = list(zip(range(len(self.caches)), self.caches, batches, strict=False))
         for worker, cache, ids in read:
             self.check(worker, ids, cache.read(torch.tensor(ids), self.step))
+        between()
         due = []
         for worker, cache, ids in read:
             mine = [] if quiet or len(self.updates) + len(ids) > UPDATES else ids
@@ -80,7 +106,28 @@ class Workers(RuleBasedStateMachine):
             due.append(cache.write(torch.tensor(mine, dtype=torch.int64), grads, self.step))
         for ids, grads in due:
             self.server.push(ids, grads)
+        self.deliver()
         self.step += 1
+
+    def deliver(self) -> None:
+        for peer in self.peers:
+            peer.deliver()
+
+    @rule(batches=st.lists(IDS, min_size=3, max_size=3), ahead=st.lists(IDS, min_size=3, max_size=3))
+    def one_step_with_prefetching(self, batches: list[list[int]], ahead: list[list[int]]) -> None:
+        """What the next step will miss is asked for before this step's pushes, and put in after them."""
+        coming = []
+        asked_at = self.step
+
+        def ask() -> None:
+            for cache, ids in zip(self.caches, ahead, strict=False):
+                missing = cache.missing(torch.tensor(ids))
+                coming.append((cache, missing, self.server.pull(missing, torch.full((len(missing),), -1))))
+
+        self.run_step(batches, between=ask)
+        for cache, missing, (positions, versions, rows) in coming:
+            cache.put(missing[positions], versions, rows, asked_at)
+        self.deliver()  # who left for them may be read in the next step
 
     @rule(worker=st.integers(0, 2), ids=IDS)
     def evaluate(self, worker: int, ids: list[int]) -> None:
@@ -91,6 +138,7 @@ class Workers(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 2), forget=st.booleans())
     def flush(self, worker: int, forget: bool) -> None:
         cache = self.caches[worker % len(self.caches)]
+        self.deliver()
         self.server.push(*cache.waiting())
         if forget:
             cache.drop()
@@ -107,6 +155,7 @@ class Workers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "caches"):
+            self.deliver()
             for cache in self.caches:
                 self.server.push(*cache.waiting())
             for column, (_, _, known_id) in enumerate(self.updates):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.errors import NotFound
+from anabranch.events import Event, subscribe
 from anabranch.parameter_server import (
     Cache,
     ParameterClient,
@@ -265,3 +267,58 @@ def test_remote_embeddings_of_a_model_join_its_tables() -> None:
         tables.push()
         found = client.statistics()[0].tables["a"]
         assert (found.rows, found.step, found.rows_pushed) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("pull_bound", [0, 3])
+def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: int) -> None:
+    """The order of events says so, and the result is that without prefetching."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]
+    start = nn.Embedding(ROWS, WIDTH)
+    make = OPTIMIZERS["adagrad"]
+    plain = copy.deepcopy(start)
+    optimizer = make(plain.parameters())
+    model = nn.Sequential(copy.deepcopy(start))
+    log: list[str] = []
+    fetched = threading.Event()
+
+    def note(event: Event) -> None:
+        if event.name == "tables.prefetch":
+            log.append("prefetch")
+            fetched.set()
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            fetched.wait(timeout=10)
+            log.append("backward ends")
+            return grad
+
+    with ParameterClient() as client, subscribe(note):
+        cache = Cache(capacity=ROWS, pull_bound=pull_bound)
+        with RemoteTables(client, cache=cache) as tables:
+            tables.adopt(model, ["0.weight"], make(model.parameters()))
+            for step in range(STEPS):
+                tables.begin(step)
+                found, wanted = model(batches[step]), plain(batches[step])
+                assert torch.equal(found, wanted)
+                fetched.clear()
+                if not len(tables._sources["0.weight"].cache.missing(torch.unique(batches[step + 1]))):
+                    fetched.set()
+                tables.prefetch({"0.weight": batches[step + 1]})
+                Wait.apply(found).square().sum().backward()
+                wanted.square().sum().backward()
+                tables.push()
+                optimizer.step()
+                optimizer.zero_grad()
+        first = log.index("prefetch")
+        assert log[first + 1] == "backward ends"
+
+
+def test_prefetching_needs_a_cache() -> None:
+    with ParameterClient() as client, pytest.raises(ValueError, match="cache"):
+        RemoteTables(client).prefetch({})

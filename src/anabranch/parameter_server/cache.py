@@ -29,6 +29,7 @@ __all__ = ["Cache", "CacheStatistics", "Move", "Peer", "RowCache"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 _SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
+_LONG_AGO = -(1 << 40)
 Move = Callable[[Tensor, Tensor], Tensor]
 """What own gradients do to rows here, state and all, until the servers' are known: ``(rows, gradients) -> rows``."""
 
@@ -144,10 +145,10 @@ class RowCache:
         )
         self._rows = torch.zeros(capacity, self._held, dtype=self._dtype)
         self._versions = torch.full((capacity,), -1)
-        self._checked = torch.full((capacity,), -(1 << 40))
+        self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
         self._dirty_since = torch.full((capacity,), -1)
-        self._filled = 0
+        self._sent: list[tuple[int, Tensor]] = []  # ids pushed from rows that are not here, by step; of the last steps
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +168,23 @@ class RowCache:
         self._hits += int(fresh.sum())
         return out if self._held == self._width else out[:, : self._width].contiguous()
 
+    def missing(self, ids: Tensor) -> Tensor:
+        """Those of distinct ``ids`` that are not here."""
+        slots = self._find(ids)
+        return ids[(slots < 0) | (self._versions[slots.clamp(min=0)] < 0)]
+
+    def put(self, ids: Tensor, versions: Tensor, rows: Tensor, step: int) -> None:
+        """Takes in rows as they were at ``step``, ahead of their use in the next; what is here stays as it is."""
+        slots = self._use(ids, step + 1)
+        new = (slots >= 0) & (self._versions[slots.clamp(min=0)] < 0)
+        into = slots[new]
+        self._rows[into] = rows[new].to(self._dtype)
+        self._versions[into] = versions[new]
+        # What was pushed since these rows were asked for may not be in them, and own writes are read.
+        pushed = torch.cat([some for at, some in self._sent if at >= step] or [ids[:0]])
+        self._checked[into] = torch.where(torch.isin(ids[new], pushed), _LONG_AGO, step)
+        self._misses += int(new.sum())
+
     def _use(self, ids: Tensor, step: int) -> Tensor:
         before = self._index.entries()[0].copy()
         found, reused = self._index.use(ids.numpy(), np.ones(len(ids), np.bool_), step)
@@ -174,7 +192,7 @@ class RowCache:
             leaving = torch.from_numpy(reused)
             self._evictions += len(leaving)
             dirty = leaving[self._dirty_since[leaving] >= 0]
-            self._push_slots(dirty, torch.from_numpy(before)[dirty])
+            self._push_slots(dirty, torch.from_numpy(before)[dirty], step)
             self._versions[leaving] = -1
         return torch.from_numpy(found)
 
@@ -224,10 +242,12 @@ class RowCache:
         held = slots >= 0
         held &= self._versions[slots.clamp(min=0)] >= 0
         mine = slots[held]
+        self._sent = [(at, some) for at, some in self._sent if at >= step - 1]
+        self._sent.append((step, ids[~held]))
         if self._move is not None:
             self._rows[mine] = self._move(self._rows[mine], grads[held])
         else:
-            self._checked[mine] = -(1 << 40)
+            self._checked[mine] = _LONG_AGO
         if not self.cache.push_bound:
             self._pushed += len(ids)
             return ids, grads
@@ -252,12 +272,13 @@ class RowCache:
         self._pushed += len(slots)
         return ids.clone(), grads
 
-    def _push_slots(self, slots: Tensor, ids: Tensor) -> None:
+    def _push_slots(self, slots: Tensor, ids: Tensor, step: int) -> None:
         if len(slots):
             grads = self._waiting[slots]
             self._waiting[slots] = 0
             self._dirty_since[slots] = -1
             self._pushed += len(slots)
+            self._sent.append((step, ids))
             self._peer.push(ids, grads)
 
     def drop(self) -> None:

@@ -160,6 +160,11 @@ class ParameterClient:
         return len(self._endpoints)
 
     @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self._timeout
+
+    @property
     def worker(self) -> Worker | None:
         """Which worker of a job this is; ``None`` for a bare client."""
         return self._worker

@@ -9,14 +9,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.errors import NotFound
+from anabranch.events import report
 from anabranch.parameter_server.cache import Cache, CacheStatistics, Move, RowCache
-from anabranch.parameter_server.client import ParameterClient
+from anabranch.parameter_server.client import ParameterClient, Pulled
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_weight import RemoteWeight
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
@@ -53,6 +56,8 @@ class RemoteTables:
         self._sources: dict[str, _Source] = {}
         self._step = 0
         self._training = True
+        self._fetcher: ThreadPoolExecutor | None = None
+        self._coming: tuple[dict[str, Tensor], Future[dict[str, Pulled]], int] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -137,11 +142,77 @@ class RemoteTables:
 
     def begin(self, step: int, *, training: bool = True) -> None:
         """What follows belongs to ``step``; without ``training`` it only reads, and admits no ids."""
+        self._collect()
         self._step = step
         self._training = training
         if training:
             for source in self._sources.values():
                 source.gradients.clear()
+
+    def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
+        """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
+
+        They are read as they are now, before this step's pushes, and are cached rows when the next step begins: as old
+        as that, so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed.
+
+        Args:
+            wanted: ids by table.
+
+        Raises:
+            ValueError: there is no cache.
+        """
+        if self._cache is None:
+            raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
+        self._collect()
+        missing = {}
+        for name, ids in wanted.items():
+            cache = self._sources[name].cache
+            assert cache is not None
+            ids = cache.missing(torch.unique(ids.detach().cpu().long().reshape(-1)))
+            if len(ids):
+                missing[name] = ids
+        if missing:
+            if self._fetcher is None:
+                self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
+            self._coming = (missing, self._fetcher.submit(self._fetch, missing), self._step)
+
+    def _fetch(self, missing: Mapping[str, Tensor]) -> dict[str, Pulled]:
+        report("tables.prefetch", tables=list(missing))
+        known = {name: torch.full((len(ids),), -1) for name, ids in missing.items()}
+        return self._client.pull_many(missing, training=self._training, known=known, widths=self._widths(missing))
+
+    def _collect(self) -> None:
+        """Puts what was prefetched into the caches."""
+        if self._coming is None:
+            return
+        (missing, future, step), self._coming = self._coming, None
+        for name, pulled in future.result(timeout=self._client.timeout).items():
+            cache = self._sources[name].cache
+            assert cache is not None
+            cache.put(missing[name][pulled.positions], pulled.versions, pulled.rows, step)
+        # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
+        self._push_at_once(
+            {name: _together(source.leaving) for name, source in self._sources.items() if source.leaving}
+        )
+
+    def close(self) -> None:
+        """Pushes what waits, and ends the thread that prefetches."""
+        self._collect()
+        self.flush()
+        if self._fetcher is not None:
+            self._fetcher.shutdown()
+            self._fetcher = None
+
+    def __enter__(self) -> RemoteTables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._fetcher is not None:
+            self._fetcher.shutdown()
 
     def push(self, weight: float = 1.0, *, mean: bool = True, hold: bool = False) -> None:
         """Sends the step's gradients to the servers.
@@ -180,15 +251,19 @@ class RemoteTables:
         for name, source in self._sources.items():
             if source.cache is not None:
                 ids, grads = _together([source.cache.waiting(), *source.leaving])
-                source.leaving.clear()
                 if len(ids):
                     waiting[name] = (ids, grads)
-        if waiting:
-            rules = {name: self._sources[name].rule() for name in waiting}
-            self._client.push_many(waiting, rules=rules)
+        self._push_at_once(waiting)
+
+    def _push_at_once(self, due: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        if due:
+            self._client.push_many(due, rules={name: self._sources[name].rule() for name in due})
+        for name in due:
+            self._sources[name].leaving.clear()
 
     def drop_caches(self) -> None:
-        """Forgets all cached rows, for the servers' have been replaced."""
+        """Forgets all cached and prefetched rows, for the servers' have been replaced."""
+        self._collect()
         for source in self._sources.values():
             if source.cache is not None:
                 source.cache.drop()
@@ -202,17 +277,20 @@ class RemoteTables:
         step = self._step if self._client.worker is not None else None
         self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean, hold=hold)
 
+    def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
+        """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
+        if self._cache is None or not self._cache.push_bound:
+            return None
+        sources = [self._sources[name] for name in names]
+        return {source.name: source.rule().row_width(source.spec.width) for source in sources}
+
     def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        widths = None
-        if known is not None and self._cache is not None and self._cache.push_bound:
-            source = self._sources[name]
-            widths = {name: source.rule().row_width(source.spec.width)}
         found = self._client.pull_many(
             {name: ids},
             training=self._training,
             step=self._step if self._client.worker is not None else None,
             known=None if known is None else {name: known},
-            widths=widths,
+            widths=None if known is None else self._widths([name]),
         )[name]
         return found.positions, found.versions, found.rows
 

@@ -3,8 +3,8 @@
 It takes the place of an embedding's weight, so a model runs as it is: ``F.embedding`` and ``F.embedding_bag``, whoever
 calls them, find it among their arguments and are answered with rows that were pulled::
 
-    ids ──unique──> distinct ids ──pull──> rows [distinct, width] (a leaf) ──F.embedding(inverse, rows)──> output
-                          └────────────── push (ids, gradient of the leaf) <── backward, duplicates merged by torch
+    ids ──unique──> distinct ids ──pull──> rows [distinct, width] ──F.embedding(inverse, rows)──> output
+                          └──────────────── push (ids, gradient of rows) <── backward, duplicates merged by torch
 
 The lookup itself is torch's own, on the few rows that came, so modes, ``padding_idx``, per-sample weights and the order
 in which duplicates are added up are torch's too.
@@ -13,7 +13,7 @@ in which duplicates are added up are torch's too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,24 +37,40 @@ class RowSource(Protocol):
 def look_up(source: RowSource, ids: Tensor, padding_id: int | None = None) -> tuple[Tensor, Tensor, int | None]:
     """The rows of the distinct ids among ``ids``, the place of each id among them, and that of ``padding_id``.
 
-    In grad mode the rows are a leaf whose gradient goes to the source; the padding row's, which is none, does not.
+    In grad mode the rows' gradient goes to the source; the padding row's, which is none, does not.
     """
     distinct, inverse = torch.unique(ids.long(), return_inverse=True)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)
     kept = slice(None) if padding_id is None else torch.nonzero(wanted != padding_id)[:, 0]
     if torch.is_grad_enabled():
-        rows.requires_grad_()
 
         def leave(grad: Tensor) -> None:
             source.take_gradient(wanted[kept], grad.detach().cpu()[kept])
 
-        rows.register_hook(leave)  # type: ignore[no-untyped-call]
+        rows = cast(Tensor, _Rows.apply(torch.empty(0, requires_grad=True), rows, leave))  # type: ignore[no-untyped-call]
     place = None
     if padding_id is not None:
         found = torch.nonzero(wanted == padding_id)[:, 0]
         place = int(found[0]) if len(found) else None
     return rows, inverse, place
+
+
+class _Rows(torch.autograd.Function):
+    """Pulled rows: the identity forward; backward hands their gradient over, duplicates merged by then."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, rows: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+        ctx.leave = leave
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        (grad,) = grads
+        if grad is not None:
+            ctx.leave(grad)
+        return None, None, None
 
 
 class RemoteWeight(Tensor):

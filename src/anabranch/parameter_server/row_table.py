@@ -99,6 +99,7 @@ class RowTable:
     ) -> None:
         self.spec = spec
         self.step = 0
+        self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
         self._kernels = kernels(kernels_kind)
         self._crew = crew or Crew(1)
@@ -155,7 +156,7 @@ class RowTable:
             out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
         elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
             raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
-        rows = self._locate(wanted, training=training)
+        rows = self._located = self._locate(wanted, training=training)
         memory, apart = as_rows(out, self.spec.width)
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, wanted)
@@ -169,6 +170,11 @@ class RowTable:
         if self._may_miss(rows):
             self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
         return out
+
+    def read(self, ids: Tensor, out: Tensor, *, training: bool = False) -> Tensor:
+        """``pull`` into ``out``, and what ``versions`` says of the same rows, looked up once."""
+        self.pull(ids, training=training, out=out)
+        return self._versions_of(self._located)
 
     def pull_with_state(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` with what their optimizer keeps: ``[len(ids), rule.row_width(width)]``."""
@@ -197,12 +203,15 @@ class RowTable:
 
         ``training`` admits ids, as in ``pull``.
         """
-        rows = self._locate(self._ids(ids), training=training)
+        return self._versions_of(self._locate(self._ids(ids), training=training))
+
+    def _versions_of(self, rows: Array) -> Tensor:
         if self._catches_up and self._rule.moves_quiet_rows:
             return torch.full((rows.size,), self.step)
         stamps = np.zeros_like(rows)
         with self._storage.at_hand(rows) as (storage, where):
-            stamps[where >= 0] = storage.stamps[where[where >= 0]]
+            known = where >= 0 if self._may_miss(where) else slice(None)
+            stamps[known] = storage.stamps[where[known]]
         return torch.from_numpy(np.maximum(stamps - 1, 0))
 
     # --- writing ----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
+    FLOATS,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -124,6 +125,17 @@ class ShardStatistics:
     tables: dict[str, TableStatistics]
     refused_values: dict[str, int]
     replayed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where the numbers of an answer go: flat tensors as they are sent, and each part's share of them."""
+
+    flat: list[Tensor]
+    parts: list[Tensor]
+
+    def __getitem__(self, part: int) -> Tensor:
+        return self.parts[part]
 
 
 @dataclass(slots=True)
@@ -361,7 +373,9 @@ class Shard:
         ids = list(torch.split(tensors[0], counts))
         for part, some in zip(message.parts, ids, strict=True):
             if part.name in self._tables:
-                self._tables[part.name].check(some)
+                # A fixed table checks ids when it reads them, and reading changes nothing of what others see.
+                if isinstance(message, PushMessage) or self._admits(part.name):
+                    self._tables[part.name].check(some)
             elif part.count:
                 raise SchemaError(f"{part.name} is a dense parameter and has no ids")
         return ids
@@ -383,7 +397,7 @@ class Shard:
             raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
         rules = [_rule_of(rule) for rule in message.rules]
         for part, grad in zip(message.parts, grads, strict=True):
-            if not torch.isfinite(grad).all():
+            if not _finite(grad):
                 self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
                 raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
             if rules:
@@ -564,25 +578,40 @@ class Shard:
         positions: list[Tensor] = []
         found: list[Tensor] = []
         numbers: list[Tensor] = []
+        room = self._room(message) if versions is None and not message.states else None
         for at, part in enumerate(message.parts):
             holder = self._holder(part.name)
             self._counts[part.name].pulls += 1
             if isinstance(holder, DenseParameter):
                 counts.append(0)
-                numbers.append(holder.value)
+                if room is None:
+                    numbers.append(holder.value)
+                else:
+                    room[at].copy_(holder.value)
                 continue
-            current = holder.versions(ids[at], training=message.training)
             where = torch.arange(part.count)
-            if versions is not None:
-                where = torch.nonzero(current != versions[at])[:, 0]
-            read = holder.pull_with_state if message.states else holder.pull
-            numbers.append(read(ids[at][where]))
+            if room is not None:
+                current = holder.read(ids[at], room[at], training=message.training)
+            else:
+                current = holder.versions(ids[at], training=message.training)
+                if versions is not None:
+                    where = torch.nonzero(current != versions[at])[:, 0]
+                    current = current[where]
+                read = holder.pull_with_state if message.states else holder.pull
+                numbers.append(read(ids[at][where]))
             counts.append(len(where))
             positions.append(where)
-            found.append(current[where])
+            found.append(current)
             self._counts[part.name].rows_pulled += len(where)
+        flat = join_floats(numbers) if room is None else room.flat
         empty = [torch.empty(0, dtype=torch.int64)]
-        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *join_floats(numbers)]
+        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *flat]
+
+    def _room(self, message: PullMessage) -> _Room:
+        shapes = self._shapes(message)
+        sizes = {dtype: sum(math.prod(shape) for kind, shape in shapes if kind == dtype) for dtype in FLOATS}
+        flat = [torch.empty(size, dtype=dtype) for dtype, size in sizes.items() if any(k == dtype for k, _ in shapes)]
+        return _Room(flat, split_floats(flat, shapes))
 
     def _do_restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         holder = self._holder(message.name)
@@ -726,6 +755,11 @@ class Shard:
     def locked(self) -> threading.Condition:
         """The lock that every change is made under, for who must see none between two of its own steps."""
         return self._state
+
+
+def _finite(numbers: Tensor) -> bool:
+    """Whether all are finite: their sum tells at once, unless it overflows."""
+    return math.isfinite(numbers.sum().item()) or bool(torch.isfinite(numbers).all())
 
 
 def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
