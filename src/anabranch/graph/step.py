@@ -156,10 +156,11 @@ class StepProgram:
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
         """The optimizers' step on these gradients; parameters without one are left alone."""
         self._check_bound()
-        if dense and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
-            self._step_eagerly({**dense}, sparse or {})
-            return
         if dense:
+            key = (tuple(dense), self._group_numbers.current())
+            if key not in self._updates and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
+                self._step_eagerly(dense, sparse or {})
+                return
             self._rates.refresh()
             _, program = self._update(dense)
             program.run(*dense.values())
