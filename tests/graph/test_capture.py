@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff import GradManager
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture
 
@@ -232,6 +233,15 @@ def test_a_gradient_hook_is_refused_by_name_and_line() -> None:
     ):
         program.run(torch.ones(1, 2))
     handle.remove()
+    program.run(torch.ones(1, 2))
+
+
+def test_a_session_that_is_attached_to_the_parameters_is_no_obstacle() -> None:
+    model = nn.Linear(2, 2)
+    manager = GradManager().attach(model.parameters())
+    with manager:
+        manager.backward(model(torch.ones(1, 2)).sum())
+    program = StepProgram(model, lambda m, x: m(x).sum(), [torch.optim.SGD(model.parameters())])
     program.run(torch.ones(1, 2))
 
 

@@ -117,10 +117,29 @@ def test_a_sum_that_is_viewed_without_its_kept_dimensions_is_one_operation() -> 
 
 
 def test_handles_of_the_same_values_are_dropped() -> None:
-    graph = drop_handles(capture(lambda x: x.t().t().view(6).view(3, 2).view(2, 3).sin(), torch.ones(2, 3)))
-    assert operations(drop_dead_nodes(graph)) == ["sin"]
+    def fn(x: Tensor) -> Tensor:
+        return (x.t().t().view(6).view(3, 2).view(2, 3).exp() * torch.ones_like(x)).sin()
+
+    graph = drop_handles(capture(fn, torch.ones(2, 3)))
+    assert operations(drop_dead_nodes(graph)) == ["exp", "sin"]
     x = torch.randn(2, 3)
-    assert torch.equal(graph(x), x.sin())
+    assert torch.equal(graph(x), x.exp().sin())
+
+
+def test_a_product_with_ones_that_are_written_stays() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        ones = torch.ones_like(x)
+        view = ones.view(3)
+        view.add_(1)
+        product = x.exp() * ones
+        kept = x.cos()
+        fresh = kept * torch.ones_like(x)
+        fresh.view(3).add_(1)
+        return product + fresh, kept
+
+    x = torch.randn(3)
+    graph = drop_handles(capture(fn, torch.ones(3)))
+    assert all(map(torch.equal, graph(x), fn(x)))  # type: ignore[arg-type]
 
 
 def step_graph(count: int = 1, width: int = 8) -> Graph:

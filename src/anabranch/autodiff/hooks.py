@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
 
-__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_node", "watch_result"]
+__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_calls", "watch_node", "watch_result"]
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
@@ -179,3 +179,38 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, objec
         for name, module in modules.items():
             stack.callback(module.register_forward_hook(keep(name)).remove)
         yield outputs
+
+
+@contextmanager
+def watch_calls(
+    modules: Mapping[nn.Module, str], entered: Callable[[str], None], left: Callable[[str, object], None]
+) -> Iterator[None]:
+    """Calls ``entered(name)`` before and ``left(name, output)`` after each call of a module while the block runs.
+
+    >>> calls = []
+    >>> layer = nn.Identity()
+    >>> with watch_calls({layer: "layer"}, calls.append, lambda name, output: calls.append(output)):
+    ...     _ = layer(3)
+    >>> calls
+    ['layer', 3]
+
+    A call that raises is left too, with ``None``.
+    """
+
+    def before(name: str) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, args: object) -> None:
+            entered(name)
+
+        return hook
+
+    def after(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            left(name, output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for module, name in modules.items():
+            stack.callback(module.register_forward_pre_hook(before(name)).remove)
+            stack.callback(module.register_forward_hook(after(name), always_call=True).remove)
+        yield

@@ -18,14 +18,16 @@ _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
     """``graph`` without nodes that only make another handle of the same values.
 
-    These are ``detach`` and ``alias``, two transpositions in a row, and a ``view`` to the shape that is there already.
-    A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops`` drops it too.
+    These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the shape that is there already, and
+    a product with ones. A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops``
+    drops it too.
     """
     graph = graph.copy()
+    effects = graph.effects()
     for node in list(graph.fx.nodes):
         if node.meta.get("stop") and not stops:
             continue
-        same = _same_values(node)
+        same = _factor_of_ones(node, effects) if node.target is _aten.mul.Tensor else _same_values(node)
         if same is not None:
             node.replace_all_uses_with(same)
             graph.fx.erase_node(node)
@@ -48,6 +50,20 @@ def _same_values(node: fx.Node) -> fx.Node | None:
         before, after = source.meta.get("val"), node.meta.get("val")
         if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
             return source
+    return None
+
+
+def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
+    """What is multiplied by the ones that arrive at a loss is what it was, if none of the three is ever written."""
+    left, right = node.args[:2]
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or right.target is not _aten.ones_like.default:
+        return None
+    roots = [effects.root[each] for each in (node, left, right)]
+    if any(root in effects.writers or root.op == "placeholder" for root in roots):
+        return None
+    before, after = left.meta.get("val"), node.meta.get("val")
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
+        return left
     return None
 
 

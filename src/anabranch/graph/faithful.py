@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
+from anabranch.autodiff import hooks as own_hooks
 from anabranch.errors import CaptureError
 from anabranch.graph.tracing import is_library
 
@@ -47,6 +48,8 @@ def refuse_hooks(
 
 def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:
     for hook in (hooks or {}).values():
+        if getattr(hook, "__module__", "") == own_hooks.__name__:
+            continue  # of a session; outside a sweep of its own it does nothing
         code = getattr(hook, "__code__", None)
         line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
         raise CaptureError(

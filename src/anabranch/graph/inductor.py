@@ -5,6 +5,7 @@ Loaded at first use, because it needs a C++ compiler (or Triton) that only those
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -16,19 +17,29 @@ from anabranch.graph.dead_nodes import drop_handles
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
 
-__all__ = ["compile_graph"]
+__all__ = ["compiled"]
 
 
-def compile_graph(graph: Graph, leaves: list[object]) -> Program:
-    """The program of ``graph`` with kernels made by Inductor.
+def compiled(graph: Graph) -> Program:
+    """The program of ``graph`` with kernels that Inductor makes at the first run.
 
     Args:
         graph: without optimizer nodes, which Inductor refuses in their fused form.
-        leaves: the free inputs of a run, as examples.
 
     Raises:
-        CaptureError: if Inductor refuses; carries its reason.
+        CaptureError: from the first run, before it computes anything, if Inductor refuses; carries its reason.
     """
+    made: list[Callable[..., tuple[object, ...]]] = []
+
+    def run(*leaves: object) -> tuple[object, ...]:
+        if not made:
+            made.append(_compile(graph, leaves))
+        return made[0](*leaves)
+
+    return Program("compiled by Inductor", run)
+
+
+def _compile(graph: Graph, leaves: Sequence[object]) -> Callable[..., tuple[object, ...]]:
     import torch._inductor
     import torch._inductor.config
 
@@ -38,14 +49,14 @@ def compile_graph(graph: Graph, leaves: list[object]) -> Program:
     examples = [next(given) if tensor is None else tensor for tensor in bound]
     module = fx.GraphModule(torch.nn.Module(), lowered.fx)
     # Random numbers are drawn by eager's own kernels, so that dropout draws what it draws without the compiler.
-    options = {"config_patches": {"fallback_random": True}}
+    # One thread compiles, so that no pool of threads or processes is left behind.
+    settings = torch._inductor.config.patch(fallback_random=True, compile_threads=1)
     try:
-        with torch.no_grad():
-            compiled = torch._inductor.standalone_compile(
+        with torch.no_grad(), settings:
+            kernels = torch._inductor.standalone_compile(
                 module,
                 examples,  # type: ignore[arg-type]
                 dynamic_shapes="from_example_inputs",
-                options=options,
             )
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -59,6 +70,6 @@ def compile_graph(graph: Graph, leaves: list[object]) -> Program:
         arguments: list[object] = list(state)
         for slot, value in zip(slots, free, strict=True):
             arguments[slot] = value
-        return tuple(compiled(*arguments))
+        return tuple(kernels(*arguments))
 
-    return Program("compiled by Inductor", run)
+    return run

@@ -12,7 +12,7 @@ from anabranch.graph.tracing import bytes_of
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
 
-__all__ = ["MemoryPlan", "plan_memory"]
+__all__ = ["MemoryPlan", "plan_memory", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
-from anabranch.graph.inductor import compile_graph
+from anabranch.graph.inductor import compiled
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.tracing import Recorder, Source
@@ -156,10 +156,11 @@ class StepProgram:
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
         """The optimizers' step on these gradients; parameters without one are left alone."""
         self._check_bound()
-        if dense and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
-            self._step_eagerly({**dense}, sparse or {})
-            return
         if dense:
+            key = (tuple(dense), self._group_numbers.current())
+            if key not in self._updates and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
+                self._step_eagerly(dense, sparse or {})
+                return
             self._rates.refresh()
             _, program = self._update(dense)
             program.run(*dense.values())
@@ -218,12 +219,12 @@ class StepProgram:
         between = self._between(backward, extra)
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
-            self._last = self._joints[key] = self._join(backward, between, fetch)
+            self._last = self._joints[key] = self._join(backward, program, between, fetch)
             return self.run(batch, extra, fetch)
         results = self._run_apart(backward, program, between, batch, extra, fetch)
         # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
         try:
-            self._last = self._joints[key] = self._join(backward, between, fetch)
+            self._last = self._joints[key] = self._join(backward, program, between, fetch)
         except CaptureError as error:
             self._broken = error
         return results
@@ -258,7 +259,7 @@ class StepProgram:
             wrt = [n for n, p in self._parameters.items() if p.requires_grad and (p in self._names or n in asked)]
             found = capture_backward(self._model, self._loss, batch, wrt, fetch)
             found = found.improved(merge_duplicates)
-            self._backwards[key] = (found, found.graph.program())
+            self._backwards[key] = (found, compiled(found.graph) if self._compile else found.graph.program())
         return self._backwards[key]
 
     def _between(self, backward: Backward, extra: Structure) -> Graph | None:
@@ -296,7 +297,7 @@ class StepProgram:
             self._updates[key] = (graph, graph.program())
         return self._updates[key]
 
-    def _join(self, backward: Backward, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+    def _join(self, backward: Backward, program: Program, between: Graph | None, fetch: Sequence[str]) -> _Joint:
         keep = {*backward.outputs, *fetch}
         keep |= {name for name in backward.graph.outputs if ".ids." in name or ".rows." in name}
         graph = backward.graph
@@ -314,7 +315,9 @@ class StepProgram:
             graph = improve(graph)
         if self._compile:
             update_program = self._update(dense)[1] if dense else None  # type: ignore[arg-type]
-            return _CompiledJoint(graph, backward, front, update_program, [f"{name}.grad" for name in dense])
+            front_program = program if front is backward.graph else compiled(front)
+            names = [f"{name}.grad" for name in dense]
+            return _CompiledJoint(graph, backward, front.outputs, front_program, update_program, names)
         return _Joint(graph, backward, graph.program())
 
     # Running in parts.
@@ -373,21 +376,24 @@ class _Joint:
 
 
 class _CompiledJoint(_Joint):
-    """A joint graph whose part before the update is compiled by Inductor at its first run."""
+    """A joint graph that runs as two: what is before the update, compiled by Inductor, and the update."""
 
-    __slots__ = ("_compiled", "_front", "_gradients", "_update")
+    __slots__ = ("_gradients", "_outputs", "_update")
 
     def __init__(
-        self, graph: Graph, backward: Backward, front: Graph, update: Program | None, gradients: Sequence[str]
+        self,
+        graph: Graph,
+        backward: Backward,
+        outputs: Sequence[str],
+        front: Program,
+        update: Program | None,
+        gradients: Sequence[str],
     ) -> None:
-        super().__init__(graph, backward, graph.program())
-        self._front, self._update, self._gradients = front, update, list(gradients)
-        self._compiled: Program | None = None
+        super().__init__(graph, backward, front)
+        self._outputs, self._update, self._gradients = list(outputs), update, list(gradients)
 
     def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
-        if self._compiled is None:
-            self._compiled = compile_graph(self._front, list(leaves))
-        results = dict(zip(self._front.outputs, self._compiled.run(*leaves), strict=True))
+        results = dict(zip(self._outputs, self.program.run(*leaves), strict=True))
         if self._update is not None:
             self._update.run(*(results[name] for name in self._gradients))
         return tuple(results[name] for name in self.graph.outputs)

@@ -19,7 +19,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 
+from anabranch.autodiff.hooks import watch_calls, watch_node
 from anabranch.errors import CaptureError
 
 __all__ = [
@@ -126,17 +127,6 @@ class TracedModules:
             with torch.no_grad():
                 traced.copy_(now)
 
-    @contextmanager
-    def scopes(self, recorder: Recorder) -> Iterator[None]:
-        """Tells ``recorder`` which module is running until the block ends."""
-        with ExitStack() as stack:
-            for module, name in self.names.items():
-                before = module.register_forward_pre_hook(recorder.enter(name))
-                after = module.register_forward_hook(recorder.leave(name), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            yield
-
 
 class Recorder:
     """Marks each node with the module and the line of user code that it comes from, backward nodes included."""
@@ -165,20 +155,16 @@ class Recorder:
 
         tracer.create_node = create  # type: ignore[method-assign]
 
-    def enter(self, name: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            self._stack.append(self.scope)
-            self._switch(name)
+    def enter(self, name: str) -> None:
+        """The module of this name begins."""
+        self._stack.append(self.scope)
+        self._switch(name)
 
-        return hook
-
-    def leave(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if name in self._keep:
-                self.outputs[name] = output
-            self._switch(self._stack.pop() if self._stack else "")
-
-        return hook
+    def leave(self, name: str, output: object) -> None:
+        """The module of this name has returned ``output``."""
+        if name in self._keep:
+            self.outputs[name] = output
+        self._switch(self._stack.pop() if self._stack else "")
 
     def _switch(self, scope: str) -> None:
         self.scope = scope
@@ -195,7 +181,7 @@ class Recorder:
             if edge is None or edge in seen:
                 continue
             seen.add(edge)
-            edge.register_prehook(self._entering(self._scope_at(edge._sequence_nr())))
+            watch_node(edge, self._entering(self._scope_at(edge._sequence_nr())))
             waiting.extend(following for following, _ in edge.next_functions)
 
     def _entering(self, scope: str) -> Callable[..., None]:
@@ -323,7 +309,7 @@ def trace(
         with (
             _Faithful(stand_ins, may_read, interceptors, recorder),
             traced_modules.swapped(stand_ins),
-            traced_modules.scopes(recorder),
+            watch_calls(traced_modules.names, recorder.enter, recorder.leave),
         ):
             return list(body(inputs, recorder))
 
@@ -362,6 +348,7 @@ def _explained() -> Iterator[None]:
 
 
 def is_library(filename: str) -> bool:
+    """Whether a file is torch's or ours, not the user's."""
     return filename.startswith(_LIBRARIES)
 
 

@@ -65,12 +65,13 @@ class GroupNumbers:
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizers have stepped on all these parameters, so that whatever state they keep exists."""
+    wanted = set(map(id, parameters))
     return all(
         parameter in optimizer.state or _keeps_nothing(optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if any(parameter is wanted for wanted in parameters)
+        if id(parameter) in wanted
     )
 
 
@@ -93,23 +94,26 @@ def capture_update(
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
     refuse_hooks({}, {}, optimizers)
-    sources = [Source(f"{name}.grad", gradient) for name, gradient in gradients.items()]
+    state: dict[int, Source] = {}
+
+    def add(name: str, tensor: Tensor) -> None:
+        state.setdefault(id(tensor), Source(name, tensor, state=True))
+
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
         for position, group in enumerate(optimizer.param_groups):
-            _add(
-                sources,
-                f"{label}.lr" if len(optimizer.param_groups) == 1 else f"{label}.lr.{position}",
-                rates.of(group),
-            )
+            alone = len(optimizer.param_groups) == 1
+            add(f"{label}.lr" if alone else f"{label}.lr.{position}", rates.of(group))
             for parameter in group["params"]:
                 name = names[parameter]
                 if name not in gradients:
                     continue
-                _add(sources, name, parameter)
+                add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        _add(sources, f"{label}.{name}.{key}", value)
+                        add(f"{label}.{name}.{key}", value)
+
+    sources = [*(Source(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
 
     def body(values: list[Tensor], recorder: Recorder) -> Sequence[object]:
         recorder.phase = "update"
@@ -120,11 +124,6 @@ def capture_update(
         return []
 
     return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
-
-
-def _add(sources: list[Source], name: str, tensor: Tensor) -> None:
-    if all(source.value is not tensor for source in sources):
-        sources.append(Source(name, tensor, state=True))
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""Steps handed to Inductor: the same training but for rounding, the optimizer untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import CaptureError
+from anabranch.graph import StepProgram, capture, inductor
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_trains_as_the_eager_loop_does_but_for_rounding() -> None:
+    def run(graph: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer], compile=True)
+        x = torch.randn(6, 8)
+        for _ in range(3):
+            if graph:
+                program.run(x)
+            else:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            scheduler.step()
+        return list(model.state_dict().values())
+
+    for mine, plain in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_what_inductor_refuses_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here\nlong trace")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", refuse)
+    program = inductor.compiled(capture(lambda x: x + 1, torch.ones(2)))
+    with pytest.raises(CaptureError, match=r"Inductor refuses the step \(RuntimeError: no compiler here\)"):
+        program.run(torch.ones(2))
