@@ -51,7 +51,9 @@ class _DenseBucket:
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
-            self.slots.append(self.flat[at : at + parameter.numel()].view(parameter.shape))
+            # Laid out in memory like the parameter, as autograd's own gradients are: fused optimizers rely on it.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self.slots.append(self.flat.as_strided(parameter.shape, strides, at))
             at += parameter.numel()
         self.gradients = self.flat[:elements]
         self._flags = self.flat[elements : elements + 2 * count]
