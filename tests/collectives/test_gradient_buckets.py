@@ -279,3 +279,28 @@ def test_rows_of_any_width_and_dtype_travel(dtype: torch.dtype, rows: int) -> No
     expected = torch.autograd.grad(model(torch.arange(rows)).abs().sum(), model.weight)[0]
     buckets.finish(2.0)
     assert torch.equal(model.weight.grad.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("workers", [Twins(), None])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_half_precision_gradients_of_many_rows_do_not_overflow(workers: Twins | None, sparse: bool) -> None:
+    model = nn.Embedding(4, 2, sparse=sparse, dtype=torch.float16)
+    buckets = GradientBuckets(parameters_of(model), workers, sparse=["weight"] if sparse else [])
+    buckets.start_window()
+    for run in range(2):
+        model.zero_grad()
+        one_run(buckets, model, model(torch.tensor([1])).sum() * 30, weight=4096.0, last=run == 1)
+    buckets.finish(2 * 4096.0 * (2 if workers else 1))
+    assert model.weight.grad.dtype is torch.float16
+    assert model.weight.grad.to_dense()[1].tolist() == [30.0, 30.0]
+
+
+def test_complex_parameters_are_summed() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    buckets = GradientBuckets(parameters_of(model), Twins())
+    buckets.start_window()
+    one_run(buckets, model, (model.weight * (1 + 2j)).abs().sum())
+    buckets.finish(2.0)
+    expected = torch.autograd.grad((model.weight * (1 + 2j)).abs().sum(), model.weight)[0]
+    assert torch.equal(model.weight.grad, expected)

@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from anabranch.collectives.sparse_rows import SparseRows
+from anabranch.collectives.sparse_rows import SparseRows, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.events import report
 
@@ -47,7 +47,9 @@ class _DenseBucket:
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = self.parameters[0].new_zeros(elements + 2 * count + header, requires_grad=False)
+        first = self.parameters[0]
+        self.flat = torch.zeros(elements + 2 * count + header, dtype=summing_dtype(first), device=first.device)
+        self._widened = self.flat.dtype is not first.dtype
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
@@ -75,14 +77,17 @@ class _DenseBucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.parameters)
 
-    def put(self, index: int, gradient: Tensor, weight: float) -> Tensor:
+    def put(self, index: int, gradient: Tensor, weight: float) -> Tensor | None:
         slot = self.slots[index]
         if index in self.written:
             slot.add_(gradient, alpha=weight)
+        elif self._widened:
+            slot.copy_(gradient).mul_(weight)
+            self.written.add(index)
         else:
             torch.mul(gradient, weight, out=slot)
             self.written.add(index)
-        return slot
+        return None if self._widened else slot
 
     def put_sparse(self, index: int, gradient: Tensor, weight: float, workers: Workers | None) -> None:
         if index not in self.sparse:
@@ -114,7 +119,7 @@ class _DenseBucket:
         count = len(self.parameters)
         if workers is None:
             return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
-        present = [flag > 0 for flag in self._flags.tolist()]
+        present = [flag > 0 for flag in self._flags.real.tolist()]
         return present[:count], present[count:]
 
 
@@ -273,7 +278,7 @@ class GradientBuckets:
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
             for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):
-                gradient = bucket.slots[index] if dense else None
+                gradient = bucket.slots[index].to(bucket.parameters[index].dtype) if dense else None
                 if sparse:
                     found_sparse.add(bucket.names[index])
                     gradient = self._add_sparse(bucket, index, gradient, divisor)
