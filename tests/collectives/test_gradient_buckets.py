@@ -202,6 +202,7 @@ def test_a_sparse_gradient_that_only_another_worker_has_arrives() -> None:
 
         def all_gather(self, tensor: Tensor, *, operation: str, step: int | None = None) -> Tensor:
             theirs = torch.cat([torch.tensor([3, 7]).view(torch.uint8), torch.ones(2, 4).view(torch.uint8).flatten()])
+            assert len(theirs) == len(tensor)
             return torch.stack([tensor, theirs])
 
     model = nn.Embedding(10, 4, sparse=True)
@@ -249,3 +250,57 @@ def test_the_sums_of_an_open_window_can_be_taken_out_and_put_back() -> None:
     resumed.finish(1.0)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad.to_dense(), expected[name].to_dense()), name
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do_so_that_fused_optimizers_see_them_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    expected = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    expected.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 5, 5)
+    buckets = GradientBuckets(parameters_of(model), Twins())
+    buckets.start_window()
+    one_run(buckets, model, model(x).square().sum())
+    buckets.finish(2.0)
+    expected(x).square().sum().backward()
+    for each in (model, expected):
+        torch.optim.AdamW(each.parameters(), lr=0.1, fused=True).step()
+    assert model.weight.grad.stride() == model.weight.stride()
+    assert torch.equal(model.weight, expected.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_of_any_width_and_dtype_travel(dtype: torch.dtype, rows: int) -> None:
+    model = nn.Embedding(10, 3, sparse=True, dtype=dtype)
+    buckets = GradientBuckets(parameters_of(model), Twins(), sparse=["weight"])
+    buckets.start_window()
+    one_run(buckets, model, model(torch.arange(rows)).abs().sum())
+    expected = torch.autograd.grad(model(torch.arange(rows)).abs().sum(), model.weight)[0]
+    buckets.finish(2.0)
+    assert torch.equal(model.weight.grad.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("workers", [Twins(), None])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_half_precision_gradients_of_many_rows_do_not_overflow(workers: Twins | None, sparse: bool) -> None:
+    model = nn.Embedding(4, 2, sparse=sparse, dtype=torch.float16)
+    buckets = GradientBuckets(parameters_of(model), workers, sparse=["weight"] if sparse else [])
+    buckets.start_window()
+    for run in range(2):
+        model.zero_grad()
+        one_run(buckets, model, model(torch.tensor([1])).sum() * 30, weight=4096.0, last=run == 1)
+    buckets.finish(2 * 4096.0 * (2 if workers else 1))
+    assert model.weight.grad.dtype is torch.float16
+    assert model.weight.grad.to_dense()[1].tolist() == [30.0, 30.0]
+
+
+def test_complex_parameters_are_summed() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    buckets = GradientBuckets(parameters_of(model), Twins())
+    buckets.start_window()
+    one_run(buckets, model, (model.weight * (1 + 2j)).abs().sum())
+    buckets.finish(2.0)
+    expected = torch.autograd.grad((model.weight * (1 + 2j)).abs().sum(), model.weight)[0]
+    assert torch.equal(model.weight.grad, expected)

@@ -315,3 +315,32 @@ def test_a_closed_executor_says_so() -> None:
     executor.close()
     with pytest.raises(RuntimeError, match="closed"):
         executor.run(batch=batch_of())
+
+
+def test_a_parameter_thawed_where_its_gradient_would_not_be_summed_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].weight.requires_grad_(False)
+    step = ab.TrainStep(model, lambda m, b: m(b).mean(), torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    with ab.Executor(step) as executor:
+        executor.run(batch=torch.ones(3, 2))
+        model[0].weight.requires_grad_(True)
+        before = model[0].bias.detach().clone()
+        with pytest.raises(ValueError, match=r"'0\.weight' was thawed"):
+            executor.run(batch=torch.ones(3, 2))
+        assert torch.equal(model[0].bias, before)
+        for _ in range(2):  # from the next window on it takes part
+            executor.run(batch=torch.ones(3, 2))
+        assert not torch.equal(model[0].bias, before)
+
+
+def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with ab.Executor(ab.TrainStep(model, lambda m, b: m(b).mean(), optimizer)) as executor:
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        executor.run(batch=torch.ones(3, 2))
+        grown = nn.Linear(1, 1)
+        model.append(grown)
+        optimizer.add_param_group({"params": list(grown.parameters())})
+        with pytest.raises(ValueError, match=r"SGD was given a parameter of shape \(1, 1\)"):
+            executor.run(batch=torch.ones(3, 2))

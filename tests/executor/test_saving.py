@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import anabranch as ab
 from anabranch.testing import LocalJob
@@ -163,6 +164,14 @@ def other_steps() -> ab.Executor:
     return ab.Executor({"fit": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))})
 
 
+def other_kind_of_optimizer() -> ab.Executor:
+    return program("adagrad")[1]
+
+
+def other_kind_of_scheduler() -> ab.Executor:
+    return program(scheduler="multistep")[1]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -170,6 +179,8 @@ def other_steps() -> ab.Executor:
         (other_names, r"weight"),
         (other_optimizers, "1 optimizers for step 'train', this has 3"),
         (other_steps, r"'train'.*'fit'"),
+        (other_kind_of_optimizer, "optimizer 0 of 'train' is Adagrad, the checkpoint's SGD"),
+        (other_kind_of_scheduler, "scheduler 0 of 'train' is MultiStepLR, the checkpoint's CosineAnnealingLR"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_changed(
@@ -187,6 +198,37 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
             other.load(tmp_path)
         assert all(torch.equal(value, before[key]) for key, value in step.model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_loader_that_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    def build(loader: object, seed: int) -> tuple[nn.Module, ab.Executor]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model, ab.Executor({"train": step}, dataloaders={"train": loader})  # type: ignore[dict-item]
+
+    batches = [batch_of(step) for step in range(4)]
+    _, executor = build(batches, seed=0)
+    with executor:
+        executor.run("train")
+        executor.save(tmp_path)
+    model, other = build(DataLoader(batches, batch_size=None), seed=1)
+    before = model.weight.detach().clone()
+    with other, pytest.raises(ab.CheckpointError, match="'counted'|\\['counted'\\]"):
+        other.load(tmp_path)
+    assert torch.equal(model.weight, before)
+
+
+def test_states_of_other_shapes_than_their_parameters_are_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adafactor(model.parameters())  # keeps a row's and a column's variance
+    executor = ab.Executor({"train": ab.TrainStep(model, loss, optimizer)})
+    losses(executor, range(2))
+    executor.save(tmp_path)
+    expected = losses(executor, range(2, 4))
+    executor.load(tmp_path)
+    assert losses(executor, range(2, 4)) == expected
 
 
 WORKERS = """

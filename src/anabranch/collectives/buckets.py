@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from anabranch.collectives.sparse_rows import SparseRows
+from anabranch.collectives.sparse_rows import SparseRows, summing_dtype
 from anabranch.collectives.workers import Pending, Workers
 from anabranch.events import report
 
@@ -47,11 +47,15 @@ class _DenseBucket:
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
         elements = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = self.parameters[0].new_zeros(elements + 2 * count + header, requires_grad=False)
+        first = self.parameters[0]
+        self.flat = torch.zeros(elements + 2 * count + header, dtype=summing_dtype(first), device=first.device)
+        self._widened = self.flat.dtype is not first.dtype
         self.slots: list[Tensor] = []
         at = 0
         for parameter in self.parameters:
-            self.slots.append(self.flat[at : at + parameter.numel()].view(parameter.shape))
+            # Laid out in memory like the parameter, as autograd's own gradients are: fused optimizers rely on it.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self.slots.append(self.flat.as_strided(parameter.shape, strides, at))
             at += parameter.numel()
         self.gradients = self.flat[:elements]
         self._flags = self.flat[elements : elements + 2 * count]
@@ -75,10 +79,10 @@ class _DenseBucket:
     def complete(self) -> bool:
         return len(self.arrived) == len(self.parameters)
 
-    def put(self, index: int, gradient: Tensor) -> Tensor:
+    def put(self, index: int, gradient: Tensor) -> Tensor | None:
         """Takes a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
         self.taken.append((index, gradient))
-        return self.slots[index]
+        return None if self._widened else self.slots[index]
 
     def copy(self, weight: float) -> None:
         """Adds what was taken, times ``weight``, to the window's sums."""
@@ -128,7 +132,7 @@ class _DenseBucket:
         count = len(self.parameters)
         if workers is None:
             return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
-        present = [flag > 0 for flag in self._flags.tolist()]
+        present = [flag > 0 for flag in self._flags.real.tolist()]
         return present[:count], present[count:]
 
 
@@ -292,7 +296,7 @@ class GradientBuckets:
             if divisor != 1.0:
                 bucket.gradients.div_(divisor)
             for index, (dense, sparse) in enumerate(zip(*bucket.flags(self._workers), strict=True)):
-                gradient = bucket.slots[index] if dense else None
+                gradient = bucket.slots[index].to(bucket.parameters[index].dtype) if dense else None
                 if sparse:
                     found_sparse.add(bucket.names[index])
                     gradient = self._add_sparse(bucket, index, gradient, divisor)

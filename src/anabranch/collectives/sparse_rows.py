@@ -15,9 +15,18 @@ from torch import Tensor
 
 from anabranch.collectives.workers import Pending, Workers
 
-__all__ = ["SparseRows"]
+__all__ = ["SparseRows", "summing_dtype"]
 
 _NO_GRADIENT = -1
+_ALIGNMENT = 16  # complex128
+
+
+def summing_dtype(parameter: Tensor) -> torch.dtype:
+    """What gradients times their rows are summed in.
+
+    float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. The mean is float16 again.
+    """
+    return torch.float32 if parameter.dtype is torch.float16 else parameter.dtype
 
 
 class SparseRows:
@@ -36,6 +45,7 @@ class SparseRows:
         """Takes one run's gradient times ``weight``."""
         if gradient.layout is not torch.sparse_coo:
             raise TypeError(f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO")
+        gradient = gradient.to(summing_dtype(self.parameter))
         self._parts.append(gradient if weight == 1.0 else gradient * weight)
 
     def parts(self) -> Tensor | None:
@@ -77,29 +87,30 @@ class SparseRows:
             return None
         if divisor != 1.0:
             merged._values().div_(divisor)
-        return merged
+        return merged.to(self.parameter.dtype)
 
     def _exchange(self, mine: Tensor | None, counts: list[int], step: int | None) -> Tensor:
         assert self._workers is not None
         parameter = self.parameter
         sparse_dims = 1 if mine is None else mine.sparse_dim()
         dense_shape = parameter.shape[sparse_dims:]
-        id_bytes = 8 * sparse_dims
-        row_bytes = parameter.element_size() * dense_shape.numel()
+        dtype = summing_dtype(parameter)
         longest = max(1, *counts)
-        packed = torch.zeros(longest * (id_bytes + row_bytes), dtype=torch.uint8, device=parameter.device)
+        id_bytes = _aligned(longest * sparse_dims * 8)
+        row_bytes = _aligned(longest * dense_shape.numel() * dtype.itemsize)
+        packed = torch.zeros(id_bytes + row_bytes, dtype=torch.uint8, device=parameter.device)
+
+        def unpacked(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            ids = buffer[:id_bytes].view(torch.int64)[: count * sparse_dims].view(count, sparse_dims)
+            rows = buffer[id_bytes:].view(dtype)[: count * dense_shape.numel()].view(count, *dense_shape)
+            return ids, rows
+
         if mine is not None and mine._nnz():
-            count = mine._nnz()
-            ids = packed[: longest * id_bytes].view(torch.int64).view(longest, sparse_dims)
-            ids[:count] = mine._indices().t()
-            rows = packed[longest * id_bytes :].view(parameter.dtype).view(longest, *dense_shape)
-            rows[:count] = mine._values()
+            ids, rows = unpacked(packed, mine._nnz())
+            ids.copy_(mine._indices().t())
+            rows.copy_(mine._values())
         everyone = self._workers.all_gather(packed, operation=f"all_gather rows of {self.name}", step=step)
-        all_ids, all_rows = [], []
-        for rank, count in enumerate(counts):
-            theirs = everyone[rank]
-            all_ids.append(theirs[: longest * id_bytes].view(torch.int64).view(longest, sparse_dims)[:count])
-            all_rows.append(theirs[longest * id_bytes :].view(parameter.dtype).view(longest, *dense_shape)[:count])
+        all_ids, all_rows = zip(*map(unpacked, everyone.unbind(0), counts), strict=True)
         return torch.sparse_coo_tensor(
             torch.cat(all_ids).t().contiguous(),
             torch.cat(all_rows),
@@ -111,3 +122,8 @@ class SparseRows:
         """Forgets what was taken."""
         self._parts.clear()
         self._merged = self._counts = self._pending = None
+
+
+def _aligned(count: int) -> int:
+    """``count`` bytes, rounded up so that what follows may be seen as numbers of any dtype."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, cast
@@ -69,7 +70,8 @@ class Executor:
         heartbeat: seconds between two looks at whether they are still there.
 
     Raises:
-        ValueError, TypeError: an argument that is none of the above; names it and what would do.
+        ValueError, TypeError: an argument that is none of the above, or models that differ between the workers; names
+            it and what would do.
         PeerLost, DeadlineExceeded: the other workers did not come.
     """
 
@@ -144,9 +146,15 @@ class Executor:
     def _share_parameters(self) -> None:
         if self._workers is None or self._workers.size == 1:
             return
+        _check_alike(self._workers, self._steps)
         unique = dict.fromkeys(p for step in self._steps.values() for p in step.model.parameters())
         with torch.no_grad():
-            self._workers.broadcast([parameter.data for parameter in unique], operation="broadcast of parameters")
+            # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
+            sent = [parameter.detach().contiguous() for parameter in unique]
+            self._workers.broadcast(sent, operation="broadcast of parameters")
+            for parameter, value in zip(unique, sent, strict=True):
+                if value.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(value)
 
     def _bind(self, dataloaders: Mapping[str, Iterable[Structure]], prefetch: bool) -> dict[str, BoundLoader]:
         rank, size = (self._workers.rank, self._workers.size) if self._workers else (0, 1)
@@ -449,6 +457,23 @@ def _comm_mode(given: str | None) -> CommMode | None:
     if mode is None:
         raise ValueError(f"comm_mode is None or one of {sorted(_COMM_MODES.values())}, got {given!r}")
     return mode
+
+
+def _check_alike(workers: Workers, steps: Mapping[str, Step]) -> None:
+    """Raises ``ValueError`` on every worker if one's parameters are not the others': sums of unlike buckets crash."""
+    described = "\n".join(
+        f"{step_name}: {name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+        for step_name, step in steps.items()
+        for name, parameter in step.model.named_parameters()
+    )
+    everyone = [text.decode().split("\n") for text in workers.all_gather_bytes(described.encode(), operation="meet")]
+    for rank, lines in enumerate(everyone):
+        for here, there in zip_longest(everyone[0], lines, fillvalue="nothing"):
+            if here != there:
+                raise ValueError(
+                    f"the models of rank 0 and rank {rank} of the group differ: {here!r} and {there!r}; every worker "
+                    "makes the same steps and models and freezes the same parameters"
+                )
 
 
 def _device_of(model: nn.Module) -> torch.device:

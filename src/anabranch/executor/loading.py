@@ -258,10 +258,8 @@ class BoundLoader:
             "position": self._position.state(self._taken, snapshot),
         }
 
-    def restore(self, states: Sequence[object]) -> None:
-        """Goes on where the workers were whose ``state()`` these are, in the order of their ranks.
-
-        The process's random number generators are left as they are found.
+    def check(self, states: Sequence[object]) -> State:
+        """The position to go on from where the workers were whose ``state()`` these are; changes nothing.
 
         Raises:
             CheckpointError: the loader is of another kind or order, or cannot go on with another number of workers.
@@ -273,15 +271,26 @@ class BoundLoader:
                 f"the checkpoint's loader keeps its position as {sorted(map(str, kinds))}, this one "
                 f"({type(self._loader).__name__}) as {self._position.kind!r}; load with a loader as it was saved"
             )
-        between = all(state["phase"] != "begun" for state in saved)
         if len({state["epoch"] for state in saved}) > 1:
             raise CheckpointError("the checkpoint's workers were in different epochs of the loader")
-        chosen = self._position.check([cast(State, state["position"]) for state in saved], self._rank, between=between)
+        positions = [cast(State, state["position"]) for state in saved]
+        return self._position.check(positions, self._rank, between=_between(saved))
+
+    def restore(self, states: Sequence[object]) -> None:
+        """Goes on where the workers were whose ``state()`` these are, in the order of their ranks.
+
+        The process's random number generators are left as they are found.
+
+        Raises:
+            CheckpointError: as ``check`` does, or the data has become fewer; the loader may have been read then.
+        """
+        chosen = self.check(states)
+        saved = [cast("dict[str, object]", state) for state in states]
         mine = saved[self._rank % len(saved)]
         as_many = len(saved) == self._world_size
         self._abandon()
         self._epoch = cast(int, mine["epoch"])
-        if mine["phase"] == "begun" or not (as_many or between):
+        if mine["phase"] == "begun" or not (as_many or _between(saved)):
             self._resume(chosen, cast("dict[str, object]", mine["random_at_start"]) if as_many else None)
         else:
             self._position.ready(chosen)
@@ -296,6 +305,11 @@ class BoundLoader:
             self._iterator = self._position.resume(position)
         finally:
             restore_random_state(now)
+
+
+def _between(saved: Sequence[dict[str, object]]) -> bool:
+    """Whether all workers were between two epochs."""
+    return all(state["phase"] != "begun" for state in saved)
 
 
 def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:

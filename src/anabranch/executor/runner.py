@@ -21,7 +21,7 @@ from anabranch.errors import BoundaryError
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.steps import TrainStep
+from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
 from anabranch.tensors import Structure
 
@@ -47,6 +47,7 @@ class StepRunner:
         self._window_rows = 0.0
         self._broken = False
         self._parameters = list(step.model.parameters())
+        self._held = _count_held(step)
         self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
@@ -132,6 +133,7 @@ class StepRunner:
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> Ran:
         """The whole step at once: nobody to sum with."""
+        self._check_held()
         self._clear_gradients()
         ran = self.engine.step(batch, fetch)
         self.runs += 1
@@ -147,6 +149,7 @@ class StepRunner:
                 operation="run",
                 step=self.runs,
             )
+        self._check_held()
         if self._in_window == 0:
             self._lay_out()
             assert self._buckets is not None
@@ -154,6 +157,32 @@ class StepRunner:
             self._window_rows = 0.0
         # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
         self._clear_gradients()
+
+    def _check_held(self) -> None:
+        """Raises ``ValueError`` if an optimizer was given a parameter that the model did not have at first."""
+        held = _count_held(self.step)
+        if held == self._held:
+            return
+        known = set(self._parameters)
+        for optimizer in self.step.optimizers:
+            for parameter in parameters_of(optimizer):
+                if parameter not in known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
+                        "model did not have when the Executor was made; make a new TrainStep and Executor"
+                    )
+        self._held = held
+
+    def _check_thawed(self) -> None:
+        """Raises ``ValueError`` for a gradient that is this run's and this worker's alone."""
+        assert self._layout is not None
+        for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
+            if not laid_out and parameter.grad is not None:
+                names = {value: name for name, value in self.step.model.named_parameters()}
+                raise ValueError(
+                    f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
+                    "window; do it between two optimizer steps"
+                )
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
@@ -172,6 +201,7 @@ class StepRunner:
         divisor = self._window_rows if self.step.reduction == "mean" else 1.0
         # Without any rows the sums are all zero, or there are none.
         self._buckets.finish(divisor or 1.0)
+        self._check_thawed()
         self._in_window = 0
         self._update()
 
@@ -209,6 +239,11 @@ class StepRunner:
             self._buckets.restore_sums(sums)
         self._in_window = in_window
         self._window_rows = rows
+
+
+def _count_held(step: TrainStep) -> int:
+    """How many parameters the optimizers hold; ``add_param_group`` changes it."""
+    return sum(len(group["params"]) for optimizer in step.optimizers for group in optimizer.param_groups)
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

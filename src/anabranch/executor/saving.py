@@ -96,7 +96,11 @@ class Saver:
             "workers": self._size,
             "optimizers": optimizers,
             "schedulers": {
-                name: [scheduler.state_dict() for scheduler in step.schedulers] for name, step in self._steps.items()
+                name: [
+                    {"scheduler": type(scheduler).__qualname__, "state": scheduler.state_dict()}
+                    for scheduler in step.schedulers
+                ]
+                for name, step in self._steps.items()
             },
             "windows": windows,
             "ranks": rank_states,
@@ -197,6 +201,8 @@ class Saver:
         schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
         self._check_schedulers(schedulers)
         loaders = self._positions_of(found, state)
+        for name, positions in loaders.items():
+            self._loaders[name].check(positions)
         # Everything fits: from here on things change.
         for prefix, model in self._models.items():
             names = model.state_dict().keys()
@@ -205,11 +211,10 @@ class Saver:
             optimizer.load_state_dict(plan)
         for name, step in self._steps.items():
             for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
-                scheduler.load_state_dict(saved_scheduler)
+                scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
         self._restore_windows(found, state)
-        for name, loader in self._loaders.items():
-            if name in loaders[0]:
-                loader.restore([positions[name] for positions in loaders])
+        for name, positions in loaders.items():
+            self._loaders[name].restore(positions)
         if state["workers"] == self._size:
             mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
             restore_random_state(cast("dict[str, object]", mine["random"]))
@@ -236,17 +241,25 @@ class Saver:
                     f"the checkpoint has {len(saved[name])} schedulers for step {name!r}, this has "
                     f"{len(step.schedulers)}"
                 )
+            for index, (entry, scheduler) in enumerate(zip(saved[name], step.schedulers, strict=True)):
+                if entry["scheduler"] != type(scheduler).__qualname__:
+                    raise CheckpointError(
+                        f"scheduler {index} of {name!r} is {type(scheduler).__qualname__}, the checkpoint's "
+                        f"{entry['scheduler']}; load with the scheduler that was saved"
+                    )
 
     def _rank_state(self, found: Checkpoint, state: dict[str, object], rank: int) -> object:
         group = f"rank{rank}"
         tensors = found.tensors(group) if group in found.groups else {}
         return checkpoint.join(cast("list[object]", state["ranks"])[rank], tensors)
 
-    def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> list[dict[str, object]]:
+    def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[object]]:
+        """By loader, the position of each worker that saved."""
         if not self._loaders:
-            return [{}]
+            return {}
         ranks = [self._rank_state(found, state, rank) for rank in range(cast(int, state["workers"]))]
-        return [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
+        saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
+        return {name: [positions[name] for positions in saved] for name in self._loaders if name in saved[0]}
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         windows = cast("dict[str, dict[str, int]]", state["windows"])
@@ -288,6 +301,7 @@ def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, obje
         for number, name in zip(group["params"], group_names, strict=True)
     }
     return {
+        "optimizer": type(optimizer).__qualname__,
         "state": {name_of[number]: dict(values) for number, values in state["state"].items()},
         "groups": [
             {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
@@ -298,6 +312,11 @@ def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, obje
 
 def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Module, what: str) -> dict[str, object]:
     """The inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
+    if saved["optimizer"] != type(optimizer).__qualname__:
+        raise CheckpointError(
+            f"{what} is {type(optimizer).__qualname__}, the checkpoint's {saved['optimizer']}; load with the optimizer "
+            "that was saved"
+        )
     groups = cast("list[dict[str, object]]", saved["groups"])
     names = _names(optimizer, model)
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
@@ -306,15 +325,6 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
         )
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])
-    parameters = dict(model.named_parameters())
-    for name, values in state.items():
-        for key, value in values.items():
-            shape = parameters[name].shape
-            if isinstance(value, Tensor) and value.ndim == len(shape) and value.ndim and value.shape != shape:
-                raise CheckpointError(
-                    f"{what}: {key} of {name!r} has shape {tuple(value.shape)} in the checkpoint, the parameter "
-                    f"{tuple(shape)}"
-                )
     return {
         "state": {position[name]: values for name, values in state.items()},
         "param_groups": [

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.tensors import Structure
 
-__all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "named_steps"]
+__all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "named_steps", "parameters_of"]
 
 Loss: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
@@ -128,7 +128,7 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
             raise TypeError(f"optimizer {index} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         if isinstance(optimizer, LBFGS):
             raise ValueError("LBFGS evaluates the loss several times a step, which no TrainStep does; use another")
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter not in names:
                 raise ValueError(
                     f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
@@ -142,7 +142,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> lis
     return optimizers
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All that an optimizer holds."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
