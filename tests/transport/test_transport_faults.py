@@ -241,6 +241,8 @@ def test_a_server_that_freezes_is_lost_within_two_heartbeats(
         client.call(Request(endpoint, "echo"), soon())
         if when == "before the call":
             process.send_signal(signal.SIGSTOP)
+            # The signal is sent, not yet obeyed: wait until the kernel says that every thread stands still.
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
         start = time.monotonic()
         verb = "echo" if when == "before the call" else "freeze"
         with pytest.raises(PeerLost, match="no beat") as caught:
