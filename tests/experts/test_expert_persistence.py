@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from torch import nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
+from anabranch.events import on_fault_point
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
+from anabranch.experts.persistence import Persistence
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Request, pack
 
@@ -98,6 +102,25 @@ def test_experts_are_saved_each_by_itself_so_their_set_may_change(tmp_path: Path
     with ExpertServer([kept, new], checkpoint_dir=tmp_path):
         assert kept.updates == 2
         assert new.updates == 0
+
+
+def test_copies_are_taken_between_batches_and_written_outside(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        order.append("pause")
+        yield
+        order.append("go on")
+
+    backend = make()
+    backend.updates = 1
+    persistence = Persistence(tmp_path, {"ffn.0": backend}, paused=paused)
+    with on_fault_point(lambda name: order.append(name) if name.startswith("experts") else None):
+        persistence.save()
+        persistence.save()
+    # The second finds nothing that changed.
+    assert order == ["pause", "go on", "experts.copied"]
 
 
 PROGRAM = """

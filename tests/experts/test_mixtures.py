@@ -27,6 +27,7 @@ from anabranch.experts import (
     DirectoryServer,
     ExpertBackend,
     ExpertServer,
+    RemoteExpert,
     RemoteMixtureOfExperts,
     RemoteSwitchMixtureOfExperts,
 )
@@ -286,6 +287,19 @@ def test_inputs_with_dimensions_between_and_further_arguments() -> None:
         assert torch.allclose(output["twice"], 2 * x * mask[:, :, None], atol=1e-6)
         with pytest.raises(SchemaError, match="expected arguments"):
             moe(x)
+
+
+def test_a_copied_model_has_a_gate_of_its_own_and_asks_the_same_experts() -> None:
+    with grid(3) as (directory, _, _):
+        moe = mixture(directory, (3,), k_best=2)
+        twin = copy.deepcopy(moe)
+        x = torch.randn(2, 4, dtype=torch.float64)
+        assert torch.equal(moe(x), twin(x))  # type: ignore[arg-type]
+        nn.init.zeros_(twin.gate.weight)
+        assert not torch.equal(moe.gate.weight, twin.gate.weight)
+        uid, endpoint = next(iter(directory.lookup(["ffn.0"]).items()))
+        expert = RemoteExpert(uid, endpoint)
+        assert torch.equal(expert(x), copy.deepcopy(expert)(x))  # type: ignore[arg-type]
 
 
 def test_a_gate_that_went_wrong_is_named() -> None:

@@ -149,20 +149,32 @@ def test_the_expert_learns_even_if_no_input_requires_grad() -> None:
     assert not torch.equal(before["inner.0.weight"], module.state_dict()["inner.0.weight"])
 
 
-def test_an_output_that_nobody_used_costs_its_expert_nothing() -> None:
-    module = Nested()
-    backend = ExpertBackend("nested.0", module, adam(module), **NESTED_SCHEMA)  # type: ignore[arg-type]
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 2)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_an_output_that_nobody_used_leaves_its_parameters_without_a_gradient(keep: int) -> None:
+    module = TwoHeads()
+    # Momentum would move a parameter whose gradient is zero, and does not move one without a gradient.
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    backend = ExpertBackend("heads.0", module, optimizer, args_schema=[TensorSpec(4)], keep_activations=keep)
     with served(backend) as server:
-        expert = RemoteExpert("nested.0", server.endpoint)
-        pair, keywords = nested_inputs(2)
-        answer = expert(pair, **keywords)
-        answer["parts"][2][0].sum().backward()
-        # The used output depends on no parameter: they keep their None gradient, and momentum does not move them.
-        assert pair[0].grad is None or not pair[0].grad.any()
-        x = torch.ones(2, 4, requires_grad=True)
-        expert((x, x), **keywords)
-        x.sum().backward()
-    assert backend.updates == 1
+        expert = RemoteExpert("heads.0", server.endpoint)
+        first, second = expert(torch.randn(3, 4))
+        (first.sum() + second.sum()).backward()
+        before = copy.deepcopy(module.state_dict())
+        first, _ = expert(torch.randn(3, 4))
+        first.sum().backward()
+    assert backend.updates == 2
+    assert torch.equal(module.second.weight, before["second.weight"])
+    assert not torch.equal(module.first.weight, before["first.weight"])
 
 
 def test_batch_norm_is_updated_once_and_as_it_would_be_here() -> None:

@@ -315,6 +315,26 @@ def test_above_the_cap_a_client_is_told_at_once() -> None:
             thread.join(timeout=10)
 
 
+def test_a_server_that_gets_no_thread_loses_that_client_and_serves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = [0]
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "anabranch-connection":
+            starts[0] += 1
+            if starts[0] == 1:
+                raise RuntimeError("can't start new thread")
+        original(self)
+
+    with Server([ECHO]) as server, Client(retries=1) as client:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+        assert starts[0] == 2
+        assert server.statistics().connections == 1
+
+
 def test_bytes_in_flight_are_bounded_and_given_back() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO], max_bytes_in_flight=5000) as server, Client() as client:

@@ -172,6 +172,8 @@ def test_an_old_tls_version_is_refused(keys: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    # Its certificate is right: the version is all that is wrong.
+    context.load_cert_chain(keys / "worker.pem")
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")

@@ -104,6 +104,10 @@ class _Asker:
         self._failed: Counter[str] = Counter()
         self._rows: Counter[str] = Counter()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> _Asker:
+        # A copied mixture has a gate of its own and shares what it knows of the experts.
+        return _Asker(self.finder, self.terms)
+
     def statistics(self) -> MixtureStatistics:
         return MixtureStatistics(
             self._calls,

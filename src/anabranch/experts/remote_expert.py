@@ -83,6 +83,16 @@ class RemoteExpert(nn.Module):
         self._known: tuple[str, Schema] | None = None
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
+        """Another caller of the same expert, through the same client: copying a model copies no connection."""
+        return RemoteExpert(
+            self.uid,
+            self._where,
+            forward_timeout=self.forward_timeout,
+            backward_timeout=self.backward_timeout,
+            client=self._client,
+        )
+
     def extra_repr(self) -> str:
         """The uid and where it is."""
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"

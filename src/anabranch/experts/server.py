@@ -121,6 +121,12 @@ class ExpertServer:
         self._ttl = ttl
         self._not_finite: Counter[str] = Counter()
         self._runtimes = [Runtime(pools, name=name) for name, pools in self._pools_by_device().items()]
+        self._persistence = (
+            None
+            if checkpoint_dir is None
+            else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
+        )
+        # Last of what may fail: it listens from here on.
         self._server = Server(
             [
                 Verb(wire.INFO, self._info),
@@ -144,11 +150,6 @@ class ExpertServer:
             max_connections=max_connections,
             drain_seconds=drain_seconds,
             healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
-        )
-        self._persistence = (
-            None
-            if checkpoint_dir is None
-            else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
         )
         self._stop = threading.Event()
         self._stack = ExitStack()

@@ -61,6 +61,8 @@ _MOST_BYTES = 1 << 62
 _AHEAD = 4096
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
+# Neither NaN nor infinity passes: both would make waits without end.
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -111,7 +113,7 @@ _Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_lengt
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The first frame of each side: how often a server beats, in seconds, and the bytes it takes in a body."""
 
-    heartbeat: float = 0.0
+    heartbeat: _Seconds = 0.0
     body: _Size = 0
     tensors: _Tensors = ()
 
@@ -128,7 +130,7 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     epoch: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     sequence: _Size = 0
     settled: _Size = 0
-    seconds: float = 0.0
+    seconds: _Seconds = 0.0
     schema: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     payload: bytes = b""
     tensors: _Tensors = ()

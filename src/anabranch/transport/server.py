@@ -388,7 +388,12 @@ class Server:
             connection = _Connection(self, stream, full=present >= self._max_connections)
             thread = threading.Thread(target=connection.run, name="anabranch-connection", daemon=True)
             self._connections[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # No thread is left in the system: this client finds the connection lost, the others are served on.
+            report("transport.accept_failed", error=str(error))
+            connection.discard()
 
     def _beat_all(self) -> None:
         frame = encode(Beat())
@@ -449,6 +454,10 @@ class _Connection:
             if not self._closed:
                 self._stream.abort()
                 os.eventfd_write(self._wake, 1)
+
+    def discard(self) -> None:
+        """Lets the connection go without having served it."""
+        self._end()
 
     def _write(self, frame: Sequence[memoryview]) -> None:
         self._writer.put(frame)
