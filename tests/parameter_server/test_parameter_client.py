@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
+from anabranch import Directory
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import (
     Constant,
@@ -355,3 +356,12 @@ def test_pushes_are_held_only_where_they_are_merged() -> None:
                 client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
                 with pytest.raises(ValueError, match="bsp"):
                     client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, hold=True)
+
+
+def test_a_shard_is_in_the_directory_while_it_serves() -> None:
+    directory = Directory()
+    with ParameterServer(1, 2, transport=MemoryTransport(), directory=directory) as server:
+        assert directory.lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
+    assert directory.lookup(["parameters.1"]) == {}
+    with pytest.raises(ValueError, match="endpoint"):
+        ParameterServer(directory="unix:/nowhere")

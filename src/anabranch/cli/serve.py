@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
+from anabranch.parameter_server import serve_parameters
 
-__all__ = ["directory", "experts", "serve"]
+__all__ = ["directory", "experts", "parameters", "serve"]
 
 serve = typer.Typer(help="One long-lived service: it prints 'listening on ENDPOINT' first, and drains on SIGTERM.")
 """The commands under ``anabranch serve``."""
@@ -73,3 +74,37 @@ def directory(listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = 
     """Serve a directory: who serves which expert."""
     with stopped_by_signals() as stop:
         serve_directory(stop, listen=listen, keys=keys, insecure=insecure)
+
+
+@serve.command()
+def parameters(
+    shard: Annotated[int, typer.Option(min=0, metavar="I", help="Which shard this is.")] = 0,
+    shards: Annotated[int, typer.Option(min=1, metavar="N", help="How many shards there are.")] = 1,
+    durability: Annotated[
+        Literal["none", "checkpoint", "log"], typer.Option(help="What comes back when the shard is started again.")
+    ] = "none",
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the shard keeps it.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads that share the work of a request.")] = 1,
+    listen: _Listen = None,
+    keys: _Keys = None,
+    insecure: _Insecure = False,
+) -> None:
+    """Serve one shard of the tables and parameters."""
+    if durability != "none" and checkpoint_dir is None:
+        raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
+    if shard >= shards:
+        raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
+    with stopped_by_signals() as stop:
+        serve_parameters(
+            stop,
+            shard=shard,
+            shards=shards,
+            listen=listen,
+            durability=durability,
+            checkpoint_dir=checkpoint_dir,
+            threads=threads,
+            keys=keys,
+            insecure=insecure,
+        )

@@ -17,6 +17,7 @@ from anabranch.parameter_server.remote_tables import RemoteTables
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.server import ParameterServer
+from anabranch.parameter_server.serving import serve_parameters
 from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics, TableStatistics
 from anabranch.parameter_server.table_spec import TableSpec
 
@@ -47,4 +48,5 @@ __all__ = [
     "TableStatistics",
     "Uniform",
     "Worker",
+    "serve_parameters",
 ]

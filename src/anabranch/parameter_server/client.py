@@ -181,7 +181,6 @@ class ParameterClient:
         name: str,
         shape: Sequence[int],
         kind: Literal["dense", "rows"] = "dense",
-        *,
         dtype: torch.dtype = torch.float32,
         init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
         optimizer: OptimizerFactory = _SGD,

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from anabranch.errors import NonFinite, NotFound, Overloaded, SchemaError
+from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
 from anabranch.parameter_server.durability import Durability, Keeper
 from anabranch.parameter_server.kernels import Crew
@@ -38,10 +38,21 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.shard import Shard, ShardStatistics
 from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pack, unpack
 
-__all__ = ["ParameterServer"]
+__all__ = ["Announces", "ParameterServer"]
 
 _M = TypeVar("_M", bound=msgspec.Struct)
 _WORKERS = frozenset({"worker"})
+_TTL = 30.0  # seconds that an announcement holds
+
+
+class Announces(Protocol):
+    """What a server needs of a directory."""
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+
+    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+        """``endpoint`` does not serve ``uids`` any more."""
 
 
 class ParameterServer:
@@ -59,6 +70,7 @@ class ParameterServer:
         durability: ``"none"``: a shard that dies is gone; ``"checkpoint"``: it comes back as it was last written;
             ``"log"``: with every push that was acknowledged.
         checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
+        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``.
         checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
         threads: threads that share the work of one request.
         memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
@@ -78,6 +90,7 @@ class ParameterServer:
         listen: str | None = None,
         durability: Durability = "none",
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        directory: Announces | None = None,
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
@@ -93,12 +106,16 @@ class ParameterServer:
             raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
         if not checkpoint_seconds > 0:
             raise ValueError(f"checkpoint_seconds={checkpoint_seconds} must be above 0")
-        directory = None
+        if isinstance(directory, str):
+            raise ValueError(f"directory={directory!r} is an endpoint; give anabranch.Directory({directory!r})")
+        own = None
         if durability != "none" and checkpoint_dir is not None:
-            directory = Path(checkpoint_dir) / f"shard-{shard}-of-{shards}"
+            own = Path(checkpoint_dir) / f"shard-{shard}-of-{shards}"
+        self._directory = directory
+        self._uids = [f"parameters.{shard}"]
         self._checkpoint_seconds = checkpoint_seconds
         self._crew = Crew(threads)
-        self._keeper = Keeper(durability, directory)
+        self._keeper = Keeper(durability, own)
         scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
         if scratch is not None:
             Path(scratch).mkdir(parents=True, exist_ok=True)
@@ -110,7 +127,7 @@ class ParameterServer:
         )  # fmt: skip
         self._server.once.restore(self._done)
         self._stop = threading.Event()
-        self._saver: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._stack = ExitStack()
 
     @property
@@ -130,17 +147,24 @@ class ParameterServer:
         self._stack.callback(self._crew.close)
         self._stack.callback(self._keeper.close)
         self._stack.enter_context(self._server)
-        self._saver = threading.Thread(target=self._save_now_and_then, name="anabranch-shard-saver", daemon=True)
-        self._saver.start()
+        jobs = {"saver": self._save_now_and_then}
+        if self._directory is not None:
+            self._directory.announce(self._uids, self.endpoint, _TTL)
+            jobs["announcer"] = self._announce_now_and_then
+        for name, body in jobs.items():
+            self._threads.append(threading.Thread(target=body, name=f"anabranch-shard-{name}", daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        if self._saver is not None:
-            self._saver.join(timeout=600.0)
+        for thread in self._threads:
+            thread.join(timeout=600.0)
         try:
+            if self._directory is not None:
+                self._try("withdraw", lambda directory: directory.withdraw(self._uids, self.endpoint))
             if kind is None:
                 self._server.drain(self._server.drain_seconds)
                 self._keeper.checkpoint()
@@ -153,6 +177,17 @@ class ParameterServer:
                 self._keeper.checkpoint()
             except Exception as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
                 report("parameter_server.checkpoint_failed", error=str(error))
+
+    def _announce_now_and_then(self) -> None:
+        while not self._stop.wait(timeout=_TTL / 3):
+            self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
+
+    def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
+        assert self._directory is not None
+        try:
+            ask(self._directory)
+        except BoundaryError as error:  # the shard serves on; who knows its endpoint finds it
+            report(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 

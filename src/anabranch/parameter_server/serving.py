@@ -1,0 +1,53 @@
+"""A shard as a service of its own: what ``anabranch serve parameters`` runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from anabranch.parameter_server.durability import Durability
+from anabranch.parameter_server.server import ParameterServer
+
+__all__ = ["serve_parameters"]
+
+_NAP = 3600.0  # seconds between looks at whether to stop; setting the event wakes at once
+
+
+def serve_parameters(
+    stop: threading.Event,
+    *,
+    shard: int = 0,
+    shards: int = 1,
+    listen: str | None = None,
+    durability: Durability = "none",
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    threads: int = 1,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    heartbeat: float = 1.0,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Serves one shard until ``stop`` is set, then drains and writes its state.
+
+    Takes the arguments of ``ParameterServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and
+    prints it by default.
+    """
+    with ParameterServer(
+        shard,
+        shards,
+        listen,
+        durability,
+        checkpoint_dir,
+        threads=threads,
+        keys=keys,
+        insecure=insecure,
+        heartbeat=heartbeat,
+    ) as server:
+        (say or _say)(f"listening on {server.endpoint}")
+        while not stop.wait(timeout=_NAP):
+            pass
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
