@@ -303,6 +303,7 @@ def test_gradients_can_be_taken_apart_from_the_update() -> None:
     program = StepProgram(model, loss_of, [optimizer])
     for batch in data:
         found = program.backward(batch)
+        assert "0.weight.grad" in program.graph.outputs
         program.update(found.dense, found.sparse)
         scheduler.step()
     assert all(map(torch.equal, model.state_dict().values(), whole.model.state_dict().values()))

@@ -115,15 +115,15 @@ class StepProgram:
         self._updates: dict[object, tuple[Graph, Program]] = {}
         self._joints: dict[object, _Joint] = {}
         self._numbers: set[object] = set()
-        self._last: _Joint | None = None
+        self._last: Graph | None = None
         self._broken: CaptureError | None = None
 
     @property
     def graph(self) -> Graph:
-        """The joint graph of the last ``run``."""
+        """The graph of the last ``run``, or of the last ``backward``."""
         if self._last is None:
             raise RuntimeError("nothing has been captured yet; run a batch first")
-        return self._last.graph
+        return self._last
 
     def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Structure]:
         """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
@@ -138,7 +138,7 @@ class StepProgram:
         joint = self._joints.get(key)
         if joint is None:
             return self._first_run(key, batch, extra, tuple(fetch))
-        self._last = joint
+        self._last = joint.graph
         self._rates.refresh()
         results: dict[str, Structure] = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
         for optimizer in self._optimizers:
@@ -151,6 +151,7 @@ class StepProgram:
         """Forward and backward alone: nothing is updated but buffers."""
         leaves, key = self._situation(batch, (), fetch)
         backward, program = self._backward(key, batch, fetch)
+        self._last = backward.graph
         return backward.sort(dict(zip(backward.graph.outputs, program.run(*leaves), strict=True)))
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
@@ -219,12 +220,13 @@ class StepProgram:
         between = self._between(backward, extra)
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
-            self._last = self._joints[key] = self._join(backward, program, between, fetch)
+            self._joints[key] = self._join(backward, program, between, fetch)
             return self.run(batch, extra, fetch)
         results = self._run_apart(backward, program, between, batch, extra, fetch)
         # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
         try:
-            self._last = self._joints[key] = self._join(backward, program, between, fetch)
+            self._joints[key] = self._join(backward, program, between, fetch)
+            self._last = self._joints[key].graph
         except CaptureError as error:
             self._broken = error
         return results
