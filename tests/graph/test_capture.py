@@ -313,14 +313,24 @@ def test_an_optimizer_that_rebinds_its_state_is_refused_after_the_step_that_it_t
     assert torch.equal(model.weight, after_one)
 
 
-@pytest.mark.parametrize("result", ["vector", "number", "extra", "constant"])
-def test_a_loss_of_the_wrong_form_is_a_value_error(result: str) -> None:
+@pytest.mark.parametrize(
+    ("result", "kind", "message"),
+    [
+        ("vector", ValueError, r"the loss has shape \(3, 2\)"),
+        ("number", TypeError, "got float"),
+        ("extra", ValueError, "the loss returned 'n' as a int"),
+        ("pair", TypeError, "got int"),
+        ("constant", ValueError, "does not depend on any parameter"),
+    ],
+)
+def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[Exception], message: str) -> None:
     model = nn.Linear(2, 2)
 
     def loss(module: nn.Module, x: Tensor) -> object:
         scores = module(x)
-        return {"vector": scores, "number": 3.0, "extra": (scores.sum(), {"n": 3}), "constant": x.sum()}[result]
+        forms = {"vector": scores, "number": 3.0, "extra": (scores.sum(), {"n": 3}), "pair": (scores.sum(), 3)}
+        return {**forms, "constant": x.sum()}[result]
 
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters())])
-    with pytest.raises(ValueError, match="loss"):
+    with pytest.raises(kind, match=message):
         program.run(torch.ones(3, 2))

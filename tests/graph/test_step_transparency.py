@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anabranch.errors import CaptureError
 from anabranch.graph import StepProgram
 
 Batch = dict[str, Tensor]
@@ -290,6 +291,45 @@ def test_a_parameter_whose_data_was_replaced_is_noticed() -> None:
         return [*model.state_dict().values(), *(s["step"] for s in optimizer.state.values())]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.drop, self.temperature = nn.Linear(8, 4), nn.Dropout(0.0), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.head(x)) / self.temperature
+
+
+def test_python_numbers_that_change_between_steps_are_noticed() -> None:
+    share = 1.0
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, batch)[0] * share
+
+    model = Weighted()
+    program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    (batch,) = batches(6)
+    for change in ("none", "temperature", "share", "none"):
+        model.temperature = 2.0 if change == "temperature" else model.temperature
+        share = 3.0 if change == "share" else share
+        expected = loss(model, batch).detach()
+        assert torch.equal(program.run(batch)["loss"], expected)  # type: ignore[arg-type]
+
+
+def test_a_python_number_that_changes_every_step_is_refused_by_name() -> None:
+    model = Weighted()
+    program = StepProgram(model, loss_of, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    (batch,) = batches(6)
+
+    def anneal() -> None:
+        for _ in range(20):
+            model.temperature *= 0.9
+            program.run(batch)
+
+    with pytest.raises(CaptureError, match=r"'Weighted\.temperature' changes from step to step"):
+        anneal()
 
 
 def test_gradients_can_be_taken_apart_from_the_update() -> None:

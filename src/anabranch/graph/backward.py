@@ -14,7 +14,7 @@ from anabranch.graph.build import build
 from anabranch.graph.faithful import PythonState, captured_tensors, refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake
+from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake, WrongType
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
@@ -122,16 +122,24 @@ class _Body:
 
     def _evaluate(self, batch: Structure) -> tuple[Tensor, dict[str, Tensor]]:
         result = self._loss(self._model, batch)
-        loss, extras = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserMistake(f"the loss must be one number in a tensor, got {shown}; reduce it with .mean() or .sum()")
+        loss, extras = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if not isinstance(extras, Mapping):
+            raise WrongType(f"beside the loss a step returns a dict of tensors, got {type(extras).__name__}")
+        if not isinstance(loss, Tensor):
+            raise WrongType(f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise UserMistake(
+                f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
+                "reduction='mean', or loss.sum() with reduction='sum'"
+            )
         for name, value in extras.items():
             if not isinstance(value, Tensor):
                 raise UserMistake(f"the loss returned {name!r} as a {type(value).__name__}; return tensors")
         if not loss.requires_grad:
-            raise UserMistake("the loss depends on no parameter that requires a gradient")
-        return loss if loss.ndim == 0 else loss.reshape(()), extras
+            raise UserMistake(
+                "the loss does not depend on any parameter that requires a gradient; nothing would be trained"
+            )
+        return loss if loss.ndim == 0 else loss.reshape(()), dict(extras)
 
     def _sparse(
         self, found: Sequence[Lookup], gradients: Sequence[Tensor | None], dense: Mapping[str, Tensor]

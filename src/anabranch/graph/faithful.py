@@ -19,7 +19,7 @@ from anabranch.autodiff import hooks as own_hooks
 from anabranch.errors import CaptureError
 from anabranch.graph.tracing import is_library
 
-__all__ = ["PythonState", "captured_tensors", "reachable_modules", "refuse_hooks"]
+__all__ = ["PythonNumbers", "PythonState", "captured_tensors", "reachable_modules", "refuse_hooks"]
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
@@ -210,6 +210,17 @@ class PythonState:
             "move it out of the step, or use engine='tape'"
         )
 
+    def numbers(self) -> PythonNumbers:
+        """The plain values among these, which a capture bakes into its graph."""
+        spaces = [
+            (owner, values, name)
+            for owner, values, _ in self._holders.values()
+            for name in values
+            if name not in _NOT_STATE and not name.endswith("_hooks") and "hooks_" not in name
+        ]
+        spaces += [("", space, name) for name, space, _ in self._globals]
+        return PythonNumbers(spaces, self._cells)
+
     def _restore(self) -> None:
         for values, before in self._kept:
             for name in [name for name in values if name not in before]:
@@ -237,6 +248,31 @@ class PythonState:
         return next(iter([*stores, *(place for _, place in places)]), codes[0].co_filename if codes else "the forward")
 
 
+class PythonNumbers:
+    """Plain values that the user's code reads and may change between steps: a temperature, a dropout probability."""
+
+    def __init__(
+        self, spaces: Iterable[tuple[str, dict[str, object], str]], cells: Iterable[tuple[str, types.CellType, object]]
+    ) -> None:
+        self._entries = [
+            (owner, space, name, space[name]) for owner, space, name in spaces if isinstance(space.get(name), _PLAIN)
+        ]
+        self._cells = [(name, cell, value) for name, cell, value in cells if isinstance(value, _PLAIN)]
+
+    def changed(self) -> str | None:
+        """The name of one that is no longer what it was."""
+        for owner, space, name, value in self._entries:
+            now = space.get(name, _GONE)
+            if now is not value and now != value:
+                return f"{owner}.{name}" if owner else name
+        for name, cell, value in self._cells:
+            now = _contents(cell)
+            if now is not value and now != value:
+                return name
+        return None
+
+
+_PLAIN = (bool, int, float, complex, str, tuple, types.NoneType)
 _GONE = object()
 
 

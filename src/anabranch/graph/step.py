@@ -26,7 +26,7 @@ from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.build import build
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
-from anabranch.graph.faithful import refuse_hooks
+from anabranch.graph.faithful import PythonState, refuse_hooks
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
 from anabranch.graph.inductor import compiled
@@ -92,10 +92,13 @@ class StepProgram:
         self._trace_between = between
         self._passes = tuple(passes)
         self._compile = compile
+        self._changes = 0
         self._bind()
 
     def _bind(self) -> None:
         """Looks the state up again and forgets every graph, as at construction."""
+        modules = {module: name for name, module in self._model.named_modules()}
+        self._python = PythonState(self._loss, modules).numbers()
         model, optimizers = self._model, self._optimizers
         self._modules = list(model.modules())
         self._parameters = dict(model.named_parameters())
@@ -196,6 +199,16 @@ class StepProgram:
         for entries, name, tensor in self._slots:
             if entries.get(name) is not tensor:
                 return self._bind()
+        changed = self._python.changed()
+        if changed is not None:
+            self._changes += 1
+            self._bind()
+            if self._changes > _MOST_NUMBERS:
+                self._broken = CaptureError(
+                    f"{changed!r} changes from step to step, and each change makes a new graph; pass it in the batch as "
+                    "a float, make it a tensor that is changed in place, or use engine='tape'"
+                )
+            return None
         for tensor, where in self._places:
             if tensor.data_ptr() != where:  # parameter.data = ..., model.to(...)
                 return self._bind()

@@ -42,6 +42,7 @@ __all__ = [
     "Source",
     "TracedModules",
     "UserMistake",
+    "WrongType",
     "bytes_of",
     "constants",
     "is_library",
@@ -65,6 +66,10 @@ Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, obj
 
 class UserMistake(ValueError):
     """A mistake found while tracing that no engine would forgive; it reaches the caller as it is."""
+
+
+class WrongType(TypeError):
+    """The same, of a type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +343,7 @@ def _explained() -> Iterator[None]:
     """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line."""
     try:
         yield
-    except (CaptureError, UserMistake):
+    except (CaptureError, UserMistake, WrongType):
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
