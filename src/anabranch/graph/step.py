@@ -205,8 +205,8 @@ class StepProgram:
             self._bind()
             if self._changes > _MOST_NUMBERS:
                 self._broken = CaptureError(
-                    f"{changed!r} changes from step to step, and each change makes a new graph; pass it in the batch as "
-                    "a float, make it a tensor that is changed in place, or use engine='tape'"
+                    f"{changed!r} changes from step to step, and each change makes a new graph; pass it in the batch "
+                    "as a float, make it a tensor that is changed in place, or use engine='tape'"
                 )
             return None
         for tensor, where in self._places:
