@@ -237,6 +237,20 @@ def test_a_step_run_as_a_graph_can_be_looked_at() -> None:
         executor.graph()
 
 
+def test_a_batch_without_rows_trains_nothing() -> None:
+    model = nn.Linear(3, 1)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).square().mean()  # NaN without rows
+
+    before = model.weight.clone()
+    with ab.Executor(ab.TrainStep(model, loss, sgd(model))) as executor:
+        executor.run(batch=batch_of(0))
+        assert torch.equal(model.weight, before)
+        executor.run(batch=batch_of(2))
+        assert not torch.equal(model.weight, before)
+
+
 # What is refused.
 
 

@@ -22,7 +22,7 @@ def marked_processes(mark: str) -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns as soon as the condition holds."""
     end = time.monotonic() + seconds
     while not condition():

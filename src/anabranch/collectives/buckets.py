@@ -16,7 +16,7 @@ received a gradient from anyone: the others keep ``.grad`` at ``None``, as in th
 bucket, and the bucket is also the accumulator over several runs: nothing is copied twice.
 
 A parameter that first turns out to have a sparse gradient in a dense bucket is exchanged after it, on every rank
-alike, and has ``SparseRows`` of its own from then on.
+alike, and has ``SparseRows`` of its own from then on; a table whose gradient turns out dense moves the other way.
 
 The first bucket can carry a *header*, a few more numbers to be summed over the workers: on small models the latency of
 a message of its own would cost more than all the gradients do.
@@ -245,9 +245,9 @@ class GradientBuckets:
 
     def _table_ready(self, table: SparseRows, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
-            # A table that is also read densely, a tied head say: its gradient is dense, on this rank for now.
-            gradient = gradient.to_sparse(1)
-        table.add(gradient, self._weight)
+            table.add_dense(gradient, self._weight)
+        else:
+            table.add(gradient, self._weight)
         self._tables_arrived.add(table.name)
         if self._launching:
             self._launch_complete()
@@ -291,6 +291,7 @@ class GradientBuckets:
     def finish(self, divisor: float) -> None:
         """Ends the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
         found_sparse: set[str] = set()
+        found_dense: set[str] = set()
         for bucket in self._buckets:
             bucket.arrive()
             if divisor != 1.0:
@@ -304,9 +305,11 @@ class GradientBuckets:
         for table in self._tables:
             if self._workers is None:
                 table.launch(self._step)
-            table.parameter.grad = table.finish(divisor, self._step)
-        if found_sparse:
-            self._sparse_names |= found_sparse
+            table.parameter.grad = gradient = table.finish(divisor, self._step)
+            if gradient is not None and gradient.layout is torch.strided:
+                found_dense.add(table.name)
+        if found_sparse or found_dense:
+            self._sparse_names = (self._sparse_names | found_sparse) - found_dense
             self._lay_out()
 
     def _add_sparse(self, bucket: _DenseBucket, index: int, dense: Tensor | None, divisor: float) -> Tensor | None:
@@ -332,7 +335,7 @@ class GradientBuckets:
                     found[name] = rows
         for table in self._tables:
             if (rows := table.parts()) is not None:
-                found[table.name] = rows
+                found[table.name] = rows.to_dense() if table.has_dense else rows
         return found
 
     def restore_sums(self, sums: Mapping[str, Tensor]) -> None:

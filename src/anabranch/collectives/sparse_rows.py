@@ -1,4 +1,4 @@
-"""Sparse gradients summed over workers: they travel as ``(ids, rows)`` and are never made dense.
+"""Sparse gradients summed over workers: they travel as ``(ids, rows)`` and are not made dense.
 
 ::
 
@@ -6,6 +6,9 @@
     gradients of the window            counts      all_gather, started as soon as the gradient is final
       -> weighted, merged   ────────>  ids + rows  all_gather of one buffer a worker, padded to the longest
                                        -> merged again, in rank order, so that all workers hold the same bits
+
+Only where autograd itself made the gradient dense on some worker, as it does for a table that is also a head's weight,
+is the result dense on all of them, as in the plain loop.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ class SparseRows:
         self._counts: Tensor | None = None
         self._pending: Pending | None = None
         self._merged: Tensor | None = None
+        self.has_dense = False
+
+    def add_dense(self, gradient: Tensor, weight: float) -> None:
+        """Takes one run's gradient that autograd made dense."""
+        self.has_dense = True
+        self.add(gradient.to_sparse(1), weight)
 
     def add(self, gradient: Tensor, weight: float) -> None:
         """Takes one run's gradient times ``weight``."""
@@ -65,8 +74,8 @@ class SparseRows:
         if self._workers is None:
             return
         mine = _NO_GRADIENT if self._merged is None else self._merged._nnz()
-        count = torch.tensor([mine], device=self.parameter.device)
-        self._counts = count.new_empty(self._workers.size, 1)
+        count = torch.tensor([mine, int(self.has_dense)], device=self.parameter.device)
+        self._counts = count.new_empty(self._workers.size, 2)
         self._pending = self._workers.start_all_gather(
             count, self._counts, operation=f"all_gather rows of {self.name}", step=step
         )
@@ -74,11 +83,13 @@ class SparseRows:
     def finish(self, divisor: float, step: int | None) -> Tensor | None:
         """The gradient over all workers divided by ``divisor``; ``None`` when no worker has one."""
         merged, self._merged, self._parts = self._merged, None, []
+        dense = self.has_dense
         if self._workers is not None:
             assert self._pending is not None
             assert self._counts is not None
             self._pending.finish()
-            counts = self._counts.flatten().tolist()
+            counts, dense_flags = self._counts.t().tolist()
+            dense = any(dense_flags)
             self._pending = self._counts = None
             if max(counts) == _NO_GRADIENT:
                 return None
@@ -87,7 +98,8 @@ class SparseRows:
             return None
         if divisor != 1.0:
             merged._values().div_(divisor)
-        return merged.to(self.parameter.dtype)
+        self.has_dense = False
+        return (merged.to_dense() if dense else merged).to(self.parameter.dtype)
 
     def _exchange(self, mine: Tensor | None, counts: list[int], step: int | None) -> Tensor:
         assert self._workers is not None
@@ -121,6 +133,7 @@ class SparseRows:
     def clear(self) -> None:
         """Forgets what was taken."""
         self._parts.clear()
+        self.has_dense = False
         self._merged = self._counts = self._pending = None
 
 

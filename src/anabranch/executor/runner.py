@@ -69,7 +69,7 @@ class StepRunner:
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
-        if self._workers is None and self.step.accumulate == 1:
+        if self._workers is None and self.step.accumulate == 1 and rows > 0:
             return self._run_alone(batch, fetch)
         self._begin_run()
         if not rows > 0:

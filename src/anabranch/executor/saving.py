@@ -4,8 +4,8 @@
 
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
-    group "window"        sums of an accumulation window that is open, over all workers
-    group "rank<r>"       tensors of one worker: random number generators, loader positions
+    group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
+                          of an accumulation window that is open
     state                 everything that is no tensor
 
 Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart.
@@ -13,7 +13,8 @@ Rank 0 writes; what only a worker knows is gathered first. Names, not positions,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -34,6 +35,8 @@ from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
 
 __all__ = ["Saver"]
+
+_log = logging.getLogger("anabranch.executor")
 
 _FORMAT = 1
 
@@ -66,12 +69,12 @@ class Saver:
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
-        ranks = self._gather(_pack({"random": random_state(), "loaders": self._positions()}))
-        windows, sums = self._windows()
+        mine = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
+        ranks = self._gather(_pack(mine))
         failure = ""
         if self._rank == 0:
             try:
-                self._write(path, ranks, windows, sums)
+                self._write(path, ranks)
             except (CheckpointError, OSError, ValueError) as error:
                 if self._size == 1:
                     raise
@@ -80,11 +83,9 @@ class Saver:
         if failure:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
 
-    def _write(self, path: Path, ranks: list[bytes], windows: object, sums: dict[str, Tensor]) -> None:
+    def _write(self, path: Path, ranks: list[bytes]) -> None:
         optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states())
         groups: dict[str, Mapping[str, Tensor]] = {"model": self._model_tensors(), "optimizer": optimizer_tensors}
-        if sums:
-            groups["window"] = sums
         rank_states = []
         for rank, packed in enumerate(ranks):
             state, tensors = checkpoint.split(_unpack(packed))
@@ -102,7 +103,6 @@ class Saver:
                 ]
                 for name, step in self._steps.items()
             },
-            "windows": windows,
             "ranks": rank_states,
         }
         checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
@@ -122,33 +122,19 @@ class Saver:
             for name, step in self._steps.items()
         }
 
-    def _windows(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Every step's open window; its sums added up over the workers, so that any number can go on with them."""
+    def _windows(self) -> dict[str, object]:
+        """Every step's open window, with this worker's part of its sums."""
         states: dict[str, object] = {}
-        sums: dict[str, Tensor] = {}
-        for name, engine in self._runners.items():
-            in_window, rows, mine = engine.window()
-            states[name] = {"runs": engine.runs, "steps": engine.steps, "in_window": in_window, "rows": rows}
-            if not in_window:
-                continue
-            for parameter_name, parameter in self._steps[name].model.named_parameters():
-                if not parameter.requires_grad:
-                    continue
-                total = self._sum(mine.get(parameter_name), parameter)
-                if total is not None:
-                    sums[f"{name}.{parameter_name}"] = total
-        return states, sums
-
-    def _sum(self, mine: Tensor | None, parameter: Tensor) -> Tensor | None:
-        dense = None if mine is None else mine.to_dense()
-        if self._workers is None or self._size == 1:
-            return dense
-        present = torch.tensor([float(dense is not None)], device=parameter.device)
-        if not self._workers.all_reduce(present, operation="save").item():
-            return None
-        return self._workers.all_reduce(
-            torch.zeros_like(parameter) if dense is None else dense, operation="save"
-        ).detach()
+        for name, runner in self._runners.items():
+            in_window, rows, sums = runner.window()
+            states[name] = {
+                "runs": runner.runs,
+                "steps": runner.steps,
+                "in_window": in_window,
+                "rows": rows,
+                "sums": {key: _sum_to_save(total) for key, total in sums.items()},
+            }
+        return states
 
     def _positions(self) -> dict[str, object]:
         return {name: loader.state() for name, loader in self._loaders.items()}
@@ -186,12 +172,28 @@ class Saver:
             raise CheckpointError(cast(str, answer["failure"]))
         if not answer:
             return False
-        if chosen is None:
-            chosen = checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
-        self._restore(chosen)
+        self._together(
+            lambda: self._plan(
+                chosen or checkpoint.read(cast(str, answer["path"]), generation=cast(int, answer["generation"]))
+            )
+        )()
         return True
 
-    def _restore(self, found: Checkpoint) -> None:
+    def _together(self, plan: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """What ``plan`` returns, if it fails on no worker; else its error, or word of another worker's."""
+        try:
+            planned = plan()
+        except (CheckpointError, OSError) as error:
+            self._gather(str(error).encode())
+            raise
+        failures = [text.decode() for text in self._gather(b"")]
+        for rank, failure in enumerate(failures):
+            if failure:
+                raise CheckpointError(f"rank {rank} cannot load the checkpoint, so nobody does: {failure}")
+        return planned
+
+    def _plan(self, found: Checkpoint) -> Callable[[], None]:
+        """Reads and checks everything; what it returns changes things, and cannot fail for what the checkpoint is."""
         state = _checked_state(found)
         tensors = found.tensors("model")
         checkpoint.fit(self._model_tensors(), tensors)
@@ -203,21 +205,26 @@ class Saver:
         loaders = self._positions_of(found, state)
         for name, positions in loaders.items():
             self._loaders[name].check(positions)
-        # Everything fits: from here on things change.
-        for prefix, model in self._models.items():
-            names = model.state_dict().keys()
-            model.load_state_dict({name: tensors[prefix + name] for name in names})
-        for optimizer, plan in plans:
-            optimizer.load_state_dict(plan)
-        for name, step in self._steps.items():
-            for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
-                scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
-        self._restore_windows(found, state)
-        for name, positions in loaders.items():
-            self._loaders[name].restore(positions)
-        if state["workers"] == self._size:
-            mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
-            restore_random_state(cast("dict[str, object]", mine["random"]))
+        for name in self._loaders.keys() - loaders.keys():
+            _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
+
+        def change() -> None:
+            for prefix, model in self._models.items():
+                names = model.state_dict().keys()
+                model.load_state_dict({name: tensors[prefix + name] for name in names})
+            for optimizer, plan in plans:
+                optimizer.load_state_dict(plan)
+            for name, step in self._steps.items():
+                for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
+                    scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
+            self._restore_windows(found, state)
+            for name, positions in loaders.items():
+                self._loaders[name].restore(positions)
+            if state["workers"] == self._size:
+                mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
+                restore_random_state(cast("dict[str, object]", mine["random"]))
+
+        return change
 
     def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
         plans = []
@@ -262,18 +269,42 @@ class Saver:
         return {name: [positions[name] for positions in saved] for name in self._loaders if name in saved[0]}
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
-        windows = cast("dict[str, dict[str, int]]", state["windows"])
-        sums = found.tensors("window") if "window" in found.groups else {}
-        for name, engine in self._runners.items():
-            window = windows[name]
-            prefix = f"{name}."
-            device = next(self._steps[name].model.parameters()).device
-            mine = {
-                key.removeprefix(prefix): value.to(device)
-                for key, value in sums.items()
-                if key.startswith(prefix) and self._rank == 0
-            }
-            engine.restore(window["runs"], window["steps"], window["in_window"], window["rows"], mine)
+        """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
+        ranks = range(cast(int, state["workers"]))
+        as_many = len(ranks) == self._size
+        if as_many:
+            ranks = range(self._rank, self._rank + 1)
+        parts = [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in ranks]
+        for name, runner in self._runners.items():
+            windows = [cast("dict[str, dict[str, object]]", part)[name] for part in parts]
+            sums: dict[str, Tensor] = {}
+            parameters = dict(self._steps[name].model.named_parameters())
+            if as_many or self._rank == 0:
+                for window in windows:
+                    for key, saved in cast("dict[str, object]", window["sums"]).items():
+                        part = _saved_sum(saved, parameters[key])
+                        sums[key] = part if key not in sums else _add(sums[key], part)
+            first = cast("dict[str, int]", windows[0])
+            runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+
+
+def _sum_to_save(total: Tensor) -> object:
+    if total.layout is torch.strided:
+        return total
+    merged = total.coalesce()
+    return {"ids": merged._indices(), "rows": merged._values()}
+
+
+def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved.to(parameter.device)
+    rows = cast("dict[str, Tensor]", saved)
+    total = torch.sparse_coo_tensor(rows["ids"], rows["rows"], parameter.shape, check_invariants=True)
+    return total.coalesce().to(parameter.device)
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
 def _distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:

@@ -29,6 +29,7 @@ class TapeEngine:
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self._manager = GradManager()
+        self._alone = GradManager()
         self._parameters = list(step.model.parameters())
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
@@ -45,9 +46,9 @@ class TapeEngine:
 
     def step(self, batch: Structure, fetch: Fetch) -> Ran:
         """Forward, backward, clipping and the optimizers' step."""
-        with self._manager:
+        with self._alone:
             loss, returned = self._forward(batch, fetch)
-            self._manager.backward(loss)
+            self._alone.backward(loss)
         if self._step.clip_grad_norm is not None:
             clip_gradients(self._parameters, self._step.clip_grad_norm)
         self.update()
