@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -50,6 +50,6 @@ def test_a_worker_that_not_even_sigkill_ends_is_given_up_and_named(
     told: list[str] = []
     box.put(signal.SIGTERM)
     os.write(box.notify, b"x")
-    Supervisor([cast(Worker, worker)], box, patience=Patience(stop=0.05), tell=told.append).run()
+    Supervisor([cast(Worker, worker)], box, patience=Patience(stop=0.05, drain=0.05), tell=told.append).run()
     assert worker.sent == [signal.SIGTERM, signal.SIGKILL]
     assert told[-1].startswith("rank 3 (pid 4711) does not die of SIGKILL")
