@@ -80,3 +80,33 @@ def test_only_members_of_a_process_group_use_it() -> None:
     results = LocalJob(3).run_source(STRANGER).check().results
     assert [found and found["error"] for found in results[:2]] == ["", ""]
     assert "rank 2 is no member" in str(results[2] and results[2]["error"])
+
+
+def test_workers_that_are_in_different_runs_say_so() -> None:
+    source = """
+        import json, torch
+        from torch import nn
+        import anabranch as ab
+
+        rank = ab.job().rank
+        model = nn.Linear(2, 1)
+
+        def loss(model, batch):
+            if rank == 1 and batch.shape[0] == 3:
+                raise ArithmeticError("this batch is bad, here")
+            return model(batch).square().mean()
+
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        said = []
+        with ab.Executor(step, comm_mode="AllReduce", timeout=20) as executor:
+            for rows in (2, 3, 2):
+                try:
+                    executor.run(batch=torch.ones(rows, 2))
+                except (ArithmeticError, ab.BoundaryError) as error:
+                    said.append(str(error))
+        print(json.dumps({"said": said}))
+    """
+    first, second = LocalJob(2).run_source(source).check().results
+    assert "the workers are in different runs" in first["said"][0]
+    assert second["said"][0] == "this batch is bad, here"
+    assert "the workers are in different runs" in second["said"][1]

@@ -196,7 +196,7 @@ class Executor:
 
         Raises:
             ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is no
-                scalar; the model is as it was.
+                scalar; no parameter has changed.
             PeerLost, DeadlineExceeded: another worker died, froze or did not come.
         """
         self._check_open()

@@ -48,6 +48,7 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _count_held(step)
+        self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
@@ -91,12 +92,12 @@ class StepRunner:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
         assert self._buckets is not None
         last = self._closes_window()
-        share = header(loss, weight, active=active, stopping=self.asked_to_stop, device=self._device)
+        share = header(loss, weight, run=self._calls, active=active, stopping=self.asked_to_stop, device=self._device)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
-            return Totals(self._buckets.header)
+            return Totals(self._buckets.header, self._calls, self._workers.size)
         self._buckets.start_run(weight, last=last, step=self.runs)
-        return Totals.alone(share, self._workers, self.runs)
+        return Totals.alone(share, self._workers, self._calls)
 
     def _finish_run(self, total: Total) -> None:
         self.stopping = self.stopping or total.stopping > 0
@@ -142,6 +143,7 @@ class StepRunner:
         return ran
 
     def _begin_run(self) -> None:
+        self._calls += 1
         if self._broken:
             raise BoundaryError(
                 "an earlier run failed in the middle of its communication, so this worker no longer knows where the "

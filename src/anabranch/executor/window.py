@@ -5,9 +5,10 @@ divided by all rows of the window: over its runs, over the workers. Under ``"sum
 
 The totals over the workers travel in a header: with the first bucket of gradients where there is one, else alone::
 
-    [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop ]
+    [ rows / 4096, rows % 4096, loss * rows, 1 if this worker has a batch, 1 if it was asked to stop, run % 1024 ]
 
-Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly.
+Rows go in two parts so that a float32 bucket counts up to 2**36 of them exactly. The runs' numbers tell whether all
+workers are in the same one: a worker that caught an error of its own loss and went on is in another.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor
 
 from anabranch.collectives import Workers
+from anabranch.errors import BoundaryError
 
 __all__ = ["HEADER_SIZE", "Total", "Totals", "header"]
 
-HEADER_SIZE = 5
+HEADER_SIZE = 6
 _PART = 4096
 _LOSS = 2
+_RUNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,12 @@ class Total:
     stopping: int
 
 
-def header(loss: Tensor | None, rows: float, *, active: bool, stopping: bool, device: torch.device) -> Tensor:
+def header(loss: Tensor | None, rows: float, *, run: int, active: bool, stopping: bool, device: torch.device) -> Tensor:
     """This worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
-    share = [high, rows - high * _PART, weighted, float(active), float(stopping)]
+    share = [high, rows - high * _PART, weighted, float(active), float(stopping), run % _RUNS]
     values = torch.tensor(share, dtype=torch.float64, device=device)
     if loss is not None and not on_host:  # without waiting for the device
         values[_LOSS] = loss.detach() * rows
@@ -60,25 +63,39 @@ def header(loss: Tensor | None, rows: float, *, active: bool, stopping: bool, de
 class Totals:
     """A run's totals, on their way around the workers."""
 
-    __slots__ = ("_arrived",)
+    __slots__ = ("_arrived", "_run", "_size")
 
-    def __init__(self, arrived: Callable[[], Tensor]) -> None:
+    def __init__(self, arrived: Callable[[], Tensor], run: int, size: int) -> None:
         self._arrived = arrived
+        self._run = run
+        self._size = size
 
     @classmethod
     def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
         """Sends a header in a message of its own; without workers it is the total already."""
         if workers is None:
-            return cls(lambda: share)
+            return cls(lambda: share, step, 1)
         pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)
 
         def arrived() -> Tensor:
             pending.finish()
             return share
 
-        return cls(arrived)
+        return cls(arrived, step, workers.size)
 
     def wait_for(self) -> Total:
-        """The totals, once they are there."""
-        high, low, loss, active, stopping = self._arrived().tolist()
+        """The totals, once they are there.
+
+        Raises:
+            BoundaryError: the workers are not all in the same run.
+        """
+        high, low, loss, active, stopping, runs = self._arrived().tolist()
+        if runs != self._size * (self._run % _RUNS):
+            raise BoundaryError(
+                "the workers are in different runs: a loss that raises on one worker only must end the job, or be "
+                "caught on all of them",
+                peer="the other workers",
+                operation="all_reduce of rows and loss",
+                step=self._run,
+            )
         return Total(high * _PART + low, loss, int(active), int(stopping))
