@@ -1,4 +1,4 @@
-"""P5: a training step of two workers, the executor's AllReduce against DistributedDataParallel.
+"""A training step of two workers, the executor's AllReduce against DistributedDataParallel.
 
 ::
 

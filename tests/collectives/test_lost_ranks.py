@@ -1,4 +1,4 @@
-"""F1 and F11: a rank that dies or freezes is named on all others, soon, and they end."""
+"""A rank that dies or freezes is named on all others, soon, and they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T13: saved, and loaded into whatever comes next, training goes on as if nothing had happened."""
+"""Saved, and loaded into whatever comes next, training goes on as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F10 and F11: a job that is told to stop stops as one and has saved; one that dies is started again and goes on."""
+"""A job that is told to stop stops as one and has saved; one that dies is started again and goes on."""
 
 from __future__ import annotations
 

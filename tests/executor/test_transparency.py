@@ -1,4 +1,4 @@
-"""T1: W workers on shards of a batch end where one plain PyTorch loop on the whole batch ends."""
+"""W workers on shards of a batch end where one plain PyTorch loop on the whole batch ends."""
 
 from __future__ import annotations
 

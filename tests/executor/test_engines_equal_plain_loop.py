@@ -1,4 +1,4 @@
-"""T2: one worker's executor is the plain PyTorch loop on either engine, bit for bit, random numbers included."""
+"""One worker's executor is the plain PyTorch loop on either engine, bit for bit, random numbers included."""
 
 from __future__ import annotations
 
