@@ -1,4 +1,4 @@
-"""P6 and P7: pipelines across two processes and in one, against one thread, torch's own, and the simulator's word.
+"""Pipelines across two processes and in one, against one thread, torch's own, and the simulator's word.
 
 ::
 
