@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Fixtures, not modules with doctests; several of one name cannot be collected as such.
+collect_ignore_glob = ["*/conftest.py"]
+
 
 def pytest_configure() -> None:
     """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some."""
