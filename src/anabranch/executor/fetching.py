@@ -47,11 +47,6 @@ class Fetch:
         """The submodules whose outputs are asked for."""
         return list(self._modules)
 
-    @property
-    def gradients(self) -> list[str]:
-        """The gradients that are asked for, by their names in ``fetch``."""
-        return list(self._gradients)
-
     def record(self, outputs: Mapping[str, Structure]) -> None:
         """Takes the outputs of the submodules from an engine that has them."""
         self._outputs = outputs
