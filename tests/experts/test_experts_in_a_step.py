@@ -27,6 +27,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(x) - y).square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:this step runs on the tape")
 @pytest.mark.parametrize("engine", ["auto", "tape"])
 def test_a_step_with_an_expert_is_the_plain_loop(engine: str) -> None:
     here = Model(nn.Linear(4, 4))
