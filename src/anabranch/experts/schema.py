@@ -7,6 +7,7 @@ runs no code. Two sides agree on a schema by its hash, so a request carries tens
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -212,7 +213,9 @@ def all_finite(tensor: Tensor) -> bool:
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 0:
         return True
     # A finite sum proves it in one pass; an overflowing one proves nothing.
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype.is_floating_point and math.isfinite(float(tensor.sum())):
+        return True
+    return bool(torch.isfinite(tensor).all())
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
