@@ -25,9 +25,12 @@ from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
+__all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
+
+Layout = list[tuple[str, TensorSpec]]
+"""The name and spec of each tensor of a message, before compression."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,16 @@ class Schema:
     def input_names(self) -> list[str]:
         """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
         return [_input_name(path) for path in paths((self.arguments, dict(self.keywords)))]
+
+    @cached_property
+    def input_layout(self) -> Layout:
+        """What a forward request carries."""
+        return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
+
+    @cached_property
+    def output_layout(self) -> Layout:
+        """What a forward's answer carries."""
+        return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
     def input_structure(self) -> PyTreeSpec:

@@ -119,6 +119,7 @@ class ExpertServer:
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
         self._ttl = ttl
+        self._pinned = any(backend.device.type == "cuda" for backend in self._backends.values())
         self._not_finite: Counter[str] = Counter()
         self._round = threading.local()
         self._runtimes = [
@@ -258,7 +259,7 @@ class ExpertServer:
         pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
 
     def _allocate(self, headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        if any(backend.device.type == "cuda" for backend in self._backends.values()):
+        if self._pinned:
             return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
         return allocate(headers)
 
