@@ -157,14 +157,15 @@ class _Body:
         recorder.follow_backward(loss)
         leaves = [state[name] for name in self._wrt]
         found = list(cut.found)
-        gradients = torch.autograd.grad(loss, [*leaves, *(lookup.leaf for lookup in found)], allow_unused=True)
+        rows = [lookup.leaf for lookup in found]
+        gradients = torch.autograd.grad(loss, [*leaves, *rows, *recorder.entries], allow_unused=True)
         dense = {
             name: _laid_out_as(state[name], gradient)
             for name, gradient in zip(self._wrt, gradients, strict=False)
             if gradient is not None
         }
         self.dense = list(dense)
-        sparse = self._sparse(found, gradients[len(leaves) :], dense)
+        sparse = self._sparse(found, gradients[len(leaves) : len(leaves) + len(rows)], dense)
         return [*(_detached(value) for value in results.values()), *dense.values(), *sparse]
 
     def _evaluate(self, batch: Structure) -> tuple[Tensor, dict[str, Tensor]]:

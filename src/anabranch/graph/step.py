@@ -505,6 +505,8 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter not in known and not parameter.numel():
+                    continue  # lives on the servers, which move it
                 if parameter not in known:
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "

@@ -106,7 +106,7 @@ def capture_update(
             alone = len(optimizer.param_groups) == 1
             add(f"{label}.lr" if alone else f"{label}.lr.{position}", rates.of(group))
             for parameter in group["params"]:
-                name = names[parameter]
+                name = names.get(parameter)
                 if name not in gradients:
                     continue
                 add(name, parameter)
@@ -145,7 +145,7 @@ def _swapped(
         for group in groups:
             rate = traced[id(rates.of(group))]
             group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
-            parameters = [parameter for parameter in group["params"] if names[parameter] in gradients]
+            parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
                 stand_in.grad = traced[id(gradients[names[parameter]])]
