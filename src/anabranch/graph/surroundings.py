@@ -170,6 +170,8 @@ class Surroundings:
         if not self._remember(module):
             return
         kind = type(module)
+        if kind.__module__.startswith("anabranch."):  # a boundary, whose own state is no part of the graph
+            return
         theirs = kind.__module__.startswith("torch.")
         self.holders.append(Holder(name, module, vars(module), theirs))
         if module not in self._modules:  # one that the step uses beside its model: its mode is part of the graph too
