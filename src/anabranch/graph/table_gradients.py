@@ -1,4 +1,4 @@
-"""Dense gradients of embedding tables, summed by the quicker of two kernels that add the same numbers in the same order.
+"""Dense gradients of tables, summed by the quicker of two kernels that add the same numbers in the same order.
 
 ``embedding_dense_backward`` and ``_embedding_bag_backward`` go through a tensor iterator, or a sort, for each id; on a
 CPU ``index_add_`` into zeros takes a third to a tenth of their time, and the sums are the same bits.
@@ -49,9 +49,10 @@ def _is_plain(node: fx.Node) -> bool:
         return False
     if node.target is _ROWS:
         padding, by_frequency = node.args[3:5]
-        return padding == -1 and not by_frequency
+        return bool(padding == -1 and not by_frequency)
     _, _, by_frequency, mode, sparse, weights, *padding = node.args[5:]
-    return not by_frequency and mode == 0 and not sparse and weights is None and padding in ([], [-1], [None])
+    plain = not by_frequency and mode == 0 and not sparse and weights is None
+    return bool(plain and padding in ([], [-1], [None]))
 
 
 def _of_rows(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
