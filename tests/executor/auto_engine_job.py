@@ -90,6 +90,38 @@ def mixed() -> dict[str, object]:
     return {"engines": [first, second], "same": same}
 
 
+def collectives() -> dict[str, list[object]]:
+    """Losses that talk to the other worker by themselves: captured or not, nobody is left waiting."""
+
+    def plainly(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        return loss * total
+
+    def differentiably(model: nn.Module, x: Tensor) -> Tensor:
+        return ab.all_reduce(model(x).square().mean())
+
+    def run(loss: object, engine: str) -> tuple[str, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, engine=engine) as executor:
+            # Rank 1 meets a new kind of batch in each run, rank 0 only one.
+            rows = [2 + index * ab.job().rank for index in range(4)]
+            losses = [executor.run(batch=torch.ones(count, 3))["loss"] for count in rows]
+            return executor.engine(), [*losses, *model.state_dict().values()]
+
+    found: dict[str, list[object]] = {}
+    for loss in (plainly, differentiably):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ab.CaptureWarning)
+            used, mine = run(loss, "auto")
+        _, tape = run(loss, "tape")
+        found[loss.__name__] = [used, all(map(torch.equal, mine, tape))]
+    return found
+
+
 class Log(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, entries: list[str]) -> None:
         super().__init__()
@@ -121,7 +153,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    result = {"models": models, "mixed": mixed, "order": order}[WHAT]()
+    result = {"models": models, "mixed": mixed, "order": order, "collectives": collectives}[WHAT]()
     torch.distributed.destroy_process_group()
     print(json.dumps(result))
 

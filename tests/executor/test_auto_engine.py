@@ -361,3 +361,10 @@ def test_gradients_are_sent_while_the_graph_goes_on_with_backward() -> None:
         first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("mm")
         assert first < last, log
         assert log.count("bucket.launched") == 3
+
+
+def test_losses_that_talk_to_the_other_worker_by_themselves_are_what_they_are_on_the_tape() -> None:
+    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "collectives").check()
+    for found in result.results:
+        assert all(same for _, same in found.values()), found
+        assert found["plainly"][0] == "tape"

@@ -425,9 +425,9 @@ def test_floats_in_a_batch_may_change_and_ints_make_new_graphs() -> None:
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[..., nn.Module] = nn.GRU, **options: int) -> None:
         super().__init__()
-        self.cell, self.head = nn.GRU(4, 5), nn.Linear(5, 4)
+        self.cell, self.head = kind(4, 5, **options), nn.Linear(5 * (1 + options.get("bidirectional", 0)), 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.cell(x.unflatten(1, (2, 4)).transpose(0, 1))[0][-1])
@@ -474,6 +474,8 @@ class Autocast(nn.Sequential):
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm of two layers and directions": lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
     "custom function": Custom,
     "gradient of other strides": Summed,
     "autocast": lambda: Autocast(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),

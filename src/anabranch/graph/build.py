@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from anabranch.errors import CaptureError
 from anabranch.graph.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.graph import Graph, Input, InputKind
 from anabranch.graph.tracing import Interceptor, Source, constants, trace
@@ -29,7 +28,6 @@ def build(
     """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans what comes out."""
     module = trace(body, sources, modules, may_read=may_read, keep=keep, interceptors=interceptors)
     graph = module.graph
-    _refuse_unfaithful(graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
     for index, (node, tensor) in enumerate(constants(module).items()):
@@ -55,19 +53,6 @@ def _input(source: Source, node: fx.Node, kinds: Mapping[str, InputKind]) -> Inp
     if isinstance(source.value, nn.Parameter):
         kind = "parameter"
     return Input(source.name, kind, source.value)
-
-
-# The tracer records these without the workspace that their backward needs.
-_UNFAITHFUL = {"aten::mkldnn_rnn_layer"}
-
-
-def _refuse_unfaithful(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _UNFAITHFUL:
-            raise CaptureError(
-                f"{node.meta.get('scope') or 'the step'}: {node.target} cannot be captured: its backward reads a "
-                "workspace that a trace does not have; use engine='tape', or torch.backends.mkldnn.flags(enabled=False)"
-            )
 
 
 def _drop_profiling(graph: fx.Graph) -> None:

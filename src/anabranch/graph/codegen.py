@@ -24,7 +24,7 @@ from torch.fx.graph import CodeGen, PythonCode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.graph.effects import Effects, is_view
-from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.nodes import RECURRENT, call_recurrent, evaluate, resolved
 
 __all__ = ["Program", "generate"]
 
@@ -247,7 +247,7 @@ class _Writer:
             return (
                 f"{self._global(_advance, 'advance')}({self._global(views, 'counters')}, {self._value(node.args[1])})"
             )
-        function = _fast_callable(node)
+        function = call_recurrent if op is RECURRENT else _fast_callable(node)
         name = op._schema.name.split("::")[1]
         return f"{self._global(function, name)}({self._listed(node.args, node.kwargs)})"
 

@@ -14,6 +14,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.codegen import Program
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dead_nodes import drop_handles
+from anabranch.graph.nodes import RECURRENT
 
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
@@ -48,6 +49,8 @@ def _compile(graph: Graph, leaves: Sequence[object]) -> Callable[..., tuple[obje
     import torch._inductor
     import torch._inductor.config
 
+    if any(node.target is RECURRENT for node in graph.fx.nodes):
+        raise CaptureError("Inductor refuses the step: it runs nn.LSTM without what its backward needs; compile=False")
     lowered = drop_handles(graph, stops=True)
     bound = [binding.bound for binding in lowered.bindings]
     given = iter(leaves)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
-__all__ = ["evaluate", "resolved"]
+__all__ = ["RECURRENT", "call_recurrent", "evaluate", "resolved"]
 
 
 def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -15,8 +16,24 @@ def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[ob
     return args, kwargs  # type: ignore[return-value]
 
 
+RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+def call_recurrent(*args: object, **kwargs: object) -> object:
+    """A layer of ``nn.LSTM`` on a CPU, which makes the workspace for its backward only where gradients are enabled."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return RECURRENT(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
     """What the node's operation makes of these arguments."""
     assert callable(node.target)
     args, kwargs = resolved(node, look)
+    if node.target is RECURRENT:
+        return call_recurrent(*args, **kwargs)
     return node.target(*args, **kwargs)

@@ -474,6 +474,11 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
     found = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target))
+        if isinstance(value, torch.ScriptObject):
+            raise CaptureError(
+                f"{node.meta.get('scope') or 'the loss'} calls torch.distributed, whose collectives work outside of a "
+                "graph; use engine='tape'"
+            )
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
         found[node] = value
