@@ -285,6 +285,18 @@ def test_what_changes_between_steps_is_noticed(change: str, captures: list[objec
     assert len(captures) == (1 if change == "the memory of parameters" else 2), "a graph for each value"
 
 
+def test_a_gradient_hook_that_comes_later_is_called() -> None:
+    def hook(step: int, model: Any) -> None:
+        if step == 2:
+            model.last.weight.register_hook(lambda grad: grad * 2)
+
+    expected, _ = train("tape", steps=5, change=hook)
+    with pytest.warns(ab.CaptureWarning, match="'last.weight' has a gradient hook"):
+        found, used = train("auto", steps=5, change=hook)
+    assert_same(found, expected)
+    assert used == "tape"
+
+
 def test_variables_of_the_loss_and_of_its_helpers_are_noticed() -> None:
     def run(engine: Any) -> list[Tensor]:
         share = 1.0

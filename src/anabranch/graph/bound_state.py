@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["BoundState"]
 
@@ -45,8 +46,8 @@ class BoundState:
         self._hooks += [getattr(global_hooks, kind) for kind in _GLOBAL_HOOKS]
         self._hooks += [getattr(optimizer, kind) for optimizer in optimizers for kind in _OPTIMIZER_HOOKS]
         self._hook_count = sum(map(len, self._hooks))
-        self._unhooked = [(None, None)] * len(self._parameters)
         self._tensor_hook_count = self._count_tensor_hooks()
+        self._handles = RemovableHandle.next_id
 
     def note_optimizer_state(self) -> None:
         """The optimizers' state exists now and is bound too."""
@@ -60,10 +61,7 @@ class BoundState:
             return False
         if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):  # type: ignore[arg-type]
             return False
-        if sum(map(len, self._hooks)) != self._hook_count:
-            return False
-        hooked = self._tensor_hook_count or list(map(_hooks_of, self._parameters)) != self._unhooked
-        if hooked and self._count_tensor_hooks() != self._tensor_hook_count:
+        if not self._hooks_intact():
             return False
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             if optimizer.state is not state:
@@ -93,6 +91,16 @@ class BoundState:
         first: dict[int, int] = {}
         storages = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
         self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
+
+    def _hooks_intact(self) -> bool:
+        # Each hook that anybody registers takes a number; without a new one, none can have come to where none was.
+        number = RemovableHandle.next_id
+        if number == self._handles and not self._hook_count and not self._tensor_hook_count:
+            return True
+        if sum(map(len, self._hooks)) != self._hook_count or self._count_tensor_hooks() != self._tensor_hook_count:
+            return False
+        self._handles = number
+        return True
 
     def _count_tensor_hooks(self) -> int:
         return sum(len(hooks) for each in map(_hooks_of, self._parameters) for hooks in each if hooks)
