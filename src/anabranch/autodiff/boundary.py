@@ -180,7 +180,7 @@ class _Crossing(torch.autograd.Function):
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer = boundary, tracer
         crossed = (go if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
         # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.

@@ -106,7 +106,7 @@ def capture_update(
             add(f"{label}.lr" if alone else f"{label}.lr.{position}", rates.of(group))
             for parameter in group["params"]:
                 name = names.get(parameter)
-                if name not in gradients:
+                if name is None or name not in gradients:
                     continue
                 add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
