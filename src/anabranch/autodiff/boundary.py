@@ -15,9 +15,9 @@ input wants one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -121,27 +121,33 @@ class Tracer(Protocol):
         """A block that is not traced."""
 
 
-_tracer: ContextVar[Tracer | None] = ContextVar("anabranch_tracer", default=None)
+class _Capturing(threading.local):
+    """Who captures on this thread; a captured backward runs on the thread that captures."""
+
+    tracer: Tracer | None = None
+
+
+_capturing = _Capturing()
 
 
 @contextmanager
 def traced_by(tracer: Tracer | None) -> Iterator[None]:
     """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
-    token = _tracer.set(tracer)
+    before, _capturing.tracer = _capturing.tracer, tracer
     try:
         yield
     finally:
-        _tracer.reset(token)
+        _capturing.tracer = before
 
 
 def current_tracer() -> Tracer | None:
     """Who captures a graph on this thread."""
-    return _tracer.get()
+    return _capturing.tracer
 
 
 def outside_tracing() -> AbstractContextManager[None]:
     """A block whose operations are real ones even during a capture: asking what a graph must know."""
-    tracer = _tracer.get()
+    tracer = _capturing.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
 
@@ -157,7 +163,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     Raises:
         CaptureError: somebody else than this package traces the model.
     """
-    tracer = _tracer.get()
+    tracer = _capturing.tracer
     if tracer is None and any(isinstance(value, FakeTensor) for value in inputs):
         raise CaptureError(
             f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's cannot "

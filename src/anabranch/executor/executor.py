@@ -21,6 +21,7 @@ from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.placement import Placement
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
@@ -64,6 +65,8 @@ class Executor:
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         prefetch: fetch the next batch of a bound loader while a step runs.
         process_group: the workers; the job's by default, initialised here when nobody has.
+        devices: places modules, by their qualified names, on devices until the executor is closed:
+            ``{"encoder": "cuda:1"}``. A transfer stands at each edge; the rest of the model stays where it is.
         seed: seeds torch's generators with ``seed + rank``, once.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
@@ -85,6 +88,7 @@ class Executor:
         dataloaders: Mapping[str, Iterable[Structure]] | None = None,
         prefetch: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        devices: Mapping[str, str | torch.device] | None = None,
         seed: int | None = None,
         log_path: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
@@ -100,11 +104,14 @@ class Executor:
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
         self._started = time.monotonic()
+        self._placement: Placement | None = None
         self._workers = self._join_workers(process_group, timeout, heartbeat)
         try:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
-            self._devices = {name: _device_of(step.model) for name, step in self._steps.items()}
+            self._devices = {name: Placement.home(step.model, devices or {}) for name, step in self._steps.items()}
+            if devices:
+                self._placement = _placed(self._steps, devices)
             self._runners = {
                 name: StepRunner(step, _engine_for(step, engine, compile), self._workers)
                 for name, step in self._steps.items()
@@ -436,6 +443,8 @@ class Executor:
             loader.close()
         if self._workers is not None:
             self._workers.close()
+        if self._placement is not None:
+            self._placement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -444,6 +453,11 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> Placement:
+    optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
+    return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002
