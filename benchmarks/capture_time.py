@@ -1,4 +1,4 @@
-"""How capture, passes, planning and code generation grow with the number of operations.
+"""How capture, passes, planning and code generation grow with the number of operations, to 10^5.
 
 ::
 
@@ -53,7 +53,7 @@ def measure(length: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000, 30_000])
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.graph import Graph, StepProgram, capture
+from anabranch.graph import Graph, StepProgram, capture, gradients
 from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
 from anabranch.graph.duplicates import merge_duplicates
@@ -318,3 +319,29 @@ def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_pa
         for worker in workers:
             worker.kill()
             worker.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("hot", [40, 3])
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("kind", ["rows", "bags", "bags of two dimensions", "padded"])
+def test_gradients_of_tables_are_the_same_bits_by_the_quicker_kernel(kind: str, width: int, hot: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, hot, (60, 4), generator=generator)
+    starts = torch.tensor([0, 0, 7, 100, 100, 230])
+    weight = torch.randn(6 if kind == "bags" else 60, width, generator=generator)
+
+    def total(table: Tensor, ids: Tensor, starts: Tensor) -> Tensor:
+        if kind == "bags":
+            return (F.embedding_bag(ids.reshape(-1), table, starts, mode="sum") * weight).sum()
+        if kind == "bags of two dimensions":
+            return (F.embedding_bag(ids, table, mode="sum") * weight).sum()
+        padding = 1 if kind == "padded" else None
+        return (F.embedding(ids, table, padding) * weight[:, None] * torch.arange(1, 5)[:, None]).sum()
+
+    table = torch.randn(40, width, generator=generator, requires_grad=True)
+    (expected,) = torch.autograd.grad(total(table, ids, starts), [table])
+    graph = gradients(capture(total, table, ids, starts), wrt=["table"])
+    assert ("index_add_" in graph.code) == (kind != "padded")
+    found = graph(table, ids, starts)[1]  # type: ignore[index]
+    assert torch.equal(found, expected)
+    assert torch.equal(graph(table, ids, starts)[1], expected), "zeros anew in each run"  # type: ignore[index]

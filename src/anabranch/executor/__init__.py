@@ -1,6 +1,6 @@
 """Runs programs of training and evaluation steps. Open ``executor.py`` first.
 
-``steps.py`` describes what is run, ``tape.py`` runs a training step eagerly, ``window.py`` holds what one optimizer
+``steps.py`` describes what is run, ``auto_engine.py`` runs a training step as a graph or else on the tape, ``window.py`` holds what one optimizer
 step sums up, ``loading.py`` takes batches from loaders, ``saving.py`` says what a checkpoint holds. Not a trainer:
 loops, epochs and logging are the user's.
 """

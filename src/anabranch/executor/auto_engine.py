@@ -54,7 +54,7 @@ class AutoEngine:
         self._graph: GraphEngine | None = None
         self._gives_up = _runs_by_itself(step.model)
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
-        self._refused: dict[object, CaptureError] = {}
+        self._refused: dict[object, str] = {}
         self._kind: object = None
         self._captures = 0
         self._runs = 0
@@ -125,7 +125,7 @@ class AutoEngine:
         self._kind = kind
         known = self._refused.get(kind)
         if known is not None:
-            raise known.with_traceback(None)
+            raise CaptureError(known)
         if self._captures >= _FREE_CAPTURES + self._runs // _RUNS_A_CAPTURE:
             raise _Rationed(
                 f"{self._captures} kinds of batches (shapes, dtypes, modes, numbers) have come in {self._runs} runs on "
@@ -140,7 +140,7 @@ class AutoEngine:
         # Only now: what raises on the tape too is no refusal.
         self._in_a_row += 1
         if not isinstance(error, _Rationed) and self._kind is not None:
-            self._refused.setdefault(self._kind, error.with_traceback(None))
+            self._refused.setdefault(self._kind, str(error))
         hopeless = len(self._refused) >= _MOST_REFUSED and self._runs < _RUNS_A_CAPTURE
         if hopeless or self._in_a_row >= _MOST_IN_A_ROW:
             self._gives_up, self._graph = True, None

@@ -11,7 +11,7 @@ Sparse rows leave the graph as they are: duplicates are merged, clipped and appl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -57,11 +57,10 @@ class GraphEngine:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
         between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
-        self._program = StepProgram(
-            step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate
-        )
+        self._program = StepProgram(step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate)
         self._parameters = dict(step.model.named_parameters())
         self._ready: Ready | None = None
+        self._attached: frozenset[str] = frozenset()
         self._in_parts = False
         self._update_eagerly = update_eagerly
         self.refused_update: CaptureError | None = None
@@ -74,21 +73,23 @@ class GraphEngine:
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._ready = ready
+        self._attached = frozenset(parameters)
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None
-        found = self._program.backward(batch, fetch.modules, _Arrivals(self._parameters, self._ready, begin, fetch))
+        arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
+        found = self._program.backward(batch, fetch.modules, arrivals)
         for name, lookups in found.sparse.items():
-            table = self._parameters[name]
-            self._ready(table, as_sparse_gradient(lookups, table))
+            arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> Ran:
         """The whole step as one graph, but for what sparse tables need between gradients and optimizers."""
         if not self._in_parts:
             try:
-                return self._sort(self._program.run(batch, fetch=[*fetch.modules, *fetch.gradients]), fetch)
+                asked = [*fetch.modules, *fetch.gradients]
+                return self._sort(self._program.run(batch, fetch=asked, begin=_check(fetch)), fetch)
             except SparseGradients:  # before anything has run
                 self._in_parts = True
         return self._step_in_parts(batch, fetch)
@@ -145,18 +146,34 @@ class _Arrivals:
     """Hands on what a running backward graph tells, after a last look at what is to be fetched."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], ready: Ready, begin: Callable[[Tensor], None], fetch: Fetch
+        self,
+        parameters: Mapping[str, Tensor],
+        attached: Collection[str],
+        ready: Ready,
+        begin: Callable[[Tensor], None],
+        fetch: Fetch,
     ) -> None:
-        self._parameters, self._ready, self.loss, self._fetch = parameters, ready, begin, fetch
+        self._parameters, self._attached, self._ready = parameters, attached, ready
+        self._begin, self._fetch = begin, fetch
 
     def begin(self, outputs: Sequence[str]) -> None:
         """Raises ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
         self._fetch.check(dict.fromkeys(outputs))
 
+    def loss(self, value: Tensor) -> None:
+        """The loss is there."""
+        self._begin(value)
+
     def gradient(self, name: str, value: Tensor) -> None:
         """A gradient is final."""
         parameter = self._parameters[name]
-        parameter.grad = self._ready(parameter, value)
+        parameter.grad = self._ready(parameter, value) if name in self._attached else value
+
+
+def _check(fetch: Fetch) -> Callable[[Sequence[str]], None] | None:
+    if fetch.names is None:
+        return None
+    return lambda outputs: fetch.check(dict.fromkeys(outputs))
 
 
 def _clipping(max_norm: float) -> Between:

@@ -1,4 +1,4 @@
-"""The state that graphs are bound to, and whether it still is that state: looked at before every step, in loops of C."""
+"""The state that graphs are bound to, and whether it still is that: looked at before every step, in loops of C."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class BoundState:
         self._note_places()
         self._optimizers = list(optimizers)
         self._states = [optimizer.state for optimizer in optimizers]
+        self._groups = self._grouped()
         self._kept_spaces: list[dict[str, object]] = []
         self._kept: list[object] = []
         self._hooks = [getattr(m, kind) for m in modules for kind in _MODULE_HOOKS]
@@ -50,7 +51,7 @@ class BoundState:
     def note_optimizer_state(self) -> None:
         """The optimizers' state exists now and is bound too."""
         self._kept_spaces = [kept for state in self._states for kept in state.values()]
-        self._kept = list(chain.from_iterable(map(dict.values, self._kept_spaces)))  # type: ignore[arg-type]
+        self._kept = list(chain.from_iterable(map(dict.values, self._kept_spaces)))
 
     def intact(self) -> bool:
         """Whether everything is the very thing that it was."""
@@ -61,17 +62,23 @@ class BoundState:
             return False
         if sum(map(len, self._hooks)) != self._hook_count:
             return False
-        if list(map(_hooks_of, self._parameters)) != self._unhooked or self._tensor_hook_count:
-            if self._count_tensor_hooks() != self._tensor_hook_count:
-                return False
+        hooked = self._tensor_hook_count or list(map(_hooks_of, self._parameters)) != self._unhooked
+        if hooked and self._count_tensor_hooks() != self._tensor_hook_count:
+            return False
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             if optimizer.state is not state:
                 return False
+        if self._grouped() != self._groups:
+            return False
         if self._kept:
-            values = chain.from_iterable(map(dict.values, self._kept_spaces))  # type: ignore[arg-type]
+            values = chain.from_iterable(map(dict.values, self._kept_spaces))
             if not all(map(same, values, self._kept)):
                 return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
+
+    def _grouped(self) -> list[int]:
+        """How many parameters each group holds; ``add_param_group`` changes it."""
+        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _moved_alike(self) -> bool:
         """Memory has moved (``parameter.data = ...``), and nothing else: generated code follows by itself."""

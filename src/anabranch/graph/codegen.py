@@ -116,6 +116,7 @@ class _Writer:
         self._graph = graph
         self._names: dict[str, object] = {"inf": math.inf, "nan": math.nan, "torch": torch, "device": torch.device}
         self._constants: dict[fx.Node, object] = dict(bound)
+        self._fixed: set[fx.Node] = set()  # those that no state takes part in
         self._bound = bound
         self.viewed: list[Tensor] = []
         self._local: dict[fx.Node, str] = {}
@@ -172,8 +173,12 @@ class _Writer:
             hoisted = known and (root.op == "placeholder" or root in self._constants)
         else:
             hoisted = root not in self._effects.writers and root not in self._returned
-            hoisted = hoisted and ((node.target in _FILLED and known) or node.target in _FILLED_LIKE)
+            computed = bool(node.all_input_nodes) and self._fixed.issuperset(node.all_input_nodes)
+            computed = computed and not self._effects.must_stay(node)
+            hoisted = hoisted and ((node.target in _FILLED and known) or node.target in _FILLED_LIKE or computed)
         if hoisted:
+            if self._fixed.issuperset(node.all_input_nodes) or node.target in _FILLED_LIKE:
+                self._fixed.add(node)
             with torch.no_grad():
                 self._constants[node] = evaluate(node, self._constant_or_alike)
             self.viewed += [self._bound[source] for source in node.all_input_nodes if source in self._bound]

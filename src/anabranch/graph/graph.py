@@ -114,11 +114,12 @@ class Graph:
         return generate(lowered.fx, dict(lowered.shared()), calls)
 
     def lowered(self) -> Graph:
-        """The graph that the program is generated from: handles dropped, memory reused in place."""
+        """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""
         from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
         from anabranch.graph.in_place import reuse_in_place
+        from anabranch.graph.table_gradients import sum_table_gradients
 
-        return reuse_in_place(sum_to_final_shape(drop_handles(self, stops=True)))
+        return reuse_in_place(sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True))))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """The inputs that are bound, with what they are bound to."""

@@ -148,19 +148,28 @@ class StepProgram:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
 
-    def run(self, batch: Structure, extra: Structure = (), fetch: Sequence[str] = ()) -> dict[str, Structure]:
+    def run(
+        self,
+        batch: Structure,
+        extra: Structure = (),
+        fetch: Sequence[str] = (),
+        begin: Callable[[Sequence[str]], None] | None = None,
+    ) -> dict[str, Structure]:
         """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
 
         Args:
             batch: a nested structure of tensors.
             extra: tensors and floats that ``between`` takes.
             fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
-                it).
+                it; sparse for a table looked up sparsely, ``None`` where none arrives).
+            begin: called with the names of the outputs before anything runs.
         """
         leaves, key = self._situation(batch, extra, fetch)
         joint = self._graphs.joints.get(key)
         if joint is None:
-            return self._first_run(key, batch, extra, tuple(fetch))
+            return self._first_run(key, batch, extra, tuple(fetch), begin)
+        if begin is not None:
+            begin(joint.backward.outputs)
         self._last = joint.graph
         self._rates.refresh()
         results: dict[str, Structure] = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
@@ -263,7 +272,12 @@ class StepProgram:
     # Capture.
 
     def _first_run(
-        self, key: object, batch: Structure, extra: Structure, fetch: tuple[str, ...]
+        self,
+        key: object,
+        batch: Structure,
+        extra: Structure,
+        fetch: tuple[str, ...],
+        begin: Callable[[Sequence[str]], None] | None,
     ) -> dict[str, Structure]:
         if self._broken is not None:
             raise self._broken
@@ -284,14 +298,16 @@ class StepProgram:
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
             self._graphs.joints[key] = self._join(backward, program, between, fetch)
-            return self.run(batch, extra, fetch)
+            return self.run(batch, extra, fetch, begin)
+        if begin is not None:
+            begin(backward.outputs)
         results = self._run_apart(backward, program, between, batch, extra, fetch)
         # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
         try:
             self._graphs.joints[key] = self._join(backward, program, between, fetch)
             self._last = self._graphs.joints[key].graph
         except CaptureError as error:
-            self._broken = error
+            self._broken = CaptureError(str(error))  # without the frames that it was raised in
         return results
 
     def _trainable(self) -> list[str]:
@@ -423,14 +439,14 @@ class StepProgram:
         self, backward: Backward, results: dict[str, Structure], fetch: Sequence[str], *, stepped: bool = False
     ) -> dict[str, Structure]:
         """Steps the optimizers on the rows that the graph yields, and puts in form what was fetched."""
-        sparse = backward.take_sparse(results)  # type: ignore[arg-type]
+        sparse = backward.take_sparse(results)
         if sparse and not stepped:
             self._step_eagerly({}, sparse)
         for name in fetch:
             if name.endswith(".grad") and name not in results:
                 table = name.removesuffix(".grad")
                 found = sparse.get(table)
-                results[name] = as_sparse_gradient(found, self._parameters[table]) if found else None  # type: ignore[assignment]
+                results[name] = as_sparse_gradient(found, self._parameters[table]) if found else None
         for nested in backward.nested:
             nested.gather(results)
         return results

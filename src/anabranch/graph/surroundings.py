@@ -10,9 +10,10 @@ import dis
 import functools
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from anabranch.graph.tracing import is_library
@@ -169,6 +170,8 @@ class Surroundings:
         if not self._remember(module):
             return
         kind = type(module)
+        if kind.__module__.startswith("anabranch."):  # a boundary, whose own state is no part of the graph
+            return
         theirs = kind.__module__.startswith("torch.")
         self.holders.append(Holder(name, module, vars(module), theirs))
         if module not in self._modules:  # one that the step uses beside its model: its mode is part of the graph too
@@ -193,8 +196,12 @@ class Surroundings:
         file = getattr(value, "__file__", None)
         if module == "torch" or (isinstance(value, types.ModuleType) and (file is None or _is_pythons(file))):
             return
-        if self._remember(value):
-            self.holders.append(Holder(name or module, value, vars(value), False))
+        if not self._remember(value):
+            return
+        self.holders.append(Holder(name or module, value, vars(value), False))
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):  # which torch calls by itself
+            for key, function in list(vars(value).items()):
+                self._follow(key, function, 1)
 
     def _object(self, name: str, value: object) -> None:
         module = type(value).__module__
@@ -230,7 +237,7 @@ class Surroundings:
         names = self.mentioned(holder)
         if isinstance(holder.owner, type):  # operators call these without naming them
             names += [n for n in holder.values if n.startswith("__") and n not in _NEVER_RUN and n not in names]
-            if "__getattr__" in holder.values or "__getattribute__" in holder.values:
+            if any(isinstance(holder.values.get(n), types.FunctionType) for n in ("__getattr__", "__getattribute__")):
                 self._looks_up = True
         return [n for n in names if n in holder.values]
 
@@ -309,7 +316,6 @@ def codes_of(kind: type) -> Iterator[types.CodeType]:
     """The code of the user's methods of a class."""
     for base in kind.__mro__:
         for value in vars(base).values():
-            function: Callable[..., object] | object = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType) and not from_library(function):
-                if function.__name__ != "__init__":
-                    yield function.__code__
+            code = getattr(getattr(value, "__func__", value), "__code__", None)
+            if isinstance(code, types.CodeType) and not from_library(code) and code.co_name != "__init__":
+                yield code

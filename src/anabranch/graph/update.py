@@ -154,13 +154,14 @@ def _swapped(
                         key: traced.get(id(value), value) for key, value in state[parameter].items()
                     }
         before = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
-        attributes = {key: freeze(value) for key, value in vars(optimizer).items()}
-        numbers = [freeze({**group, "params": None, "lr": None}) for group in groups]
+        attributes, numbers = _in_python(optimizer)
         yield
         _refuse_changed(optimizer, attributes, numbers)
         after = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
         _refuse_rebound(optimizer, before, after)
     finally:
+        for name in vars(optimizer).keys() - own.keys():
+            delattr(optimizer, name)
         vars(optimizer).update(own)
         optimizer.state = state
         for group, original in zip(groups, kept, strict=True):
@@ -168,15 +169,22 @@ def _swapped(
             group.update(original)
 
 
+def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
+    """What the optimizer keeps in Python beside its state: attributes (torch's own keep nothing there), numbers."""
+    own = not type(optimizer).__module__.startswith("torch.")
+    attributes = {
+        name: freeze(value)
+        for name, value in vars(optimizer).items()
+        if own and name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
+    }
+    return attributes, [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
+
+
 def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numbers: Sequence[object]) -> None:
-    """Raises for Python values that a step changes: a replay would not. ``_swapped`` puts the groups back."""
-    now = [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
-    changed = [f"param_groups[{i}]" for i, (a, b) in enumerate(zip(numbers, now, strict=True)) if a != b]
-    changed += [
-        key
-        for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups", "_opt_called", "_step_count") and freeze(value) != attributes.get(key)
-    ]
+    """Raises for Python values that a step changes: a replay would not. ``_swapped`` puts them back."""
+    attributes_now, numbers_now = _in_python(optimizer)
+    changed = [name for name, value in attributes_now.items() if attributes.get(name) != value]
+    changed += [f"param_groups[{i}]" for i, (a, b) in enumerate(zip(numbers, numbers_now, strict=True)) if a != b]
     if changed:
         raise CaptureError(
             f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all; "

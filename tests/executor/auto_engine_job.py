@@ -1,0 +1,130 @@
+"""Run by both workers of a job: what the engines give beside each other, and in which order the graph sends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anabranch as ab
+from anabranch import events
+
+ROOT, WHAT = sys.argv[1:]
+sys.path += [f"{ROOT}/benchmarks", f"{ROOT}/examples"]
+
+
+def models() -> dict[str, list[object]]:
+    """Each model on both engines, on unequal shards: the engine that auto took, and whether the bits are the same."""
+    import language_model
+    from models import CASES
+
+    def run(name: str, engine: str) -> tuple[str, list[Tensor]]:
+        torch.manual_seed(ab.job().rank)
+        if name == "language_model":
+            step = language_model.training_step(language_model.LanguageModel(64), 3)
+            batch: object = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
+        else:
+            step, batch = CASES[name].step(), CASES[name].batch()
+            batch = tuple(part[: len(part) - 2 * ab.job().rank] for part in batch)
+        with ab.Executor(step, comm_mode="AllReduce", engine=engine) as executor:
+            losses = [executor.run(batch=batch)["loss"] for _ in range(2)]
+            return executor.engine(), [*losses, *step.model.state_dict().values()]
+
+    found: dict[str, list[object]] = {}
+    for name in (*CASES, "language_model"):
+        used, mine = run(name, "auto")
+        _, tape = run(name, "tape")
+        found[name] = [used, all(map(torch.equal, mine, tape))]
+    return found
+
+
+class Model(nn.Module):
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.branches = branches
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.never = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.layers(self.table(ids).mean(1))
+        if self.branches and hidden.sum() < 1e6:
+            return self.head(hidden)
+        return self.head(hidden)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mixed() -> dict[str, object]:
+    """Rank 1 falls back to the tape, rank 0 does not; the same training as with both on one engine."""
+
+    def run(engine: str, branches: bool) -> tuple[str, list[Tensor]]:
+        torch.manual_seed(0)
+        model = Model(branches)
+        rest = [value for name, value in model.named_parameters() if not name.startswith("table")]
+        optimizers = [torch.optim.Adagrad([model.table.weight], lr=0.1), torch.optim.AdamW(rest, lr=0.1)]
+        step = ab.TrainStep(model, loss, optimizers, clip_grad_norm=0.5, accumulate=2)
+        generator = torch.Generator().manual_seed(ab.job().rank)
+        with ab.Executor(step, comm_mode="AllReduce", engine=engine) as executor:
+            losses = []
+            for index in range(6):
+                rows = 3 + (index + ab.job().rank) % 3
+                ids = torch.randint(0, 10, (rows, 2), generator=generator)
+                losses.append(executor.run(batch=(ids, ids[:, 0] % 3))["loss"])
+            return executor.engine(), [*losses, *model.state_dict().values()]
+
+    _, tape = run("tape", False)
+    first, graph = run("auto", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ab.CaptureWarning)
+        second, either = run("auto", ab.job().rank == 1)
+    same = all(map(torch.equal, graph, tape)) and all(map(torch.equal, either, tape))
+    return {"engines": [first, second], "same": same}
+
+
+class Log(TorchDispatchMode):  # type: ignore[misc]
+    def __init__(self, entries: list[str]) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.mm.default:
+            self.entries.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+def order() -> dict[str, list[str]]:
+    """Matrix products and launches of buckets, in the order in which one step on the graph does them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))  # of 4 MB each, two a bucket
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    log: list[str] = []
+    x = torch.randn(2, 1024)
+    with ab.Executor(step, comm_mode="AllReduce") as executor:
+        executor.run(batch=x)
+        executor.run(batch=x)
+        with events.subscribe(lambda event: log.append(event.name)), Log(log):
+            executor.run(batch=x)
+        assert executor.engine() == "graph"
+    return {"log": log}
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    result = {"models": models, "mixed": mixed, "order": order}[WHAT]()
+    torch.distributed.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""``engine="auto"``: the graph wherever it can be, the tape where it cannot, the same numbers either way."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.graph import step as step_module
+from anabranch.testing import LocalJob
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("auto_engine_job.py")
+SHARE = 1.0
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was captured, in order."""
+    found: list[object] = []
+    real = step_module.capture_backward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(step_module, "capture_backward", counting)
+    return found
+
+
+def batch_of(rows: int = 6, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(rows, 4, generator=generator), "y": torch.randint(0, 3, (rows,), generator=generator)}
+
+
+def classify(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Net(nn.Module):
+    """Reads Python values of every kind."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+        self.norm, self.act = nn.BatchNorm1d(8), nn.ReLU()
+        self.beta, self.config, self.weights = 1.0, SimpleNamespace(gamma=1.0), [1.0, 1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.act(self.norm(self.first(x)))) * self.beta * self.config.gamma
+        return self.last(hidden * self.weights[0] * self.power) * SHARE
+
+
+class Branching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        if hidden.sum() > 0:  # what no graph can represent
+            hidden = hidden * 2
+        return self.last(self.drop(hidden))
+
+
+def train(
+    engine: Any,
+    make: Callable[[], nn.Module] = Net,
+    steps: int = 4,
+    change: Callable[[int, Any], object] = lambda step, model: None,
+    rows: Callable[[int], int] = lambda step: 6,
+    loss: Callable[..., Tensor] = classify,
+    **options: Any,
+) -> tuple[list[Tensor], str]:
+    """Everything that training leaves behind, random numbers included, and the engine of the last run."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    left: list[Tensor] = []
+    with ab.Executor({"train": ab.TrainStep(model, loss, optimizer, **options)}, engine=engine) as executor:
+        for index in range(steps):
+            change(index, model)
+            left.append(executor.run("train", batch_of(rows(index), index))["loss"])
+        used = executor.engine("train")
+    left += [value.clone() for value in model.state_dict().values()]
+    left += [value for state in optimizer.state.values() for value in state.values()]
+    return [*left, torch.get_rng_state()], used
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# What runs as a graph.
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"accumulate": 2}], ids=str)
+def test_auto_is_the_graph_and_the_tape_bit_for_bit(options: dict[str, Any]) -> None:
+    expected, tape = train("tape", **options)
+    found, used = train("auto", **options)
+    assert_same(found, expected)
+    assert (tape, used) == ("tape", "graph")
+
+
+def test_the_models_of_the_benchmarks_and_the_language_model_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import language_model
+    from models import CASES
+
+    steps = {name: (case.step(), case.batch()) for name, case in CASES.items()}
+    text = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
+    steps["language_model"] = (language_model.training_step(language_model.LanguageModel(64), 3), text)
+    with torch.sparse.check_sparse_tensor_invariants(False), ab.Executor({k: s for k, (s, _) in steps.items()}) as ex:
+        for name, (_, batch) in steps.items():
+            for _ in range(2):
+                ex.run(name, batch)
+            assert ex.engine(name) == "graph", name
+            assert len(ex.graph(name).nodes) > 10, name
+
+
+def test_all_of_them_do_on_two_workers_and_give_what_the_tape_gives() -> None:
+    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "models").check()
+    for found in result.results:
+        assert found == {name: ["graph", True] for name in found}
+        assert len(found) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_compile_says_graph_and_inductor() -> None:
+    step = ab.TrainStep(model := Net(), classify, torch.optim.Adam(model.parameters(), fused=True))
+    with ab.Executor(step, compile=True) as executor:
+        executor.run(batch=batch_of())
+        executor.run(batch=batch_of())
+        assert executor.engine() == "graph+inductor"
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.never = nn.Embedding(9, 4, sparse=True), nn.Linear(2, 2)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.free = nn.Parameter(torch.ones(4))  # of no optimizer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers(self.table(ids)) * self.free
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_what_is_fetched_is_what_the_tape_fetches(clip: float | None) -> None:
+    names = ["loss", "twice", "layers", "layers.0.weight.grad", "never.weight.grad", "table.weight.grad", "free.grad"]
+
+    def loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = model(ids)
+        return out.square().mean(), {"twice": out.detach() * 2}
+
+    def run(engine: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Tables()
+        held = [value for name, value in model.named_parameters() if name != "free"]
+        step = ab.TrainStep(model, loss, torch.optim.SGD(held, lr=0.1), clip_grad_norm=clip)
+        with ab.Executor(step, engine=engine) as executor:
+            found = [executor.run(batch=torch.tensor([1, 1, 2]), fetch=names) for _ in range(3)]
+        values = [run[name] for run in found for name in names]
+        values = [v.coalesce().values() if v is not None and v.is_sparse else v for v in values]
+        return [*values, *model.state_dict().values()]
+
+    for mine, other in zip(run("graph"), run("tape"), strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+# What does not.
+
+
+def test_a_branch_on_data_falls_back_with_one_warning_as_if_nothing_had_been_tried(captures: list[object]) -> None:
+    expected, _ = train("tape", Branching, steps=6)
+    with pytest.warns(ab.CaptureWarning, match=r"test_auto_engine\.py:\d+: .*bool\(\).*engine='tape' silences") as seen:
+        found, used = train("auto", Branching, steps=6)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert_same(found, expected)
+    assert used == "tape"
+    assert len(captures) == 1, "a refusal is remembered"
+
+
+def test_refusals_of_ever_new_shapes_end_the_attempts(captures: list[object]) -> None:
+    with pytest.warns(ab.CaptureWarning):
+        train("auto", Branching, steps=12, rows=lambda step: 4 + step)
+    assert len(captures) <= 3
+
+
+def test_what_the_tape_refuses_too_is_the_users_own_mistake_and_no_warning() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    before = [value.clone() for value in model.state_dict().values()]
+    step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step) as executor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            executor.run(batch={"x": torch.ones(2, 5), "y": torch.zeros(2, dtype=torch.long)})
+        assert all(map(torch.equal, before, model.state_dict().values()))
+        executor.run(batch=batch_of())
+        assert executor.engine() == "graph"
+
+
+def test_an_optimizer_that_cannot_be_captured_steps_by_itself() -> None:
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            for group in self.param_groups:
+                group["lr"] = 0.1 / self.steps
+            return super().step(closure)
+
+    def run(engine: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        with ab.Executor(
+            ab.TrainStep(model, classify, Counting(model.parameters(), lr=0.1)), engine=engine
+        ) as executor:
+            return [*(executor.run(batch=batch_of())["loss"] for _ in range(4)), *model.state_dict().values()]
+
+    expected = run("tape")
+    with pytest.warns(ab.CaptureWarning, match=r"Counting\.step changes steps"):
+        assert_same(run("auto"), expected)
+
+
+def test_numbers_drawn_from_python_are_drawn_every_step() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return classify(model, batch) * random.random()
+
+    random.seed(3)
+    expected, _ = train("tape", loss=loss)
+    random.seed(3)
+    with pytest.warns(ab.CaptureWarning, match="Python's random"):
+        found, used = train("auto", loss=loss)
+    assert_same(found, expected)
+    assert used == "tape"
+
+
+# What Python changes between steps.
+
+
+def hooked(step: int, model: Any) -> None:
+    if step == 2:
+        model.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def changes_share(step: int, model: Any) -> None:
+    globals()["SHARE"] = 0.5 if step in (2, 3) else 1.0
+
+
+CHANGES: dict[str, Callable[[int, Any], object]] = {
+    "an attribute": lambda step, model: setattr(model, "beta", 2.0 if step > 1 else 1.0),
+    "there and back": lambda step, model: setattr(model, "beta", 1.0 + step % 2),
+    "an attribute of an attribute": lambda step, model: setattr(model.config, "gamma", 2.0 if step > 1 else 1.0),
+    "an attribute of the class": lambda step, model: setattr(type(model), "power", 2.0 if step in (2, 3) else 1.0),
+    "an attribute over that of the class": lambda step, model: step == 2 and setattr(model, "power", 3.0),
+    "an item of a list": lambda step, model: model.weights.__setitem__(0, 2.0 if step > 1 else 1.0),
+    "a global of the forward": changes_share,
+    "a submodule": lambda step, model: step == 2 and setattr(model, "act", nn.Tanh()),
+    "a forward hook": hooked,
+    "a probability": lambda step, model: setattr(model.drop, "p", 0.1 if step > 1 else 0.5),
+    "the memory of parameters": lambda step, model: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_is_noticed(change: str, captures: list[object]) -> None:
+    expected, _ = train("tape", steps=6, change=CHANGES[change])
+    found, used = train("auto", steps=6, change=CHANGES[change])
+    assert_same(found, expected)
+    assert used == "graph"
+    assert len(captures) == (1 if change == "the memory of parameters" else 2), "a graph for each value"
+
+
+def test_variables_of_the_loss_and_of_its_helpers_are_noticed() -> None:
+    def run(engine: Any) -> list[Tensor]:
+        share = 1.0
+        config = {"smoothing": 0.0}
+
+        def helper() -> float:
+            return share
+
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            scores = model(batch["x"])
+            return F.cross_entropy(scores, batch["y"], label_smoothing=config["smoothing"]) * helper()
+
+        def change(step: int, model: Any) -> None:
+            nonlocal share
+            share = 2.0 if step > 1 else 1.0
+            config["smoothing"] = 0.1 if step > 3 else 0.0
+
+        return train(engine, steps=6, change=change, loss=loss)[0]
+
+    assert_same(run("auto"), run("tape"))
+
+
+def test_a_counter_beside_the_loss_is_none_of_its_values(captures: list[object]) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.steps, self.history, self.share = 0, [0.0], 1.0
+
+        def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return classify(model, batch) * self.share
+
+        def count(self, step: int, model: Any) -> None:
+            self.steps += 1
+            self.history.append(float(step))
+
+    trainer = Trainer()
+    _, used = train("auto", steps=6, change=trainer.count, loss=trainer.loss)
+    assert used == "graph"
+    assert len(captures) == 1
+
+
+def test_a_value_that_changes_every_step_ends_on_the_tape_which_names_it(captures: list[object]) -> None:
+    def anneal(step: int, model: Any) -> None:
+        model.beta = 0.9**step
+
+    expected, _ = train("tape", steps=12, change=anneal)
+    with pytest.warns(ab.CaptureWarning, match=r"'Net\.beta' changes from step to step"):
+        found, used = train("auto", steps=12, change=anneal)
+    assert_same(found, expected)
+    assert used == "tape"
+    assert len(captures) <= 6
+
+
+def test_ever_new_shapes_are_captured_a_few_times_and_then_in_the_measure_of_their_use(captures: list[object]) -> None:
+    expected, _ = train("tape", steps=20, rows=lambda step: 4 + step)
+    with pytest.warns(ab.CaptureWarning, match="kinds of batches"):
+        found, used = train("auto", steps=20, rows=lambda step: 4 + step)
+    assert_same(found, expected)
+    assert used == "tape"
+    assert len(captures) <= 10
+
+
+# Several workers.
+
+
+def test_one_worker_on_the_tape_and_one_on_the_graph_sum_up_right() -> None:
+    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "mixed").check()
+    assert [found["engines"] for found in result.results] == [["graph", "graph"], ["graph", "tape"]]
+    assert all(found["same"] for found in result.results)
+
+
+def test_gradients_are_sent_while_the_graph_goes_on_with_backward() -> None:
+    result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "order").check()
+    for log in (found["log"] for found in result.results):
+        first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("mm")
+        assert first < last, log
+        assert log.count("bucket.launched") == 3
