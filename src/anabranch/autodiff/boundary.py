@@ -154,6 +154,16 @@ def outside_tracing() -> AbstractContextManager[None]:
 def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = None) -> tuple[Tensor, ...]:
     """The outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is captured.
 
+    >>> def positive(entry, x):  # how many there are is nobody's business on this side
+    ...     return [x[x > 0].sum()[None]]
+    >>> form = Form((1,), torch.float32, torch.device("cpu"))
+    >>> far = RecordedBoundary("example", "positive", positive, lambda inputs: [form])
+    >>> x = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)
+    >>> (total,) = cross(far, x)
+    >>> total.sum().backward()
+    >>> total.item(), x.grad
+    (4.0, tensor([1., 0., 1.]))
+
     Args:
         boundary: where to.
         inputs: tensors, or ``None`` where there is none.
