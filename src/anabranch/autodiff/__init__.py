@@ -2,7 +2,8 @@
 
 Not a tape and no engine: torch's records and sweeps; this package says when. Open ``grad_manager.py`` first; every
 hook that the package sets on tensors or modules is in ``hooks.py``, which sessions see one another is in
-``sessions.py``, what runs at once is in ``parallel.py``.
+``sessions.py``, what runs at once is in ``parallel.py``, and how an operation leaves the process, on the tape and in a
+captured graph alike, in ``boundary.py``.
 """
 
 from anabranch.autodiff.grad import Grad, get_grad_managers

@@ -15,9 +15,9 @@ input wants one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -121,32 +121,48 @@ class Tracer(Protocol):
         """A block that is not traced."""
 
 
-_tracer: ContextVar[Tracer | None] = ContextVar("anabranch_tracer", default=None)
+class _Capturing(threading.local):
+    """Who captures on this thread; a captured backward runs on the thread that captures."""
+
+    tracer: Tracer | None = None
+
+
+_capturing = _Capturing()
 
 
 @contextmanager
 def traced_by(tracer: Tracer | None) -> Iterator[None]:
     """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
-    token = _tracer.set(tracer)
+    before, _capturing.tracer = _capturing.tracer, tracer
     try:
         yield
     finally:
-        _tracer.reset(token)
+        _capturing.tracer = before
 
 
 def current_tracer() -> Tracer | None:
     """Who captures a graph on this thread."""
-    return _tracer.get()
+    return _capturing.tracer
 
 
 def outside_tracing() -> AbstractContextManager[None]:
     """A block whose operations are real ones even during a capture: asking what a graph must know."""
-    tracer = _tracer.get()
+    tracer = _capturing.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
 
 def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = None) -> tuple[Tensor, ...]:
     """The outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is captured.
+
+    >>> def positive(entry, x):  # how many there are is nobody's business on this side
+    ...     return [x[x > 0].sum()[None]]
+    >>> form = Form((1,), torch.float32, torch.device("cpu"))
+    >>> far = RecordedBoundary("example", "positive", positive, lambda inputs: [form])
+    >>> x = torch.tensor([1.0, -2.0, 3.0], requires_grad=True)
+    >>> (total,) = cross(far, x)
+    >>> total.sum().backward()
+    >>> total.item(), x.grad
+    (4.0, tensor([1., 0., 1.]))
 
     Args:
         boundary: where to.
@@ -157,7 +173,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     Raises:
         CaptureError: somebody else than this package traces the model.
     """
-    tracer = _tracer.get()
+    tracer = _capturing.tracer
     if tracer is None and any(isinstance(value, FakeTensor) for value in inputs):
         raise CaptureError(
             f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's cannot "
@@ -180,7 +196,7 @@ class _Crossing(torch.autograd.Function):
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer = boundary, tracer
         crossed = (go if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
         # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.

@@ -20,15 +20,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.autodiff.futures import GradientFuture
+from anabranch.tensors import map_structure
 
-__all__ = ["Callback", "Gradient", "Sweep", "record_outputs", "watch_calls", "watch_node", "watch_result"]
+__all__ = [
+    "Callback",
+    "Gradient",
+    "Sweep",
+    "move_at_edges",
+    "record_outputs",
+    "watch_calls",
+    "watch_node",
+    "watch_result",
+]
 
 Gradient: TypeAlias = "Tensor | GradientFuture"
 Callback: TypeAlias = "Callable[[Tensor, Gradient], Gradient | None]"
@@ -213,4 +224,29 @@ def watch_calls(
         for module, name in modules.items():
             stack.callback(module.register_forward_pre_hook(before(name)).remove)
             stack.callback(module.register_forward_hook(after(name), always_call=True).remove)
+        yield
+
+
+@contextmanager
+def move_at_edges(module: nn.Module, device: torch.device, around: torch.device) -> Iterator[None]:
+    """Moves the tensors that the module is given to ``device``, and those that it returns to ``around``, in the block.
+
+    >>> layer = nn.Identity()
+    >>> with move_at_edges(layer, torch.device("meta"), torch.device("meta")):
+    ...     layer(torch.ones(2)).device
+    device(type='meta')
+    """
+
+    def to(place: torch.device) -> Callable[[object], object]:
+        return lambda value: value.to(place) if isinstance(value, Tensor) else value
+
+    def before(_: nn.Module, args: object, kwargs: object) -> tuple[Any, dict[str, Any]]:
+        return map_structure(to(device), args), cast("dict[str, Any]", map_structure(to(device), kwargs))
+
+    def after(_: nn.Module, args: object, output: object) -> object:
+        return map_structure(to(around), output)
+
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(after).remove)
         yield

@@ -22,6 +22,7 @@ from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
+from anabranch.executor.placement import Placement
 from anabranch.executor.remote import RemotePart, RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.runner import StepRunner
@@ -78,6 +79,8 @@ class Executor:
         use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
         process_group: the workers; the job's by default, initialised here when nobody has.
+        devices: places modules, by their qualified names, on devices until the executor is closed:
+            ``{"encoder": "cuda:1"}``. A transfer stands at each edge; the rest of the model stays where it is.
         seed: seeds torch's generators with ``seed + rank``, once.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
@@ -103,6 +106,7 @@ class Executor:
         use_sparse_pull: bool = True,
         routes: Mapping[str, str] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        devices: Mapping[str, str | torch.device] | None = None,
         seed: int | None = None,
         log_path: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
@@ -129,13 +133,16 @@ class Executor:
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
         self._started = time.monotonic()
+        self._placement: Placement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
         try:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
-            self._devices = {name: _device_of(step.model) for name, step in self._steps.items()}
+            self._devices = {name: Placement.home(step.model, devices or {}) for name, step in self._steps.items()}
+            if devices:
+                self._placement = _placed(self._steps, devices)
             merges = Consistency.parse(consistency).merges
             # With nothing to sum among themselves, workers whose pushes count as they come need not wait here either.
             together = merges or not self._routes.served or self._routes.all_reduces
@@ -419,6 +426,8 @@ class Executor:
             if self._remote is not None:
                 self._remote.close(clean=clean)
         finally:
+            if self._placement is not None:
+                self._placement.close()
             if self._workers is not None:
                 self._workers.close()
 
@@ -429,6 +438,11 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end(clean=kind is None)
+
+
+def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> Placement:
+    optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
+    return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002

@@ -207,7 +207,7 @@ class _Asker:
         outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
         rest = [outputs.pop() for _ in more][::-1]
         given = iter(outputs)
-        nested = [None if spec is None else next(given) for spec in asked[0].output_specs]
+        nested: list[object] = [None if spec is None else next(given) for spec in asked[0].output_specs]
         return unflatten(asked[0].output_structure, nested), rest
 
     def _make_calls(
@@ -519,7 +519,7 @@ class RemoteMixtureOfExperts(nn.Module):
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
-            scores = gated.split(self.grid_size, dim=-1)
+            scores = torch.split(gated, list(self.grid_size), dim=-1)
             choices = self._asker.choose(self.uid_prefix, scores, self.k_best)
             chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
             # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
@@ -613,7 +613,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
-            scores = gated.split(self.grid_size, dim=-1)
+            scores = torch.split(gated, list(self.grid_size), dim=-1)
             choices = self._asker.choose(self.uid_prefix, scores, 1)
             chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
             probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
@@ -623,7 +623,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         output, shares = self._asker.mixed(
             self.uid_prefix, self.grid_size, mix, gated, leaves, [self._share_form(n, gated) for n in self.grid_size]
         )
-        return output, self._balancing_loss(gated.split(self.grid_size, dim=-1), shares)
+        return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), shares)
 
     def _share_form(self, size: int, gated: Tensor) -> Form:
         return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)

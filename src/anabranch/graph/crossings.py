@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anabranch.autodiff.boundary import Boundary, Form, come_back, cross, current_tracer, go, outside_tracing
-from anabranch.errors import CaptureError
+from anabranch.errors import CaptureError, SchemaError
 
 __all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
 
@@ -58,7 +58,7 @@ class ForwardCrossing(Crossing):
         crossed = go(self.boundary, inputs, self.wants)
         for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
             if tuple(output.shape) != form.shape or output.dtype != form.dtype:
-                raise CaptureError(
+                raise SchemaError(
                     f"{self.label} gave output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
                     f"captured when it gave {form.shape} {form.dtype}; make the Executor again, or use engine='tape'"
                 )

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, fx
 
 from anabranch.graph.crossings import crossing_of
@@ -81,4 +82,14 @@ def boundary_of(node: fx.Node) -> str:
     crossing = crossing_of(node)
     if crossing is not None:
         return crossing.label
-    return str(node.meta.get("transfer", ""))
+    return str(node.meta.get("transfer", "")) or _transfer(node)
+
+
+def _transfer(node: fx.Node) -> str:
+    """From where to where a copy goes that the captured function makes between devices."""
+    device = node.kwargs.get("device")
+    if node.target is not torch.ops.aten._to_copy.default or device is None:
+        return ""
+    assert isinstance(node.args[0], fx.Node)
+    source = node.args[0].meta.get("val")
+    return f"{source.device} -> {device}" if isinstance(source, Tensor) and source.device != device else ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import re
 import sys
 import traceback
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
@@ -287,6 +289,7 @@ class _Crossings:
     def __init__(self, mode: FakeTensorMode, recorder: Recorder, replace: Callable[[object], object]) -> None:
         proxies = get_proxy_mode()
         assert proxies is not None
+        assert isinstance(proxies.tracer, PythonKeyTracer)
         self._tracer = proxies.tracer
         self._mode = mode
         self._recorder = recorder
@@ -308,10 +311,11 @@ class _Crossings:
             forms = boundary.forms(inputs)
         target = ForwardCrossing(boundary, wants, forms)
         proxy = self._tracer.create_proxy("call_function", target, (self._proxies(inputs),), {})
+        proxy.node.meta["recorded"] = wants is not None
         with disable_proxy_modes_tracing(), self._mode:
             outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
         track_tensor_tree((*outputs, None), proxy, constant=None, tracer=self._tracer)
-        state = proxy[len(outputs)]
+        state = self._tracer.create_proxy("call_function", operator.getitem, (proxy, len(outputs)), {})
         state.node.meta["val"] = None
         return Crossed(outputs, state, [i for i, form in enumerate(forms) if not form.differentiable])
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
+from anabranch.autodiff.boundary import Crossed, Form, RecordedBoundary, cross
 
 __all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
@@ -38,6 +38,15 @@ class RowSource(Protocol):
         """The gradients of the rows of distinct ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What must be known of a table before its rows come."""
+
+    name: str
+    width: int
+    dtype: torch.dtype
+
+
 def look_up(
     source: Callable[[], RowSource],
     table: Table,
@@ -47,17 +56,52 @@ def look_up(
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
     """The row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does not."""
+    return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
 
-    def crossing(entry: Tensor | None, ids: Tensor) -> list[Tensor]:
-        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry)
-        return [F.embedding(inverse, rows, place, scale_grad_by_freq=scale_grad_by_freq)]
 
-    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The boundary of a lookup of rows; of bags, whose backward has more to it, torch's own tape keeps track."""
+
+    source: Callable[[], RowSource]
+    table: Table
+    padding_id: int | None
+    scale_grad_by_freq: bool
+
+    kind = "table"
+
+    @property
+    def name(self) -> str:
+        return self.table.name
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> list[Form]:
         (ids,) = inputs
         assert ids is not None
-        return [Form((*ids.shape, table.width), table.dtype, ids.device)]
+        return [Form((*ids.shape, self.table.width), self.table.dtype, ids.device)]
 
-    return cross(RecordedBoundary("table", table.name, crossing, forms), ids)[0]
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        (ids,) = inputs
+        assert ids is not None
+        source = self.source()
+        rows, inverse, wanted, place = _read_distinct(source, ids, self.padding_id)
+        with torch.no_grad():
+            found = F.embedding(inverse, rows)
+        return Crossed([found], None if wants is None else (source, inverse, wanted, place))
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        (gradient,) = gradients
+        if gradient is not None:
+            source, inverse, wanted, place = cast("tuple[RowSource, Tensor, Tensor, int | None]", state)
+            padding = -1 if place is None else place
+            merged = _merge(gradient, inverse, len(wanted), padding, self.scale_grad_by_freq)
+            source.take_gradient(*_without(wanted, merged, place))
+        return [None]
+
+
+_merge = torch.ops.aten.embedding_dense_backward.default
+"""What torch does for a dense table: the gradients of one row added up in the order of its places."""
 
 
 def look_up_bags(
@@ -107,34 +151,38 @@ def look_up_bags(
 def _distinct_rows(
     source: RowSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
-    """The rows of the distinct ids among ``ids``, the place of each id among them, and that of ``padding_id``."""
-    distinct, inverse = torch.unique(ids.long(), return_inverse=True)
-    wanted = distinct.cpu()
-    rows = source.read(wanted).to(ids.device)
-    kept = slice(None) if padding_id is None else torch.nonzero(wanted != padding_id)[:, 0]
+    """The rows of the distinct ids, the place of each of ``ids`` among them, and that of ``padding_id``."""
+    rows, inverse, wanted, place = _read_distinct(source, ids, padding_id)
     if entry is not None:
 
         def leave(grad: Tensor) -> None:
-            source.take_gradient(wanted[kept], grad.detach().cpu()[kept])
+            source.take_gradient(*_without(wanted, grad, place))
 
-        rows = cast(Tensor, _Rows.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
-    place = None
-    if padding_id is not None:
-        found = torch.nonzero(wanted == padding_id)[:, 0]
-        place = int(found[0]) if len(found) else None
+        rows = cast(Tensor, _Leave.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
     return rows, inverse, place
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """What must be known of a table before its rows come."""
+def _read_distinct(source: RowSource, ids: Tensor, padding_id: int | None) -> tuple[Tensor, Tensor, Tensor, int | None]:
+    """The rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
+    distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+    wanted = distinct.cpu()
+    rows = source.read(wanted).to(ids.device)
+    if padding_id is None:
+        return rows, inverse, wanted, None
+    found = torch.nonzero(wanted == padding_id)[:, 0]
+    return rows, inverse, wanted, int(found[0]) if len(found) else None
 
-    name: str
-    width: int
-    dtype: torch.dtype
+
+def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Tensor]:
+    """Both on the CPU, without the padding row, which gets no gradient."""
+    grads = grads.detach().cpu()
+    if place is None:
+        return ids, grads
+    kept = torch.arange(len(ids)) != place
+    return ids[kept], grads[kept]
 
 
-class _Rows(torch.autograd.Function):
+class _Leave(torch.autograd.Function):
     """Pulled rows: the identity forward; backward hands their gradient over, duplicates merged by then."""
 
     @staticmethod

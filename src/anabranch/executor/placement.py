@@ -1,0 +1,119 @@
+"""``Executor(devices=...)``: parts of a model on devices of their own, with a transfer at each edge.
+
+::
+
+    home:     batch ──> stem ──┐         ┌──> head ──> loss
+                               v         │
+    cuda:1:                 [ encoder ]──┘          devices={"encoder": "cuda:1"}
+
+A placed module takes its inputs from wherever they are and hands its outputs back to the device around it, so the rest
+of the model need not know. The tape records the transfers, and a captured graph has them as nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.hooks import move_at_edges
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """The modules named in ``devices`` moved there, until it is closed.
+
+    Args:
+        models: whose modules are meant.
+        devices: device by a module's qualified name; of names that lie in one another each counts for its own part.
+        optimizers: whose state moves along.
+
+    Raises:
+        ValueError: a name that no model has, or a parameter that two modules on unlike devices share.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        devices: Mapping[str, str | torch.device],
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._undo = ExitStack()
+        self._wanted = wanted = {name: torch.device(device) for name, device in devices.items()}
+        known = [dict(model.named_modules()) for model in models]
+        for name in wanted:
+            if not name or not any(name in modules for modules in known):
+                raise ValueError(
+                    f"devices= names {name!r}; the modules are: {', '.join(sorted(filter(None, set().union(*known))))}"
+                )
+        for model in models:
+            self._check_shared(model)
+        placed: set[nn.Module] = set()
+        for model, modules in zip(models, known, strict=True):
+            home = self.home(model, wanted)
+            for name in wanted:
+                if name in modules and modules[name] not in placed:
+                    placed.add(modules[name])
+                    self._place(name, modules, home)
+        self._move_optimizer_state()
+
+    @staticmethod
+    def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
+        """Where batches go: the device of what is not placed."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in tensors:
+            if not any(name.startswith(f"{prefix}.") for prefix in devices):
+                return tensor.device
+        return tensors[0][1].device if tensors else torch.device("cpu")
+
+    def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
+        """Moves what lies in the module of this name, and in no other placed one within it."""
+        device = self._wanted[name]
+        for inner, module in modules.items():
+            if self._prefix(f"{inner}.") == name:
+                before = next(
+                    (t.device for t in (*module._parameters.values(), *module._buffers.values()) if t is not None),
+                    device,
+                )
+                _move(module, device)
+                self._undo.callback(_move, module, before)
+        outer = self._prefix(name)
+        around = home if outer is None else self._wanted[outer]
+        self._undo.enter_context(move_at_edges(modules[name], device, around))
+
+    def _prefix(self, name: str) -> str | None:
+        """The nearest placed module that the module or parameter of this name lies in."""
+        return max((prefix for prefix in self._wanted if name.startswith(f"{prefix}.")), key=len, default=None)
+
+    def _check_shared(self, model: nn.Module) -> None:
+        places: dict[nn.Parameter, tuple[str, torch.device | None]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            prefix = self._prefix(name)
+            device = None if prefix is None else self._wanted[prefix]
+            other, there = places.setdefault(parameter, (name, device))
+            if there != device:
+                raise ValueError(
+                    f"devices= puts {other!r} and {name!r}, which are one parameter, on {there or 'the home device'} "
+                    f"and {device or 'the home device'}; place the modules that share it together"
+                )
+
+    def _move_optimizer_state(self) -> None:
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[key] = value.to(parameter.device)
+
+    def close(self) -> None:
+        """Everything goes back to where it was."""
+        self._undo.close()
+        self._move_optimizer_state()
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Moves the module's own parameters and buffers, which stay the objects that they are if they are parameters."""
+    module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
