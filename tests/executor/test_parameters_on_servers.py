@@ -104,7 +104,6 @@ def test_a_table_that_is_also_a_head_stays_on_the_workers_under_hybrid() -> None
         ({"routes": {"table.weight": "there"}}, "'AllReduce', 'PS' or 'Hybrid'"),
         ({"consistency": "sometimes"}, "'ssp:K'"),
         ({"use_sparse_pull": False, "cache": ab.Cache()}, "use_sparse_pull=False"),
-        ({"engine": "graph"}, "tape"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
