@@ -153,6 +153,21 @@ def test_the_model_is_whole_again_when_servers_in_this_process_end() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_table_that_is_frozen_meanwhile_does_not_move() -> None:
+    model = new_model()
+    look = ab.EvalStep(model, lambda m, ids: {"rows": m.table(ids)})
+    weight = model.table.weight
+    with ab.Executor({"train": step_of(model), "look": look}, "Hybrid") as executor:
+        executor.run("train", batches()[0])
+        before = executor.run("look", torch.arange(ROWS))["rows"]
+        weight.requires_grad_(False)
+        executor.run("train", batches()[1])
+        assert torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
+        weight.requires_grad_(True)
+        executor.run("train", batches()[2])
+        assert not torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
+
+
 # Caches.
 
 

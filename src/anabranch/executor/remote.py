@@ -142,6 +142,11 @@ class RemotePart:
                 sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
             self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other workers."""
+        return self._workers is None
+
     def _meet(self) -> None:
         if self._workers is not None:
             self._workers.barrier(operation="meet at the servers")
@@ -316,7 +321,10 @@ class RemoteWindow:
     def end_run(self) -> None:
         """Takes what backward has left of the looked-up tables."""
         self._total += self._weight
+        frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}
         for name, (ids, grads) in self.part.tables.take().items():
+            if name in frozen:
+                continue
             self._rows.setdefault(name, []).append((ids, grads if self._alone else grads * self._weight))
         for parameter in self.parameters.values():
             parameter.grad = None

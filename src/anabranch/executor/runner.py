@@ -77,6 +77,11 @@ class StepRunner:
         self._layout = layout
         named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
         summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
+        if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
+            raise ValueError(
+                f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
+                "workers sum nothing among themselves: make a new Executor"
+            )
         self._buckets = GradientBuckets(
             summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
         )
