@@ -169,6 +169,14 @@ class RowCache:
         self._hits += int(fresh.sum())
         return out if self._held == self._width else out[:, : self._width].contiguous()
 
+    def stale(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
+        slots = self._find(ids)
+        at = slots.clamp(min=0)
+        known = torch.where(slots >= 0, self._versions[at], -1)
+        ask = (known < 0) | (step - self._checked[at] > self.cache.pull_bound)
+        return ids[ask], known[ask]
+
     def missing(self, ids: Tensor) -> Tensor:
         """Those of distinct ``ids`` that are not here."""
         slots = self._find(ids)
