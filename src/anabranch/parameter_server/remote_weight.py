@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.autodiff.boundary import Crossed, Form, RecordedBoundary, cross
+from anabranch.events import report
 
 __all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
@@ -56,6 +57,7 @@ def look_up(
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
     """The row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does not."""
+    report("tables.lookup", table=table.name, ids=ids)
     return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
 
 
@@ -144,6 +146,7 @@ def look_up_bags(
         count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
         return [Form((count, table.width), table.dtype, ids.device)]
 
+    report("tables.lookup", table=table.name, ids=ids)
     boundary = RecordedBoundary("table", table.name, crossing, forms)
     return cross(boundary, ids, offsets, per_sample_weights)[0]
 
