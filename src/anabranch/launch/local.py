@@ -154,7 +154,7 @@ def launch(
                         "expert",
                         index,
                         command,
-                        expert_environment(index, experts, run_id=run_id, threads=threads, base=base),
+                        expert_environment(index, experts, workers, run_id=run_id, threads=threads, base=base),
                         log_dir / f"expert-{index}.log",
                         restarts=_RESTARTS,
                         has_served=partial(_is_announced, directory.directory, expert_mark(index)),
