@@ -145,6 +145,7 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
+            self._saver = Saver(self._steps, self._runners, self._workers)
             self._share_parameters()
             if self._routes.served:
                 self._remote = RemotePart(
@@ -171,7 +172,8 @@ class Executor:
         self._rows = 0.0
         self._run_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver = Saver(self._steps, self._runners, self._batches.loaders, self._workers)
+        self._saver.loaders = self._batches.loaders
+        self._saver.remote = self._remote
 
     # Construction.
 

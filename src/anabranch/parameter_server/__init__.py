@@ -11,6 +11,7 @@ from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
+from anabranch.parameter_server.optimizer_state import Kept, from_torch, to_torch
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_tables import RemoteTables, merge_rows, rule_of, users_of
@@ -31,6 +32,7 @@ __all__ = [
     "DenseParameter",
     "Family",
     "Initial",
+    "Kept",
     "Normal",
     "ParameterClient",
     "ParameterServer",
@@ -50,8 +52,10 @@ __all__ = [
     "Uniform",
     "WholeParameters",
     "Worker",
+    "from_torch",
     "merge_rows",
     "rule_of",
     "serve_parameters",
+    "to_torch",
     "users_of",
 ]
