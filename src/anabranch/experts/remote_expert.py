@@ -111,7 +111,7 @@ class RemoteExpert(nn.Module):
         """The expert's outputs for these inputs."""
         deadline = Deadline.after(self.forward_timeout)
         call, outputs = self._call(args, kwargs, deadline)
-        if self._may_have_changed(call.error) and not deadline.expired():
+        if self._may_have_changed(call) and not deadline.expired():
             self._known = None
             call, outputs = self._call(args, kwargs, deadline)
         if outputs is None:
@@ -142,11 +142,14 @@ class RemoteExpert(nn.Module):
                 self._known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
             return self._known
 
-    def _may_have_changed(self, error: Exception | None) -> bool:
-        """Whether to look again, once, within the deadline: it may have moved, or come back with another schema."""
-        if isinstance(error, SchemaError):
-            return "another schema" in str(error)
-        return isinstance(error, (PeerLost, NotFound)) and not isinstance(self._where, str)
+    def _may_have_changed(self, call: ExpertCall) -> bool:
+        """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
+        if isinstance(call.error, SchemaError):
+            return "another schema" in str(call.error)
+        if isinstance(self._where, str) or not isinstance(call.error, (PeerLost, NotFound)):
+            return False
+        # Who was silent for two beats, and is still said to be there, would be silent for two more.
+        return isinstance(call.error, NotFound) or self._look_up(self._where) != call.endpoint
 
     def _look_up(self, directory: DirectoryLike) -> str:
         found = directory.lookup([self.uid])

@@ -99,7 +99,11 @@ class _Ending:
 
     def act(self, now: float) -> None:
         while self._steps and now >= self._steps[0][0]:
-            self.send(self._steps.popleft()[1])
+            number = self._steps.popleft()[1]
+            if number == signal.SIGKILL:
+                for process in self.running():
+                    self._tell(f"{called(process.role, process.rank)} did not stop in time; killing it")
+            self.send(number)
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
                 who = called(process.role, process.rank)
@@ -215,6 +219,8 @@ class Supervisor:
             self._tell(f"{exit_.describe()}; the job goes on without it")
         else:
             service.early = True
+            if exit_.code == 0:
+                self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
 
     def _fail(self, process: Worker) -> None:
