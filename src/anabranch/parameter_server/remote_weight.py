@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anabranch.events import report
+
 __all__ = ["RemoteWeight", "RowSource", "look_up"]
 
 
@@ -39,6 +41,7 @@ def look_up(source: RowSource, ids: Tensor, padding_id: int | None = None) -> tu
 
     In grad mode the rows' gradient goes to the source; the padding row's, which is none, does not.
     """
+    report("tables.lookup", table=source.name, ids=ids)
     distinct, inverse = torch.unique(ids.long(), return_inverse=True)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)

@@ -49,8 +49,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     >>> bytes(memory)
     b'\x01\x00\x02\x00'
     """
-    # A single value expanded to a shape counts as contiguous with strides of 0, which no view as bytes accepts.
-    flat = tensor.reshape(-1) if tensor.numel() != 1 else tensor.as_strided((1,), (1,))
+    # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
