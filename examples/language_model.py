@@ -372,6 +372,9 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
     model = LanguageModel(options.memory_rows, experts)
+    parameters = sum(value.numel() for value in model.parameters())  # before the executor moves some to the servers
+    if experts:
+        parameters += experts.count * sum(value.numel() for value in feed_forward().parameters())
     train = training_step(model, options.steps)
     windows = Windows(text.train, options.steps * batch, options.seed)
     held_out = windows_in_order(text.held_out)
@@ -390,7 +393,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         also = experts.in_use if experts else None
         with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0, also=also) as screen:
             screen.say(
-                f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
+                f"{parameters / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
                 f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
                 "bits/byte are those of held-out text",

@@ -242,6 +242,45 @@ def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path)
 
 
 @pytest.mark.slow
+def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tmp_path):
+    arguments = [*SMALL, "--steps", "40", "--evaluate-every", "1", "--text", str(small_text)]
+    arguments += ["--out", str(tmp_path / "out")]
+    result = (
+        LocalJob(workers=2, experts=2, timeout=110)
+        .run_source(
+            f"""
+            import os, signal, sys, time
+            from pathlib import Path
+            sys.path.insert(0, {str(EXAMPLES)!r})
+            import language_model
+
+            pid = Path({str(tmp_path)!r}, "pid")
+            if os.environ.get("ANABRANCH_ROLE") == "expert" and os.environ["RANK"] == "0" and not pid.exists():
+                pid.write_text(str(os.getpid()))
+
+            real = language_model.Screen.evaluated
+
+            def kill_in_step_3_and_wait_for_its_return_in_step_30(screen, step, held_out):
+                if os.environ["RANK"] == "0" and step == 3:
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+                while os.environ["RANK"] == "0" and step == 30 and "4 of 4" not in screen._also():
+                    time.sleep(0.05)
+                real(screen, step, held_out)
+
+            language_model.Screen.evaluated = kill_in_step_3_and_wait_for_its_return_in_step_30
+            sys.exit(language_model.main({arguments!r}))
+            """
+        )
+        .check()
+    )
+    assert result.results[0] is not None
+    assert result.results[0]["steps"] == 40
+    assert len(result.told) == 1
+    assert result.told[0].endswith("started again (1 of 3)")
+    assert "2 of 4 experts" in result.logs[0]
+
+
+@pytest.mark.slow
 def test_a_fresh_run_has_fresh_experts(small_text, tmp_path):
     arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out"), "--fresh"]
     results = [LocalJob(experts=1, timeout=110).run(SCRIPT, *arguments).check().results[0] for _ in range(2)]
