@@ -230,8 +230,10 @@ class Supervisor:
         self._failed = True
         others = len(self._workers.running())
         if others and not self._workers.planned:
-            other = "other " if process.role == "worker" else ""
-            whom = f"the {other}worker" if others == 1 else f"the {others} {other}workers"
+            if process.role == "worker":
+                whom = "the other worker" if others == 1 else f"the {others} other workers"
+            else:
+                whom = "the worker" if others == 1 else f"the {others} workers"
             self._tell(f"{called(process.role, process.rank)} failed; stopping {whom}")
             now = time.monotonic()
             self._workers.plan(now + self._patience.failure, signal.SIGTERM)
