@@ -108,14 +108,14 @@ class Screen:
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
         self._bar.update(self._task, figures=self._figures())
-        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) / self._rate():.0f} s left")
+        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
 
-    def _rate(self) -> float:
-        """Steps a second, of late."""
-        return len(self._recent) / max(1e-9, sum(self._recent))
+    def _seconds(self) -> float:
+        """A step's, of late."""
+        return sum(self._recent) / max(1, len(self._recent))
 
     def _figures(self) -> str:
-        rate = self._rate()
+        rate = 1 / max(1e-9, self._seconds())
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
         also = f"  {self._also()}" if self._also else ""
         return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}{also}"
