@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -65,11 +67,14 @@ class Curve:
 class Screen:
     """What rank 0 shows: a bar on a terminal, a line an evaluation everywhere. Other ranks show nothing."""
 
-    def __init__(self, steps: int, done: int, bytes_per_step: int, *, shown: bool) -> None:
+    def __init__(
+        self, steps: int, done: int, bytes_per_step: int, *, shown: bool, also: Callable[[], str] | None = None
+    ) -> None:
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not shown)
         self._steps = steps
+        self._also = also if shown else None  # asked each time something is shown
         self._bytes_per_step = bytes_per_step
-        self._seconds = 0.0  # a step's, averaged over the last twenty or so
+        self._recent: deque[float] = deque(maxlen=20)  # the seconds of steps
         self._loss = self._held_out = math.nan
         self._bar = Progress(
             BarColumn(bar_width=None),
@@ -96,16 +101,21 @@ class Screen:
             self.console.print(line)
 
     def trained(self, step: int, loss_of_batch: float, seconds: float) -> None:
-        self._seconds = 0.95 * self._seconds + 0.05 * seconds if self._seconds else seconds
+        self._recent.append(seconds)
         self._loss = loss_of_batch
         self._bar.update(self._task, completed=step, figures=self._figures())
 
     def evaluated(self, step: int, held_out: float) -> None:
         self._held_out = held_out
         self._bar.update(self._task, figures=self._figures())
-        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds:.0f} s left")
+        self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
+
+    def _seconds(self) -> float:
+        """A step's, of late."""
+        return sum(self._recent) / max(1, len(self._recent))
 
     def _figures(self) -> str:
-        rate = 1 / max(1e-9, self._seconds)
+        rate = 1 / max(1e-9, self._seconds())
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
-        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}"
+        also = f"  {self._also()}" if self._also else ""
+        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}{also}"

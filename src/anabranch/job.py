@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Serve(Protocol):
         make_backends: Callable[[int, int], Sequence[object]],
         *,
         checkpoint_dir: str | os.PathLike[str] | None,
+        checkpoint_seconds: float,
         listen: str | None,
         keys: str | os.PathLike[str] | None,
         insecure: bool,
@@ -95,6 +96,7 @@ class Job:
         servers: endpoints of the parameter-server shards, in shard order.
         experts: how many expert processes the job has.
         directory: endpoint of the directory, ``None`` without one.
+        workers: how many workers the job has; an expert process knows it too.
     """
 
     rank: int
@@ -104,12 +106,14 @@ class Job:
     servers: tuple[str, ...] = ()
     experts: int = 0
     directory: str | None = None
+    workers: int = field(default=1, repr=False, compare=False)
 
     def serve(
         self,
         make_backends: Callable[[int, int], Sequence[object]],
         *,
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_seconds: float = 60.0,
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -133,6 +137,7 @@ class Job:
                 returns its ``ExpertBackend``\ s. Not called in workers, unless the job is one process alone: then with
                 ``(0, 1)``.
             checkpoint_dir: where experts are saved, and found again when they are started again.
+            checkpoint_seconds: between two savings.
             listen: the endpoint of an expert process; by default a socket beside the directory's.
             keys: the directory of certificates, for TCP; by default that of ``ANABRANCH_KEYS``.
             insecure: allow TCP without certificates.
@@ -152,6 +157,7 @@ class Job:
             self,
             make_backends,
             checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
             listen=listen,
             keys=keys,
             insecure=insecure,
@@ -188,7 +194,8 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
 
     Args:
         environment: where to look; ``os.environ`` by default. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are
-            torchrun's; ``ANABRANCH_SERVERS`` and ``ANABRANCH_DIRECTORY`` are comma-separated endpoints.
+            torchrun's; ``ANABRANCH_SERVERS`` holds endpoints, comma-separated, ``ANABRANCH_DIRECTORY`` one,
+            ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS`` numbers of processes.
 
     Raises:
         ValueError: a variable that is no number, or a rank outside the world; names the variable and its value.
@@ -209,6 +216,7 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
         servers=tuple(part for part in env.get("ANABRANCH_SERVERS", "").split(",") if part),
         experts=_number(env, "ANABRANCH_EXPERTS", 0),
         directory=env.get("ANABRANCH_DIRECTORY") or None,
+        workers=world_size if role == "worker" else _number(env, "ANABRANCH_WORKERS", 1),
     )
 
 

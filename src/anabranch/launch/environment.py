@@ -34,21 +34,23 @@ def service_environment(
 
 
 def expert_environment(
-    index: int, experts: int, *, run_id: str, threads: int, base: Mapping[str, str]
+    index: int, experts: int, workers: int, *, run_id: str, threads: int, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The whole environment of the expert process ``index``: it knows its place among the experts, and no worker.
 
-    >>> env = expert_environment(1, 2, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
+    >>> env = expert_environment(1, 2, 1, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
     >>> env["ANABRANCH_ROLE"], env["RANK"], env["WORLD_SIZE"], "MASTER_PORT" in env
     ('expert', '1', '2', False)
     """
     env = {name: value for name, value in base.items() if name not in _RENDEZVOUS}
     env |= {
         "ANABRANCH_ROLE": "expert",
+        "ANABRANCH_WORKERS": str(workers),
         "RANK": str(index),
         "LOCAL_RANK": str(index),
         "WORLD_SIZE": str(experts),
         "LOCAL_WORLD_SIZE": str(experts),
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": run_id,
     }
     env.setdefault("OMP_NUM_THREADS", str(threads))

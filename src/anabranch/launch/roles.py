@@ -55,6 +55,7 @@ def serve(
     make_backends: Callable[[int, int], Sequence[object]],
     *,
     checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_seconds: float = 60.0,
     listen: str | None = None,
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
@@ -64,7 +65,16 @@ def serve(
     """What ``Job.serve`` says."""
     make = cast(MakeBackends, make_backends)
     if job.role == "expert":
-        _serve_here(job, make, checkpoint_dir, listen, keys, insecure, heartbeat)
+        _serve_here(
+            job,
+            make,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
+            listen=listen,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+        )
     if job.directory is not None:
         directory = Directory(job.directory, keys=keys, insecure=insecure)
         _wait_for_experts(directory, job.experts, Deadline.after(timeout))
@@ -76,7 +86,13 @@ def serve(
         )
     directory = Directory()
     _alone.enter_context(
-        ExpertServer(make(0, 1), directory=directory, checkpoint_dir=checkpoint_dir, heartbeat=heartbeat)
+        ExpertServer(
+            make(0, 1),
+            directory=directory,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
+            heartbeat=heartbeat,
+        )
     )
     return directory
 
@@ -84,7 +100,9 @@ def serve(
 def _serve_here(
     job: Job,
     make: MakeBackends,
+    *,
     checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint_seconds: float,
     listen: str | None,
     keys: str | os.PathLike[str] | None,
     insecure: bool,
@@ -109,6 +127,7 @@ def _serve_here(
             listen=endpoint,
             directory=directory,
             checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,

@@ -85,7 +85,7 @@ class Worker:
         with self.log.open("ab" if screen or restarted else "wb") as file:
             self._process = subprocess.Popen(
                 leashed,
-                env=dict(recipe.environment),
+                env={**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(restarted)},
                 stdin=None if screen else subprocess.DEVNULL,
                 stdout=screen.stdout if screen else file,
                 stderr=screen.stderr if screen else file,
