@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.loading import ENDED, BoundLoader
-from anabranch.executor.runner import StepRunner
+from anabranch.executor.pipe_runner import Grid, check_pipes, evaluated, runner_for, seed_pipes
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, named_steps
@@ -100,13 +101,20 @@ class Executor:
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
         self._started = time.monotonic()
+        self._grid: Grid | None = None
+        self._workers: Workers | None = None
+        pipe = check_pipes(self._steps, process_group, averages=self.comm_mode is not None)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
+        if pipe is not None:
+            line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
+            self._grid = Grid(self._workers, line)
         try:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
+                seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
             self._devices = {name: _device_of(step.model) for name, step in self._steps.items()}
             self._runners = {
-                name: StepRunner(step, _engine_for(step, engine, compile), self._workers)
+                name: runner_for(name, step, self._workers, partial(_engine_for, step, engine, compile), engine)
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
@@ -127,7 +135,7 @@ class Executor:
         self._run_seconds = 0.0
         self._load_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver = Saver(self._steps, self._runners, self._loaders, self._workers)
+        self._saver = Saver(self._steps, self._runners, self._loaders, self._grid or self._workers)
 
     # Construction.
 
@@ -239,7 +247,7 @@ class Executor:
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         found = self._next_eval_batch(name) if batch is None else batch
         found = as_tensors(found, self._devices[name])
-        with _eval_mode(step.model), torch.no_grad(), fetch.recording():
+        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad(), fetch.recording():
             returned = step.outputs(step.model, found)
         if not isinstance(returned, Mapping):
             raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
@@ -434,6 +442,8 @@ class Executor:
         self._closed = True
         for loader in getattr(self, "_loaders", {}).values():
             loader.close()
+        if self._grid is not None:
+            self._grid.close()
         if self._workers is not None:
             self._workers.close()
 

@@ -49,10 +49,11 @@ class StepRunner:
         self._parameters = list(step.model.parameters())
         self._held = _count_held(step)
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
-        self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
+        first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
+        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
-        self._device = self._parameters[0].device
+        self._device = first.device
         self.asked_to_stop = False
         self.stopping = False
 
@@ -62,7 +63,7 @@ class StepRunner:
         if layout == self._layout:
             return
         self._layout = layout
-        named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
+        named = {name: value for name, value in self._named_parameters().items() if value.requires_grad}
         self._buckets = GradientBuckets(
             named, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
         )
@@ -92,7 +93,8 @@ class StepRunner:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
         assert self._buckets is not None
         last = self._closes_window()
-        share = header(loss, weight, run=self._calls, active=active, stopping=self.asked_to_stop, device=self._device)
+        stopping = self._wants_to_stop()
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
@@ -139,7 +141,7 @@ class StepRunner:
         ran = self.engine.step(batch, fetch)
         self.runs += 1
         self._step_schedulers()
-        self.stopping = self.asked_to_stop
+        self.stopping = self._wants_to_stop()
         return ran
 
     def _begin_run(self) -> None:
@@ -209,9 +211,20 @@ class StepRunner:
 
     def _update(self) -> None:
         if self.step.clip_grad_norm is not None:
-            clip_gradients(self._parameters, self.step.clip_grad_norm)
+            self._clip(self.step.clip_grad_norm)
         self.engine.update()
         self._step_schedulers()
+
+    # What a model that lies on several ranks does in another way.
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.step.model.named_parameters())
+
+    def _clip(self, max_norm: float) -> None:
+        clip_gradients(self._parameters, max_norm)
+
+    def _wants_to_stop(self) -> bool:
+        return self.asked_to_stop
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:

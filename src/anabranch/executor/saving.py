@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 import msgspec
 import safetensors.torch
@@ -30,9 +31,11 @@ from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
 from anabranch.errors import CheckpointError
 from anabranch.executor.loading import BoundLoader
+from anabranch.executor.pipe_runner import Grid, names_of
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
+from anabranch.pipeline import Pipe
 
 __all__ = ["Saver"]
 
@@ -49,13 +52,14 @@ class Saver:
         steps: Mapping[str, Step],
         engines: Mapping[str, StepRunner],
         loaders: Mapping[str, BoundLoader],
-        workers: Workers | None,
+        workers: Workers | Grid | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = engines
         self._loaders = loaders
         self._workers = workers
         self._models = _distinct_models(steps)
+        self._stages = workers.stages if isinstance(workers, Grid) else 1
 
     @property
     def _rank(self) -> int:
@@ -65,12 +69,26 @@ class Saver:
     def _size(self) -> int:
         return 1 if self._workers is None else self._workers.size
 
+    @property
+    def _row(self) -> int:
+        """This rank's place among those that hold the same part of the model."""
+        return self._rank // self._stages
+
+    @property
+    def _rows(self) -> int:
+        return self._size // self._stages
+
     # Saving.
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
         mine = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
-        ranks = self._gather(_pack(mine))
+        mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
+        if self._row == 0 < self._rank:  # another stage's part of the model
+            # Cloned: names of one tied tensor would share memory, which the format refuses.
+            model = {name: tensor.clone() for name, tensor in self._model_tensors().items()}
+            mine["part"] = {"model": model, "optimizers": self._optimizer_states()}
+        ranks = self._gather_at_first(_pack(mine))
         failure = ""
         if self._rank == 0:
             try:
@@ -84,17 +102,24 @@ class Saver:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
 
     def _write(self, path: Path, ranks: list[bytes]) -> None:
-        optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states())
-        groups: dict[str, Mapping[str, Tensor]] = {"model": self._model_tensors(), "optimizer": optimizer_tensors}
+        model, optimizer_states = self._model_tensors(), self._optimizer_states()
+        unpacked = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
+        for stage in unpacked[1 : self._stages]:
+            part = cast("_Part", stage.pop("part"))
+            model = {**part["model"], **model}
+            merge_optimizer_states(optimizer_states, part["optimizers"])
+        optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
+        groups: dict[str, Mapping[str, Tensor]] = {"model": model, "optimizer": optimizer_tensors}
         rank_states = []
-        for rank, packed in enumerate(ranks):
-            state, tensors = checkpoint.split(_unpack(packed))
+        for rank, mine in enumerate(unpacked):
+            state, tensors = checkpoint.split(mine)
             rank_states.append(state)
             if tensors:
                 groups[f"rank{rank}"] = tensors
         state = {
             "format": _FORMAT,
             "workers": self._size,
+            "stages": self._stages,
             "optimizers": optimizers,
             "schedulers": {
                 name: [
@@ -143,6 +168,14 @@ class Saver:
         if self._workers is None or self._size == 1:
             return [data]
         return self._workers.all_gather_bytes(data, operation="save")
+
+    def _gather_at_first(self, data: bytes) -> list[bytes]:
+        if self._workers is None or self._size == 1:
+            return [data]
+        return self._workers.gather_bytes(data, operation="save")
+
+    def _pipes(self) -> dict[str, Pipe]:
+        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
 
     # Loading.
 
@@ -196,6 +229,9 @@ class Saver:
         """Reads and checks everything; what it returns changes things, and cannot fail for what the checkpoint is."""
         state = _checked_state(found)
         tensors = found.tensors("model")
+        for prefix, pipe in self._pipes().items():
+            for name in pipe.elsewhere:
+                tensors.pop(prefix + name, None)
         checkpoint.fit(self._model_tensors(), tensors)
         optimizer_tensors = found.tensors("optimizer")
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
@@ -218,9 +254,10 @@ class Saver:
                 for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
             self._restore_windows(found, state)
+            self._restore_pipes(found, state)
             for name, positions in loaders.items():
                 self._loaders[name].restore(positions)
-            if state["workers"] == self._size:
+            if state["workers"] == self._size and state.get("stages", 1) == self._stages:
                 mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
                 restore_random_state(cast("dict[str, object]", mine["random"]))
 
@@ -264,28 +301,92 @@ class Saver:
         """By loader, the position of each worker that saved."""
         if not self._loaders:
             return {}
-        ranks = [self._rank_state(found, state, rank) for rank in range(cast(int, state["workers"]))]
+        ranks = [self._rank_state(found, state, row[0]) for row in _rows_of(state)]
         saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
         return {name: [positions[name] for positions in saved] for name in self._loaders if name in saved[0]}
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
-        ranks = range(cast(int, state["workers"]))
-        as_many = len(ranks) == self._size
+        rows = _rows_of(state)
+        as_many = len(rows) == self._rows
         if as_many:
-            ranks = range(self._rank, self._rank + 1)
-        parts = [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in ranks]
+            rows = [rows[self._row]]
+        parts = [
+            [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in row] for row in rows
+        ]
         for name, runner in self._runners.items():
-            windows = [cast("dict[str, dict[str, object]]", part)[name] for part in parts]
+            windows = [[cast("dict[str, dict[str, object]]", part)[name] for part in row] for row in parts]
             sums: dict[str, Tensor] = {}
-            parameters = dict(self._steps[name].model.named_parameters())
-            if as_many or self._rank == 0:
-                for window in windows:
-                    for key, saved in cast("dict[str, object]", window["sums"]).items():
-                        part = _saved_sum(saved, parameters[key])
+            parameters = {key: parameter for parameter, key in names_of(self._steps[name].model).items()}
+            if as_many or self._row == 0:
+                for row in windows:
+                    # A parameter that several stages share has the same sum on each.
+                    row_sums = {k: v for window in row for k, v in cast("dict[str, object]", window["sums"]).items()}
+                    for key in row_sums.keys() & parameters.keys():
+                        part = _saved_sum(row_sums[key], parameters[key])
                         sums[key] = part if key not in sums else _add(sums[key], part)
-            first = cast("dict[str, int]", windows[0])
+            first = cast("dict[str, int]", windows[0][0])
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+
+    def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Pipes go on where their random streams were; on another number of pipelines, in their own streams."""
+        rows = _rows_of(state)
+        as_many = len(rows) == self._rows
+        mine = cast("dict[str, object]", self._rank_state(found, state, rows[self._row if as_many else 0][0]))
+        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", mine.get("pipes", {})).items():
+            pipe = self._models.get(prefix)
+            if isinstance(pipe, Pipe):
+                pipe.calls = calls
+                if as_many:
+                    pipe.seed = seed
+
+
+class _Part(TypedDict):
+    """What another stage than the first keeps of the model."""
+
+    model: dict[str, Tensor]
+    optimizers: dict[str, list[object]]
+
+
+def merge_optimizer_states(states: dict[str, list[object]], other: Mapping[str, list[object]]) -> None:
+    """Adds what another stage's optimizers know to ``states``, parameter by parameter, group by group.
+
+    Raises:
+        CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
+    """
+    for name, entries in states.items():
+        for index, (entry, added) in enumerate(zip_longest(entries, other[name])):
+            here, there = (
+                cast("_OptimizerState", entry or _NO_OPTIMIZER),
+                cast("_OptimizerState", added or _NO_OPTIMIZER),
+            )
+            shapes = [(one["optimizer"], len(one["groups"])) for one in (here, there)]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(
+                    f"optimizer {index} of {name!r} is not alike on all stages: {shapes[0]} and {shapes[1]} (kind, "
+                    "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
+                )
+            here["state"] = {**there["state"], **here["state"]}
+            for k, (group, more) in enumerate(zip(here["groups"], there["groups"], strict=True)):
+                names = cast("list[str]", group["params"])
+                settings = group if names else more
+                new = [key for key in cast("list[str]", more["params"]) if key not in names]
+                here["groups"][k] = {**settings, "params": names + new}
+
+
+class _OptimizerState(TypedDict):
+    optimizer: str
+    state: dict[str, object]
+    groups: list[dict[str, object]]
+
+
+_NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
+
+
+def _rows_of(state: dict[str, object]) -> list[range]:
+    """The ranks that saved, by pipeline: those that held the model's stages together."""
+    workers, stages = cast(int, state["workers"]), cast(int, state.get("stages", 1))
+    return [range(first, first + stages) for first in range(0, workers, stages)]
 
 
 def _sum_to_save(total: Tensor) -> object:
@@ -318,7 +419,7 @@ def _distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     """The names of each group's parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = names_of(model)
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -349,6 +450,12 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
             "that was saved"
         )
     groups = cast("list[dict[str, object]]", saved["groups"])
+    if isinstance(model, Pipe) and model.elsewhere:
+        here = set(names_of(model).values())
+        groups = [
+            {**group, "params": [name for name in cast("list[str]", group["params"]) if name in here]}
+            for group in groups
+        ]
     names = _names(optimizer, model)
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
         raise CheckpointError(
@@ -357,7 +464,7 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])
     return {
-        "state": {position[name]: values for name, values in state.items()},
+        "state": {position[name]: values for name, values in state.items() if name in position},
         "param_groups": [
             {**group, "params": [position[name] for name in group_names]}
             for group, group_names in zip(groups, names, strict=True)

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.exchange import Aborted, Message
 from anabranch.pipeline.local import annotate
+from anabranch.pipeline.packet import Packet, cut
 from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
 from anabranch.pipeline.wire import (
@@ -52,6 +54,7 @@ from anabranch.pipeline.wire import (
     pack,
     unpack,
 )
+from anabranch.tensors import Structure
 from anabranch.transport.beats import Beats, Identity
 
 __all__ = ["RankEngine", "RankTurn"]
@@ -83,6 +86,8 @@ class _Inbox:
             self.other_operation: tuple[int, str] | None = None
             self.data: dict[tuple[str, int, int, int], Message] = {}
             self.shares: dict[tuple[int, int], Tensor | None] = {}
+            self.spread: dict[int, Message] = {}
+            self.words: dict[int, object] = {}
             self.facts: Facts | None = None
             self.ended: set[int] = set()
             self.fault: Fault | None = None
@@ -106,11 +111,14 @@ class _Inbox:
         match header.kind:
             case "end":
                 self.ended.add(peer)
+                self.words[peer] = header.body
                 self.fault = self.fault or header.fault
             case "facts":
                 self.facts = header.facts
             case "share":
                 self.shares[header.stage, peer] = tensors[0] if tensors else None
+            case "spread":
+                self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
             case kind:
                 key = (kind, header.stage, header.peer, header.microbatch)
                 self.data[key] = unpack(Kind(kind), header.body, tensors)
@@ -404,6 +412,7 @@ class RankTurn:
         self._operation = operation
         self._deadline = deadline
         self._has_ended = False
+        self._word: object = None
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """The call's facts, made on the rank of the first stage and told to all others."""
@@ -449,6 +458,27 @@ class RankTurn:
         self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
 
+    def spread(self, value: Structure, source: int) -> Structure:
+        """What rank ``source`` gives, on every rank; tensors come without a graph."""
+        engine = self._engine
+        if engine.rank == source:
+            packet, _ = cut(value)
+            spec, described, parts = pack([packet])
+            header = Header(self._number, self._operation, "spread", body=spec, tensors=described)
+            for peer in engine.peers:
+                engine.send(peer, header, parts)
+            return value
+        self._wait(lambda: source in engine.inbox.spread, "output", [source])
+        return cast(list[Packet], engine.inbox.spread[source])[0].structure()
+
+    def say(self, word: object) -> None:
+        """Leaves a plain value for all ranks; it travels with the end of the turn."""
+        self._word = word
+
+    def heard(self) -> dict[int, object]:
+        """What each rank said, once the turn has ended."""
+        return {**self._engine.inbox.words, self._engine.rank: self._word}
+
     def send(self, action: Action, message: Message) -> None:
         """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
         engine = self._engine
@@ -482,7 +512,9 @@ class RankTurn:
         if not self._has_ended:
             self._has_ended = True
             for peer in self._engine.peers:
-                self._engine.send(peer, Header(self._number, self._operation, "end", fault=fault))
+                self._engine.send(
+                    peer, Header(self._number, self._operation, "end", body=None if fault else self._word, fault=fault)
+                )
             if fault is not None:
                 self._engine.flush(_FAREWELL_SECONDS)
 
