@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -65,9 +66,12 @@ class Curve:
 class Screen:
     """What rank 0 shows: a bar on a terminal, a line an evaluation everywhere. Other ranks show nothing."""
 
-    def __init__(self, steps: int, done: int, bytes_per_step: int, *, shown: bool) -> None:
+    def __init__(
+        self, steps: int, done: int, bytes_per_step: int, *, shown: bool, also: Callable[[], str] | None = None
+    ) -> None:
         self.console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not shown)
         self._steps = steps
+        self._also = also if shown else None  # asked each time something is shown
         self._bytes_per_step = bytes_per_step
         self._seconds = 0.0  # a step's, averaged over the last twenty or so
         self._loss = self._held_out = math.nan
@@ -108,4 +112,5 @@ class Screen:
     def _figures(self) -> str:
         rate = 1 / max(1e-9, self._seconds)
         bits = "" if math.isnan(self._held_out) else f"  {self._held_out:.3f} bits/byte"
-        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}"
+        also = f"  {self._also()}" if self._also else ""
+        return f"{rate:.1f} steps/s  {rate * self._bytes_per_step / 1e3:.0f} kB/s  loss {self._loss:.3f}{bits}{also}"

@@ -2,6 +2,7 @@
 
     python examples/language_model.py                          # one process
     anabranch run --workers 2 examples/language_model.py       # two, their gradients averaged
+    anabranch run --workers 2 --servers 1 --experts 2 examples/language_model.py    # and more processes, see below
 
 It learns to predict the next byte of the Python standard library's sources (or of ``--text``), and is measured in bits
 per byte on files it never saw, beside what ``lzma`` needs for the same bytes::
@@ -14,8 +15,11 @@ The memory is one large table with a row for every hashed 2-, 3- and 4-gram. A s
 gradient is sparse and Adagrad updates it; AdamW trains the rest. Killed at any point, the same command goes on from the
 last checkpoint.
 
-``_text.py`` has the text and its batches, ``_report.py`` what is shown and kept. Shapes: B windows, T positions, D
-width, M what the memory gives a position.
+Where the job has servers, the memory's table lives on them; nothing else changes. Where it has expert processes, the
+feed-forward layer of one block is a mixture of experts that train themselves there.
+
+``_text.py`` has the text and its batches, ``_experts.py`` the mixture, ``_report.py`` what is shown and kept. Shapes:
+B windows, T positions, D width, M what the memory gives a position.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import argparse
 import json
 import lzma
 import math
+import os
 import shutil
 import signal
 import sys
@@ -34,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from _experts import Experts, uids_of
 from _report import BITS, Curve, Screen
 from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
@@ -41,10 +47,12 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import anabranch as ab
+from anabranch.job import DirectoryLike
 
 WIDTH = 128
 HEADS = 2
 BLOCKS = 4
+BLOCK_OF_EXPERTS = 2  # counted from 0
 MEMORY_WIDTH = 32
 NGRAMS = (2, 3, 4)
 
@@ -73,19 +81,23 @@ class NgramMemory(nn.Module):
         return self.table(torch.stack(slots, -1)).flatten(2)
 
 
+def feed_forward() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
 class Block(nn.Module):
     """Causal attention, then a feed-forward layer, each added to what came in: (B, T, D) -> (B, T, D)."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, experts: Experts | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.attended = nn.Linear(WIDTH, WIDTH, bias=False)
         self.feed_forward_norm = nn.LayerNorm(WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.feed_forward = experts or feed_forward()
         for weight in self.parameters():
             if weight.ndim > 1:
                 nn.init.normal_(weight, std=0.01)  # a block adds little at first
@@ -113,13 +125,13 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes (B, T) -> scores of the 256 bytes that may come next, (B, T, 256)."""
 
-    def __init__(self, memory_rows: int) -> None:
+    def __init__(self, memory_rows: int, experts: Experts | None = None) -> None:
         super().__init__()
         memory_width = MEMORY_WIDTH * len(NGRAMS)
         self.memory = NgramMemory(memory_rows)
         self.bytes = nn.Embedding(256, WIDTH)
         self.read_memory = nn.Linear(2 * memory_width, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(Block(experts if i == BLOCK_OF_EXPERTS else None) for i in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH + memory_width, 256)
         nn.init.normal_(self.bytes.weight, std=0.02)
@@ -174,6 +186,36 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
     )
     schedulers = [LambdaLR(adagrad, cool_down(steps)), LambdaLR(adamw, warm_up_and_cool_down(steps))]
     return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
+
+
+def serve_experts(options: argparse.Namespace, job: ab.Job) -> DirectoryLike:
+    """In an expert process: serves two of them until the job ends. In a worker: the directory of all of them."""
+    checkpoint = options.out / "experts"
+
+    def make_backends(index: int, count: int) -> list[ab.ExpertBackend]:
+        # Experts go on where their last state was saved, but for the first time in a run that begins anew.
+        begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if begins and (options.fresh or not (options.out / "checkpoint").exists()):
+            for uid in uids_of(index):
+                shutil.rmtree(checkpoint / uid, ignore_errors=True)
+        return [expert(uid, options.steps * job.workers) for uid in uids_of(index)]
+
+    torch.manual_seed(options.seed * 2**10 + job.rank)
+    return job.serve(make_backends, checkpoint_dir=checkpoint, checkpoint_seconds=10.0)
+
+
+def expert(uid: str, updates: int) -> ab.ExpertBackend:
+    """A feed-forward layer that trains itself; each worker's step is an update of its own."""
+    module = feed_forward()
+    for weight in module.parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.01)
+    adamw = torch.optim.AdamW(module.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+    schedule = LambdaLR(adamw, warm_up_and_cool_down(updates, warm_up=100))
+    # What a forward has computed is kept for its backward: the inputs cross once, and nothing is computed twice.
+    return ab.ExpertBackend(
+        uid, module, adamw, args_schema=[ab.TensorSpec(WIDTH)], scheduler=schedule, keep_activations=2**14
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +292,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
         return int(text)
 
     def comm_mode(text: str) -> str:
-        modes = {"none": "None", "allreduce": "AllReduce"}
+        modes = {"none": "None", "allreduce": "AllReduce", "ps": "PS", "hybrid": "Hybrid"}
         if text.lower() not in modes:
             raise argparse.ArgumentTypeError(f"one of {', '.join(modes.values())}, not {text!r}")
         return modes[text.lower()]
@@ -262,7 +304,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=seed, default=0, help="of the initial model and the batches (%(default)s)")
     add("--out", type=Path, default=Path("runs/language_model"), help="checkpoint and picture go there (%(default)s)")
     add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
-    add("--comm-mode", type=comm_mode, help="None or AllReduce (AllReduce if there are several workers)")
+    add("--comm-mode", type=comm_mode, help="None, AllReduce, PS or Hybrid (as the job has workers and servers)")
     add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
     add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a tenth of all steps)")
     add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
@@ -270,6 +312,8 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
     how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
     options = parser.parse_args(given)
+    if ab.job().role == "expert":  # never sees the text
+        return options
     try:
         options.text = text_of(options.text) if options.text else standard_library()
     except (ValueError, OSError) as error:
@@ -286,7 +330,7 @@ def batch_of(options: argparse.Namespace, team: Team) -> int:
 
 
 def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
-    mode = options.comm_mode or ("AllReduce" if job.world_size > 1 else "None")
+    mode = options.comm_mode or ("Hybrid" if job.servers else "AllReduce" if job.world_size > 1 else "None")
     if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
         return Team(mode, 0, 1, options.out / f"worker-{job.rank}")
     return Team(mode, job.rank, job.world_size, options.out)
@@ -312,16 +356,22 @@ def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
         )
 
 
+def where_else(job: ab.Job) -> str:
+    servers = f"servers: {len(job.servers)}, " if job.servers else ""
+    return servers + (f"processes of experts: {job.experts}, " if job.experts else "")
+
+
 def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     """Trains, measures and reports; returns what the last line says."""
     began = time.monotonic()
     text, team = options.text, team_of(options, job)
     batch = batch_of(options, team)
     curve = Curve({"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows})
-    curve.settings["text"] = text.fingerprint
+    curve.settings |= {"text": text.fingerprint, "experts": job.experts}
     prepare(team, curve.settings, fresh=options.fresh)
+    experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
-    model = LanguageModel(options.memory_rows)
+    model = LanguageModel(options.memory_rows, experts)
     train = training_step(model, options.steps)
     windows = Windows(text.train, options.steps * batch, options.seed)
     held_out = windows_in_order(text.held_out)
@@ -337,11 +387,13 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         if not options.fresh and executor.resume(team.out / "checkpoint"):
             done = train.schedulers[0].last_epoch
             curve.continue_from(team.out / "curve.json", done)
-        with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0) as screen:
+        also = experts.in_use if experts else None
+        with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0, also=also) as screen:
             screen.say(
                 f"{sum(value.numel() for value in model.parameters()) / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
-                f"workers: {job.world_size}, communication: {team.mode}; bits/byte are those of held-out text",
+                f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
+                "bits/byte are those of held-out text",
                 *([f"going on from the checkpoint after step {done}"] if 0 < done < options.steps else []),
                 *(["training has ended before; --fresh starts anew"] if done == options.steps else []),
             )
@@ -357,6 +409,8 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "seed": options.seed,
         "comm_mode": team.mode,
         "workers": job.world_size,
+        "servers": len(job.servers),
+        "experts": job.experts,
         "loss": curve.losses[-1],
         "bits_per_byte": bits,
         "lzma_bits_per_byte": lzma_bits,
@@ -372,6 +426,8 @@ def main(given: list[str] | None = None) -> int:
     # Adagrad's sparse update builds a tensor from slots that are in range already; torch asks to say so.
     torch.sparse.check_sparse_tensor_invariants.disable()
     options, job = parse_options(given), ab.job()
+    if job.role == "expert":
+        serve_experts(options, job)
     try:
         result = run(options, job)
     except ab.CheckpointError as error:

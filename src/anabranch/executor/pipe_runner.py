@@ -31,7 +31,7 @@ from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
 from anabranch.tensors import Structure
 
-__all__ = ["Grid", "PipeRunner", "check_pipes", "evaluated", "names_of", "runner_for", "seed_pipes"]
+__all__ = ["Grid", "PipeRunner", "check_pipes", "evaluated", "runner_for", "seed_pipes"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -176,7 +176,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
 # The steps of a program, and the grid they run on.
 
 
-def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, *, averages: bool) -> Pipe | None:
+def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm_mode: str | None) -> Pipe | None:
     """The pipe whose ranks these are, if one of the steps' lies across ranks.
 
     Raises:
@@ -184,6 +184,11 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, *, a
             other stages in it.
     """
     for name, step in steps.items():
+        if isinstance(step.model, Pipe) and comm_mode not in (None, "AllReduce"):
+            raise ValueError(
+                f"step {name!r} runs a Pipe, whose parameters lie on its stages, not on servers; comm_mode is None or "
+                f"'AllReduce', got {comm_mode!r}"
+            )
         if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
             raise ValueError(f"step {name!r} trains a Pipe, which cuts batches along their rows; leave out rows=")
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
@@ -196,7 +201,7 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, *, a
                 f"step {name!r} does not run on the ranks of the other steps' Pipe; give every model of an Executor to "
                 "Pipes on one process_group, or make another Executor"
             )
-    if averages:
+    if comm_mode is not None:
         line = set(dist.get_process_group_ranks(cast(dist.ProcessGroup, pipe.process_group)))
         column = set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         if len(line & column) > 1:
@@ -212,13 +217,6 @@ def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
     for step in steps.values():
         if isinstance(step.model, Pipe):
             step.model.seed = seed
-
-
-def names_of(model: nn.Module) -> Mapping[Tensor, str]:
-    """The parameters of ``model`` with the names that checkpoints know them by."""
-    if isinstance(model, Pipe):
-        return model.first_names()
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 class Grid:

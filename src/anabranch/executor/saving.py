@@ -4,37 +4,42 @@
 
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
+    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as they lie on the shards
     group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
                           of an accumulation window that is open
     state                 everything that is no tensor
 
-Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart.
+Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart. Parameters that
+live on servers are in "model" and "optimizer" like others, so that a checkpoint loads under any ``comm_mode``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from itertools import zip_longest
 from pathlib import Path
-from typing import TypedDict, cast
+from types import MappingProxyType
+from typing import cast
 
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
-from anabranch.errors import CheckpointError
+from anabranch.errors import AnabranchError, CheckpointError
 from anabranch.executor.loading import BoundLoader
-from anabranch.executor.pipe_runner import Grid, names_of
+from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
+from anabranch.executor.pipe_runner import Grid
 from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.remote import Moved, RemotePart, Sums
 from anabranch.executor.runner import StepRunner
-from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.parameter_server import Kept, from_torch, to_torch
 from anabranch.pipeline import Pipe
 
 __all__ = ["Saver"]
@@ -45,20 +50,28 @@ _FORMAT = 1
 
 
 class Saver:
-    """Saves and loads the state of one executor."""
+    """Saves and loads the state of one executor; made before parameters leave the models.
+
+    Attributes:
+        loaders: those whose positions are saved.
+        remote: what lives on servers.
+    """
+
+    loaders: Mapping[str, BoundLoader] = MappingProxyType({})
+    remote: RemotePart | None = None
 
     def __init__(
         self,
         steps: Mapping[str, Step],
         engines: Mapping[str, StepRunner],
-        loaders: Mapping[str, BoundLoader],
         workers: Workers | Grid | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = engines
-        self._loaders = loaders
         self._workers = workers
-        self._models = _distinct_models(steps)
+        self._models = distinct_models(steps)
+        # As they are before some leave the models for the servers.
+        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages = workers.stages if isinstance(workers, Grid) else 1
 
     @property
@@ -74,20 +87,21 @@ class Saver:
         """This rank's place among those that hold the same part of the model."""
         return self._rank // self._stages
 
-    @property
-    def _rows(self) -> int:
-        return self._size // self._stages
+    def _pipes(self) -> dict[str, Pipe]:
+        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
 
     # Saving.
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
-        mine = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
+        if self.remote is not None:
+            self.remote.settle()
+        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
         mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
         if self._row == 0 < self._rank:  # another stage's part of the model
             # Cloned: names of one tied tensor would share memory, which the format refuses.
             model = {name: tensor.clone() for name, tensor in self._model_tensors().items()}
-            mine["part"] = {"model": model, "optimizers": self._optimizer_states()}
+            mine["part"] = {"model": model, "optimizers": self._optimizer_states({})}
         ranks = self._gather_at_first(_pack(mine))
         failure = ""
         if self._rank == 0:
@@ -102,16 +116,24 @@ class Saver:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
 
     def _write(self, path: Path, ranks: list[bytes]) -> None:
-        model, optimizer_states = self._model_tensors(), self._optimizer_states()
-        unpacked = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
-        for stage in unpacked[1 : self._stages]:
-            part = cast("_Part", stage.pop("part"))
+        kept = {} if self.remote is None else self.remote.read()
+        model, optimizer_states = self._model_tensors(), self._optimizer_states(kept)
+        everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
+        for stage in everyone[1 : self._stages]:
+            part = cast(Part, stage.pop("part"))
             model = {**part["model"], **model}
             merge_optimizer_states(optimizer_states, part["optimizers"])
         optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
-        groups: dict[str, Mapping[str, Tensor]] = {"model": model, "optimizer": optimizer_tensors}
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
+            "optimizer": optimizer_tensors,
+        }
+        servers: object = None
+        if self.remote is not None and self.remote.embeddings:
+            servers, tables = self.remote.client.collect(self.remote.embeddings)
+            groups |= {f"servers.{name}": tensors for name, tensors in tables.items()}
         rank_states = []
-        for rank, mine in enumerate(unpacked):
+        for rank, mine in enumerate(everyone):
             state, tensors = checkpoint.split(mine)
             rank_states.append(state)
             if tensors:
@@ -129,6 +151,7 @@ class Saver:
                 for name, step in self._steps.items()
             },
             "ranks": rank_states,
+            "servers": servers,
         }
         checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
 
@@ -141,15 +164,27 @@ class Saver:
                 found[prefix + name] = value
         return found
 
-    def _optimizer_states(self) -> dict[str, list[object]]:
+    def _remote_tensors(self, value: Callable[[Moved], Tensor]) -> dict[str, Tensor]:
+        """One tensor for each name of what lives on servers."""
+        moved = [] if self.remote is None else self.remote.moved
+        return {name: value(entry) for entry in moved for name in entry.names}
+
+    def _optimizer_states(self, kept: Mapping[Tensor, Kept]) -> dict[str, list[object]]:
+        moved = [] if self.remote is None else self.remote.moved
+        elsewhere: dict[Tensor, dict[str, object]] = {
+            entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
+        }
         return {
-            name: [_by_parameter_name(optimizer, step.model) for optimizer in step.optimizers]
+            name: [
+                _by_parameter_name(optimizer, _names(optimizer, self._parameters[name]), elsewhere)
+                for optimizer in step.optimizers
+            ]
             for name, step in self._steps.items()
         }
 
-    def _windows(self) -> dict[str, object]:
+    def _windows(self) -> dict[str, dict[str, object]]:
         """Every step's open window, with this worker's part of its sums."""
-        states: dict[str, object] = {}
+        states: dict[str, dict[str, object]] = {}
         for name, runner in self._runners.items():
             in_window, rows, sums = runner.window()
             states[name] = {
@@ -159,10 +194,12 @@ class Saver:
                 "rows": rows,
                 "sums": {key: _sum_to_save(total) for key, total in sums.items()},
             }
+            if runner.remote is not None and in_window:
+                states[name]["remote"] = runner.remote.sums()
         return states
 
     def _positions(self) -> dict[str, object]:
-        return {name: loader.state() for name, loader in self._loaders.items()}
+        return {name: loader.state() for name, loader in self.loaders.items()}
 
     def _gather(self, data: bytes) -> list[bytes]:
         if self._workers is None or self._size == 1:
@@ -173,9 +210,6 @@ class Saver:
         if self._workers is None or self._size == 1:
             return [data]
         return self._workers.gather_bytes(data, operation="save")
-
-    def _pipes(self) -> dict[str, Pipe]:
-        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
 
     # Loading.
 
@@ -232,16 +266,20 @@ class Saver:
         for prefix, pipe in self._pipes().items():
             for name in pipe.elsewhere:
                 tensors.pop(prefix + name, None)
-        checkpoint.fit(self._model_tensors(), tensors)
+        here = self._model_tensors()
+        there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
+        checkpoint.fit({**here, **there}, tensors)
         optimizer_tensors = found.tensors("optimizer")
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
         plans = self._plan_optimizers(saved)
+        replace = self._plan_remote(found, state, tensors, plans)
+        self._check_windows(found, state)
         schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
         self._check_schedulers(schedulers)
         loaders = self._positions_of(found, state)
         for name, positions in loaders.items():
-            self._loaders[name].check(positions)
-        for name in self._loaders.keys() - loaders.keys():
+            self.loaders[name].check(positions)
+        for name in self.loaders.keys() - loaders.keys():
             _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
 
         def change() -> None:
@@ -255,9 +293,10 @@ class Saver:
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
             self._restore_windows(found, state)
             self._restore_pipes(found, state)
+            replace()
             for name, positions in loaders.items():
-                self._loaders[name].restore(positions)
-            if state["workers"] == self._size and state.get("stages", 1) == self._stages:
+                self.loaders[name].restore(positions)
+            if (state["workers"], state.get("stages", 1)) == (self._size, self._stages):
                 mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
                 restore_random_state(cast("dict[str, object]", mine["random"]))
 
@@ -274,9 +313,52 @@ class Saver:
                     f"{len(step.optimizers)}"
                 )
             for index, optimizer in enumerate(step.optimizers):
-                entry = cast("dict[str, object]", saved[name][index])
-                plans.append((optimizer, _by_position(entry, optimizer, step.model, f"optimizer {index} of {name!r}")))
+                entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
+                names = _names(optimizer, self._parameters[name])
+                plans.append((optimizer, _by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
         return plans
+
+    def _plan_remote(
+        self,
+        found: Checkpoint,
+        state: Mapping[str, object],
+        tensors: Mapping[str, Tensor],
+        plans: list[tuple[Optimizer, dict[str, object]]],
+    ) -> Callable[[], None]:
+        """Takes the states of what lives on servers out of the ``plans``; what it returns puts them there."""
+        remote = self.remote
+        servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
+        tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
+        mine = [] if remote is None else remote.embeddings
+        if sorted(tables) != sorted(mine):  # type: ignore[type-var]
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
+        if remote is None:
+            return lambda: None
+        kept: dict[Tensor, Kept] = {}
+        for optimizer, plan in plans:
+            everyone = list(parameters_of(optimizer))
+            states = cast("dict[int, dict[str, object]]", plan["state"])
+            for moved in remote.moved:
+                if moved.optimizer is not optimizer:
+                    continue
+                position = next(k for k, parameter in enumerate(everyone) if parameter is moved.parameter)
+                try:
+                    kept[moved.parameter] = from_torch(moved.rule(), tensors[moved.name], states.pop(position, {}))
+                except ValueError as error:
+                    raise CheckpointError(f"{moved.name}: {error}") from error
+
+        def replace() -> None:
+            failure = ""
+            if self._rank == 0:
+                try:
+                    remote.replace(kept, servers or {}, lambda group: found.tensors(f"servers.{group}"))
+                except AnabranchError as error:
+                    failure = f"{type(error).__name__}: {error}"
+            if failure := self._gather(failure.encode())[0].decode():
+                raise CheckpointError(f"rank 0 could not put the checkpoint on the servers: {failure}")
+            remote.continue_from(sum(runner.steps for runner in self._runners.values()))
+
+        return replace
 
     def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
         for name, step in self._steps.items():
@@ -299,94 +381,78 @@ class Saver:
 
     def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[object]]:
         """By loader, the position of each worker that saved."""
-        if not self._loaders:
+        if not self.loaders:
             return {}
-        ranks = [self._rank_state(found, state, row[0]) for row in _rows_of(state)]
+        ranks = [self._rank_state(found, state, row[0]) for row in rows_of(state)]
         saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
-        return {name: [positions[name] for positions in saved] for name in self._loaders if name in saved[0]}
+        return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
 
-    def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
-        """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
-        rows = _rows_of(state)
-        as_many = len(rows) == self._rows
-        if as_many:
+    def _saved_windows(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
+        """By step, the windows that this worker goes on with: its own, or after another number of workers all or none.
+
+        A worker that goes on with none still gets one, for what all know alike.
+        """
+        rows = rows_of(state)
+        if self._as_many_rows(state):
             rows = [rows[self._row]]
         parts = [
             [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in row] for row in rows
         ]
-        for name, runner in self._runners.items():
-            windows = [[cast("dict[str, dict[str, object]]", part)[name] for part in row] for row in parts]
+        return {
+            name: [
+                merge_windows([cast("dict[str, dict[str, object]]", part)[name] for part in row], step.model)
+                for row in parts
+            ]
+            for name, step in self._steps.items()
+        }
+
+    def _as_many_rows(self, state: dict[str, object]) -> bool:
+        return len(rows_of(state)) == self._size // self._stages
+
+    def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Raises ``CheckpointError`` for an open window whose sums belong elsewhere now."""
+        for name, windows in self._saved_windows(found, state).items():
+            remote = self._runners[name].remote
+            there = set() if remote is None else remote.names
+            here = set(self._parameters[name]) - there
+            for window in windows:
+                if not window["in_window"]:
+                    continue
+                elsewhere = cast("dict[str, dict[str, object]]", window.get("remote") or {"dense": {}, "rows": {}})
+                moved = {*elsewhere["dense"], *elsewhere["rows"]} - there
+                moved |= set(cast("dict[str, object]", window["sums"])) - here
+                if moved or ("total" in elsewhere) != (remote is not None):
+                    raise CheckpointError(
+                        f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
+                        "load it under the same, or save between two optimizer steps"
+                    )
+
+    def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
+        mine = self._as_many_rows(state) or self._row == 0
+        for name, windows in self._saved_windows(found, state).items():
+            runner, parameters = self._runners[name], self._parameters[name]
             sums: dict[str, Tensor] = {}
-            parameters = {key: parameter for parameter, key in names_of(self._steps[name].model).items()}
-            if as_many or self._row == 0:
-                for row in windows:
-                    # A parameter that several stages share has the same sum on each.
-                    row_sums = {k: v for window in row for k, v in cast("dict[str, object]", window["sums"]).items()}
-                    for key in row_sums.keys() & parameters.keys():
-                        part = _saved_sum(row_sums[key], parameters[key])
-                        sums[key] = part if key not in sums else _add(sums[key], part)
-            first = cast("dict[str, int]", windows[0][0])
+            for window in windows if mine else ():
+                for key, saved in cast("dict[str, object]", window["sums"]).items():
+                    part = _saved_sum(saved, parameters[key])
+                    sums[key] = part if key not in sums else _add(sums[key], part)
+            first = cast("dict[str, int]", windows[0])
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+            if runner.remote is not None and first["in_window"]:
+                runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
 
     def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
         """Pipes go on where their random streams were; on another number of pipelines, in their own streams."""
-        rows = _rows_of(state)
-        as_many = len(rows) == self._rows
-        mine = cast("dict[str, object]", self._rank_state(found, state, rows[self._row if as_many else 0][0]))
-        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", mine.get("pipes", {})).items():
+        as_many = self._as_many_rows(state)
+        row = rows_of(state)[self._row if as_many else 0]
+        saved = cast("dict[str, object]", self._rank_state(found, state, row[0])).get("pipes", {})
+        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", saved).items():
             pipe = self._models.get(prefix)
             if isinstance(pipe, Pipe):
                 pipe.calls = calls
                 if as_many:
                     pipe.seed = seed
-
-
-class _Part(TypedDict):
-    """What another stage than the first keeps of the model."""
-
-    model: dict[str, Tensor]
-    optimizers: dict[str, list[object]]
-
-
-def merge_optimizer_states(states: dict[str, list[object]], other: Mapping[str, list[object]]) -> None:
-    """Adds what another stage's optimizers know to ``states``, parameter by parameter, group by group.
-
-    Raises:
-        CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
-    """
-    for name, entries in states.items():
-        for index, (entry, added) in enumerate(zip_longest(entries, other[name])):
-            here, there = (
-                cast("_OptimizerState", entry or _NO_OPTIMIZER),
-                cast("_OptimizerState", added or _NO_OPTIMIZER),
-            )
-            shapes = [(one["optimizer"], len(one["groups"])) for one in (here, there)]
-            if shapes[0] != shapes[1]:
-                raise CheckpointError(
-                    f"optimizer {index} of {name!r} is not alike on all stages: {shapes[0]} and {shapes[1]} (kind, "
-                    "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
-                )
-            here["state"] = {**there["state"], **here["state"]}
-            for k, (group, more) in enumerate(zip(here["groups"], there["groups"], strict=True)):
-                names = cast("list[str]", group["params"])
-                settings = group if names else more
-                new = [key for key in cast("list[str]", more["params"]) if key not in names]
-                here["groups"][k] = {**settings, "params": names + new}
-
-
-class _OptimizerState(TypedDict):
-    optimizer: str
-    state: dict[str, object]
-    groups: list[dict[str, object]]
-
-
-_NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
-
-
-def _rows_of(state: dict[str, object]) -> list[range]:
-    """The ranks that saved, by pipeline: those that held the model's stages together."""
-    workers, stages = cast(int, state["workers"]), cast(int, state.get("stages", 1))
-    return [range(first, first + stages) for first in range(0, workers, stages)]
 
 
 def _sum_to_save(total: Tensor) -> object:
@@ -408,33 +474,26 @@ def _add(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def _distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
-    """Every model once, by the prefix of its tensors' names: none when there is only one model."""
-    models: dict[str, nn.Module] = {}
-    for name, step in steps.items():
-        if not any(step.model is model for model in models.values()):
-            models[f"{name}."] = step.model
-    return {"": next(iter(models.values()))} if len(models) == 1 else models
-
-
-def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of each group's parameters."""
-    names = names_of(model)
+    names = {parameter: name for name, parameter in parameters.items()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, object]:
-    """The optimizer's state with names in place of torch's running numbers."""
+def _by_parameter_name(
+    optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
+) -> dict[str, object]:
+    """The optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
     state = optimizer.state_dict()
-    names = _names(optimizer, model)
-    name_of = {
-        number: name
-        for group, group_names in zip(state["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], group_names, strict=True)
-    }
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        if elsewhere.get(parameter):
+            states[name_of[number]] = elsewhere[parameter]
     return {
         "optimizer": type(optimizer).__qualname__,
-        "state": {name_of[number]: dict(values) for number, values in state["state"].items()},
+        "state": states,
         "groups": [
             {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
             for group, group_names in zip(state["param_groups"], names, strict=True)
@@ -442,7 +501,9 @@ def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, obje
     }
 
 
-def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Module, what: str) -> dict[str, object]:
+def _by_position(
+    saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str
+) -> dict[str, object]:
     """The inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
     if saved["optimizer"] != type(optimizer).__qualname__:
         raise CheckpointError(
@@ -450,13 +511,6 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
             "that was saved"
         )
     groups = cast("list[dict[str, object]]", saved["groups"])
-    if isinstance(model, Pipe) and model.elsewhere:
-        here = set(names_of(model).values())
-        groups = [
-            {**group, "params": [name for name in cast("list[str]", group["params"]) if name in here]}
-            for group in groups
-        ]
-    names = _names(optimizer, model)
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
         raise CheckpointError(
             f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"
@@ -464,7 +518,7 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
     position = {name: index for index, name in enumerate(name for group in names for name in group)}
     state = cast("dict[str, dict[str, object]]", saved["state"])
     return {
-        "state": {position[name]: values for name, values in state.items() if name in position},
+        "state": {position[name]: values for name, values in state.items()},
         "param_groups": [
             {**group, "params": [position[name] for name in group_names]}
             for group, group_names in zip(groups, names, strict=True)
