@@ -20,6 +20,7 @@ from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.serving import serve_parameters
 from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics, TableStatistics
+from anabranch.parameter_server.table_group import TableGroup
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.whole_parameters import WholeParameters
 
@@ -47,6 +48,7 @@ __all__ = [
     "RowWiseAdagrad",
     "Shard",
     "ShardStatistics",
+    "TableGroup",
     "TableSpec",
     "TableStatistics",
     "Uniform",
