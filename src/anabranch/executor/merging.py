@@ -1,7 +1,7 @@
 """One checkpoint of a model that lies in stages on several ranks: parts put together, and taken apart again.
 
-A checkpoint knows nothing of stages: it has the unsplit model's names. What ranks saved stands in it row after row, a row
-being the ranks of one pipeline.
+A checkpoint knows nothing of stages: it has the unsplit model's names. What ranks saved stands in it row after row, a
+row being the ranks of one pipeline.
 """
 
 from __future__ import annotations
