@@ -44,7 +44,16 @@ def _memory_at(typing: Any, address: Any, like: Any) -> Any:
 
 @_kernel
 def locate_all(
-    ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shard: int, shards: int, rows: Any, first: int, last: int
+    ids: Any,
+    starts: Any,
+    limits: Any,
+    halves: Any,
+    keys: Any,
+    shard: int,
+    shards: int,
+    rows: Any,
+    first: int,
+    last: int,
 ) -> int:
     """The row of each id, as ``Placement`` places them; returns the first lookup whose id is no row here, or -1."""
     many, mine = U(shards), U(shard)

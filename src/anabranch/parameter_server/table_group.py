@@ -210,9 +210,7 @@ class TableGroup:
     def _provide(self, most: int, memory: Array) -> None:
         if not self._scratches or self._scratches[0][1].shape[1] < most:
             room = 1 << max(most - 1, 1).bit_length()
-            self._scratches = [
-                self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)
-            ]
+            self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)]
 
     def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
         """Calls ``run(part, first, last)`` for ranges of tables that have about as many lookups each."""

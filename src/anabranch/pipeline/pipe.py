@@ -98,6 +98,7 @@ class Pipe(nn.Module):
         process_group: the ranks to lie on, one process each, in place of devices; making the pipe is then a collective.
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
         heartbeat: seconds between two looks at ranks that are waited for.
+        shared_memory: let ranks that all lie on one host hand over tensors in shared memory; else all goes over gloo.
         deferred_batch_norm: let running statistics of BatchNorm be the whole batch's.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
@@ -135,6 +136,7 @@ class Pipe(nn.Module):
         seed: int | None = None,
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         _check_choices(chunks, checkpoint)
@@ -171,7 +173,7 @@ class Pipe(nn.Module):
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
-            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat)
+            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory)
             self._ties = _find_ties(split, rank_of, ranks)
 
     def _adopt(self, module: nn.Module) -> None:
