@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/anabranch run --workers 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
+	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)

@@ -15,14 +15,17 @@ EXPERTS_A_ROW = 2
 class Experts(nn.Module):
     """(B, T, D) -> (B, T, D): each position is a row of its own, answered by the two experts that its gate likes best.
 
-    Only the gate lives here. The experts train themselves, on the gradients that come back to them.
+    Only the gate lives here. The experts train themselves, on the gradients that come back to them. A row of which no
+    expert answers, because their process has just died, gets zeros: in a residual layer it goes on as it came.
     """
 
     def __init__(self, width: int, directory: DirectoryLike, processes: int) -> None:
         super().__init__()
         self.count = processes * EXPERTS_A_PROCESS
         self.directory = directory
-        self.mixture = ab.RemoteMixtureOfExperts(width, [self.count], directory, PREFIX, k_best=EXPERTS_A_ROW)
+        self.mixture = ab.RemoteMixtureOfExperts(
+            width, [self.count], directory, PREFIX, k_best=EXPERTS_A_ROW, allow_zero_outputs=True, backward_k_min=0
+        )
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         return self.mixture(hidden_BTD.flatten(0, 1)).unflatten(0, hidden_BTD.shape[:2])

@@ -455,7 +455,9 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
     whole = language_model(options.memory_rows, experts)
-    size = sum(value.numel() for value in whole.parameters())
+    parameters = sum(value.numel() for value in whole.parameters())  # before some move to servers and other stages
+    if experts:
+        parameters += experts.count * sum(value.numel() for value in feed_forward().parameters())
     model = split(whole, options, team)
     train = training_step(model, options.steps)
     collate = pair if isinstance(model, ab.Pipe) else None
@@ -478,7 +480,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         also = experts.in_use if experts else None
         with Screen(options.steps, done, batch * CONTEXT, shown=job.rank == 0, also=also) as screen:
             screen.say(
-                f"{size / 1e6:.1f} million parameters, "
+                f"{parameters / 1e6:.1f} million parameters, "
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
                 f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
                 "bits/byte are those of held-out text",

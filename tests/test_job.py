@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import anabranch as ab
 import anabranch.job
@@ -56,3 +57,65 @@ def test_a_broken_environment_is_a_value_error_that_names_the_variable(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         job(environment)
+
+
+def test_an_expert_process_knows_how_many_workers_there_are() -> None:
+    assert job({"ANABRANCH_ROLE": "expert", "WORLD_SIZE": "2", "ANABRANCH_WORKERS": "3"}).workers == 3
+    assert job({"WORLD_SIZE": "2"}).workers == 2
+
+
+# What a job can do.
+
+
+def linear(index: int, count: int) -> list[ab.ExpertBackend]:
+    return [ab.ExpertBackend(f"linear.{index}", torch.nn.Linear(2, 2), args_schema=[ab.TensorSpec(2)])]
+
+
+def test_alone_a_process_serves_its_experts_itself() -> None:
+    directory = job({}).serve(linear)
+    assert directory.active(["linear"]) == {"linear": [0]}
+    assert ab.RemoteExpert("linear.0", directory)(torch.ones(3, 2)).shape == (3, 2)
+
+
+def test_several_workers_without_anybody_who_serves_are_told_so() -> None:
+    with pytest.raises(ValueError, match="2 workers and no process that serves experts.*--experts N"):
+        job({"WORLD_SIZE": "2"}).serve(linear)
+
+
+def test_an_expert_process_without_a_directory_is_told_so() -> None:
+    with pytest.raises(ValueError, match="ANABRANCH_DIRECTORY"):
+        job({"ANABRANCH_ROLE": "expert"}).serve(linear)
+
+
+def test_a_worker_names_the_experts_that_did_not_come() -> None:
+    with ab.DirectoryServer() as server:
+        server.directory.announce(["anabranch-expert.1"], "unix:/nowhere", ttl=60.0)
+        waiting = job({"ANABRANCH_DIRECTORY": server.endpoint, "ANABRANCH_EXPERTS": "3"})
+        with pytest.raises(ab.DeadlineExceeded, match="2 of 3 expert processes") as raised:
+            waiting.serve(linear, timeout=0.1)
+        assert raised.value.peer == "expert 0, expert 2"
+        server.directory.announce(["anabranch-expert.0", "anabranch-expert.2"], "unix:/nowhere", ttl=60.0)
+        assert waiting.serve(linear, timeout=0.1).active(["anabranch-expert"]) == {"anabranch-expert": [0, 1, 2]}
+
+
+def test_experts_served_elsewhere_are_not_waited_for() -> None:
+    with ab.DirectoryServer() as server:
+        assert job({"ANABRANCH_DIRECTORY": server.endpoint}).serve(linear).active(["ffn"]) == {"ffn": []}
+
+
+@pytest.mark.parametrize(("data", "pipeline"), [(2, 2), (3, 1), (0, 2), (-1, -2)])
+def test_a_grid_of_another_size_is_refused_with_the_numbers(data: int, pipeline: int) -> None:
+    with pytest.raises(ValueError, match=f"data={data} times pipeline={pipeline} .* the job has 2 workers"):
+        job({"WORLD_SIZE": "2"}).grid(data=data, pipeline=pipeline)
+
+
+def test_a_lone_process_is_a_grid_of_its_own() -> None:
+    try:
+        grid = job({}).grid()
+        for group in (grid.data_group, grid.pipeline_group):
+            value = torch.ones(1)
+            torch.distributed.all_reduce(value, group=group)
+            assert value.item() == 1.0
+        assert (grid.data_rank, grid.pipeline_rank) == (0, 0)
+    finally:
+        torch.distributed.destroy_process_group()

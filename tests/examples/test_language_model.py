@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anabranch.checkpoint import read_newest
 from anabranch.testing import LocalJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -212,6 +213,82 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 
+def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
+    job = LocalJob(workers=2, servers=2, timeout=110).run(SCRIPT, *arguments, "--out", str(tmp_path / "two")).check()
+    two = job.results[0]
+    one = run_here(capsys, *arguments, "--out", tmp_path / "one")
+    assert two is not None
+    assert (two["comm_mode"], two["workers"], two["servers"]) == ("Hybrid", 2, 2)
+    assert curve(tmp_path / "two")["losses"] == pytest.approx(curve(tmp_path / "one")["losses"], rel=1e-5)
+    assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+
+
+def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path):
+    arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out")]
+    job = LocalJob(servers=1, experts=1, timeout=110)
+    first = job.run(SCRIPT, *arguments).check()
+    again = job.run(SCRIPT, *arguments).check()
+    assert first.results[0] is not None
+    assert again.results[0] is not None
+    assert (first.results[0]["servers"], first.results[0]["experts"]) == (1, 1)
+    assert "2 of 2 experts" in first.logs[0]
+    assert again.results[0]["resumed_from"] == 4
+    assert without_timings(again.results[0]) == without_timings(first.results[0])
+    for index in range(2):
+        checkpoint = read_newest(tmp_path / "out" / "experts" / f"feed_forward.{index}")
+        assert checkpoint is not None
+        assert checkpoint.step == 4, "both experts answer every row: one update a step"
+
+
+@pytest.mark.slow
+def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tmp_path):
+    arguments = [*SMALL, "--steps", "40", "--evaluate-every", "1", "--text", str(small_text)]
+    arguments += ["--out", str(tmp_path / "out")]
+    result = (
+        LocalJob(workers=2, experts=2, timeout=110)
+        .run_source(
+            f"""
+            import os, signal, sys, time
+            from pathlib import Path
+            sys.path.insert(0, {str(EXAMPLES)!r})
+            import language_model
+
+            pid = Path({str(tmp_path)!r}, "pid")
+            if os.environ.get("ANABRANCH_ROLE") == "expert" and os.environ["RANK"] == "0" and not pid.exists():
+                pid.write_text(str(os.getpid()))
+
+            real = language_model.Screen.evaluated
+
+            def kill_in_step_3_and_wait_for_its_return_in_step_30(screen, step, held_out):
+                if os.environ["RANK"] == "0" and step == 3:
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+                while os.environ["RANK"] == "0" and step == 30 and "4 of 4" not in screen._also():
+                    time.sleep(0.05)
+                real(screen, step, held_out)
+
+            language_model.Screen.evaluated = kill_in_step_3_and_wait_for_its_return_in_step_30
+            sys.exit(language_model.main({arguments!r}))
+            """
+        )
+        .check()
+    )
+    assert result.results[0] is not None
+    assert result.results[0]["steps"] == 40
+    assert len(result.told) == 1
+    assert result.told[0].endswith("started again (1 of 3)")
+    assert "2 of 4 experts" in result.logs[0]
+
+
+@pytest.mark.slow
+def test_a_fresh_run_has_fresh_experts(small_text, tmp_path):
+    arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out"), "--fresh"]
+    results = [LocalJob(experts=1, timeout=110).run(SCRIPT, *arguments).check().results[0] for _ in range(2)]
+    assert results[0] is not None
+    assert results[1] is not None
+    assert without_timings(results[0]) == without_timings(results[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers_after", [1, 2])
 def test_killed_on_two_workers_it_goes_on_with_any_number(workers_after, small_text, tmp_path, capsys):
@@ -358,7 +435,7 @@ def test_files_of_the_same_name_in_two_directories_are_both_read(tmp_path):
         (["--steps", "0"], "a whole number of at least 1, not '0'"),
         (["--batch", "many"], "a whole number of at least 1, not 'many'"),
         (["--seed", "-1"], "a whole number from 0"),
-        (["--comm-mode", "Gossip"], "one of None, AllReduce, not 'Gossip'"),
+        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, not 'Gossip'"),
         (["--text", "no/such/place"], "no/such/place: there is no such file"),
         (["--resume", "--fresh"], "not allowed with"),
         (["--stepz", "3"], "unrecognized arguments: --stepz"),

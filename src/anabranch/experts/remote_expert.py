@@ -128,10 +128,13 @@ class RemoteExpert(nn.Module):
             return found.known
 
     def _may_have_changed(self, error: Exception | None) -> bool:
-        """Whether to look again, once, within the deadline: it may have moved, or come back with another schema."""
+        """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
-        return isinstance(error, (PeerLost, NotFound)) and not isinstance(self._where, str)
+        if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
+            return False
+        # Who was silent for two beats, and is still said to be there, would be silent for two more.
+        return isinstance(error, NotFound) or self._look_up(self._where) != error.peer
 
     def _look_up(self, directory: DirectoryLike) -> str:
         found = directory.lookup([self.uid])

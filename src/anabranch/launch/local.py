@@ -34,12 +34,12 @@ from anabranch.launch.signals import collect_signals
 from anabranch.launch.store import host_store
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
+from anabranch.transport.endpoints import make_private_folder
 
 __all__ = ["Durability", "launch"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _RESTARTS = 3
-_LONGEST_SOCKET_FOLDER = 80  # of the 107 bytes that the kernel takes for a socket's path
 
 
 def launch(
@@ -94,9 +94,9 @@ def launch(
     command = [sys.executable, "-u", str(script), *arguments]
     started = time.monotonic()
     with ExitStack() as stack:
-        scratch = stack.enter_context(_scratch())
+        scratch = stack.enter_context(_removed(Path(tempfile.mkdtemp(prefix="anabranch-"))))
         store = host_store()
-        sockets = _socket_folder(stack, scratch)
+        sockets = stack.enter_context(_removed(make_private_folder()))
         directory = None
         if servers or experts:
             directory = stack.enter_context(DirectoryServer(f"unix:{sockets / 'directory'}"))
@@ -198,16 +198,8 @@ def _is_announced(directory: Directory, uid: str) -> bool:
     return bool(directory.lookup([uid]))
 
 
-def _socket_folder(stack: ExitStack, scratch: Path) -> Path:
-    """A private folder whose path is short enough for sockets: the scratch folder, unless TMPDIR lies deep."""
-    if len(os.fsencode(scratch)) <= _LONGEST_SOCKET_FOLDER:
-        return scratch
-    return stack.enter_context(_scratch("/tmp"))  # noqa: S108  mkdtemp makes it, with mode 0700
-
-
 @contextmanager
-def _scratch(parent: str | None = None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="anabranch-", dir=parent))
+def _removed(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:

@@ -99,7 +99,11 @@ class _Ending:
 
     def act(self, now: float) -> None:
         while self._steps and now >= self._steps[0][0]:
-            self.send(self._steps.popleft()[1])
+            number = self._steps.popleft()[1]
+            if number == signal.SIGKILL:
+                for process in self.running():
+                    self._tell(f"{called(process.role, process.rank)} did not stop in time; killing it")
+            self.send(number)
         if self._given_up_at is not None and now >= self._given_up_at:
             for process in self.running():
                 who = called(process.role, process.rank)
@@ -215,6 +219,8 @@ class Supervisor:
             self._tell(f"{exit_.describe()}; the job goes on without it")
         else:
             service.early = True
+            if exit_.code == 0:
+                self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
 
     def _fail(self, process: Worker) -> None:
@@ -224,8 +230,10 @@ class Supervisor:
         self._failed = True
         others = len(self._workers.running())
         if others and not self._workers.planned:
-            other = "other " if process.role == "worker" else ""
-            whom = f"the {other}worker" if others == 1 else f"the {others} {other}workers"
+            if process.role == "worker":
+                whom = "the other worker" if others == 1 else f"the {others} other workers"
+            else:
+                whom = "the worker" if others == 1 else f"the {others} workers"
             self._tell(f"{called(process.role, process.rank)} failed; stopping {whom}")
             now = time.monotonic()
             self._workers.plan(now + self._patience.failure, signal.SIGTERM)

@@ -10,10 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint"]
+__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "make_private_folder", "parse_endpoint"]
 
 # What the kernel takes in sockaddr_un, less the closing zero.
 _LONGEST_PATH = 107
+_LONGEST_NAME = 27  # of a socket in a folder of ours, with the slash
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
     raise ValueError(f"{text!r} is no endpoint; write unix:PATH or tcp://HOST:PORT")
 
 
+def make_private_folder() -> Path:
+    """A new folder for sockets, of mode 0700, whose path is short enough for them: in /tmp if TMPDIR lies too deep."""
+    folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
+    if len(os.fsencode(folder)) <= _LONGEST_PATH - _LONGEST_NAME:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="anabranch-", dir="/tmp"))
+
+
 class ClaimedPath:
     """The right to serve a Unix socket's path, held by a lock that dies with the process.
 
@@ -68,7 +78,7 @@ class ClaimedPath:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._made = None if path is not None else Path(tempfile.mkdtemp(prefix="anabranch-"))
+        self._made = None if path is not None else make_private_folder()
         self.path = path if path is not None else Path(self._made or "", "socket")
         try:
             self.owner = _check_directory(self.path.parent)

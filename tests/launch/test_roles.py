@@ -1,0 +1,433 @@
+"""A job of several roles: who is stopped when, who is started again, whose failure ends the job.
+
+The scripts of the first half import no torch: an expert process is then one that merely runs, and counts as having
+served where a test says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_marks import marked_processes, wait_until
+
+from anabranch.errors import RemoteError
+from anabranch.launch import Patience, launch, local
+from anabranch.testing import LocalJob
+
+Script = Callable[[str], Path]
+RUN = [sys.executable, "-m", "anabranch.cli", "run"]
+HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
+LIMIT = 100.0
+
+# An expert process without experts: it says that it is there, and that it was told to stop.
+STANDS_BY = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+role, rank = os.environ.get("ANABRANCH_ROLE", "worker"), os.environ["RANK"]
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
+def stand_by():
+    def told(*_):
+        print("drained", flush=True)
+        (here / f"drained-{rank}").touch()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, told)
+    (here / f"ready-{rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert processes count as having served."""
+    monkeypatch.setattr(local, "_is_announced", lambda directory, uid: True)
+
+
+def test_services_know_their_role_and_are_stopped_when_the_workers_have_ended(script: Script, tmp_path: Path) -> None:
+    path = script(
+        STANDS_BY
+        + """
+print(role, rank, os.environ["WORLD_SIZE"], os.environ["ANABRANCH_EXPERTS"], os.environ["ANABRANCH_DIRECTORY"][:5],
+      "MASTER_PORT" in os.environ, flush=True)
+if role == "expert":
+    stand_by()
+wait_for("ready-0")
+wait_for("ready-1")
+"""
+    )
+    outcome = launch(path, [str(tmp_path)], workers=1, experts=2, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    assert outcome.first_failure is None
+    assert [(exit_.role, exit_.rank, exit_.code) for exit_ in outcome.services] == [("expert", 0, 0), ("expert", 1, 0)]
+    assert (tmp_path / "worker-0.log").read_text() == "worker 0 1 2 unix: True\n"
+    for rank in range(2):
+        assert (tmp_path / f"expert-{rank}.log").read_text() == f"expert {rank} 2 2 unix: False\ndrained\n"
+
+
+def test_a_service_that_was_still_starting_is_no_failure(script: Script, tmp_path: Path) -> None:
+    path = script("import os, time; time.sleep(600 if 'ANABRANCH_ROLE' in os.environ else 0)")
+    outcome = launch(path, workers=1, servers=1, experts=1, log_dir=tmp_path)
+    assert outcome.exit_code == 0
+    assert {log.name for log in tmp_path.glob("*.log")} == {"worker-0.log", "parameters-0.log", "expert-0.log"}
+
+
+def test_a_service_that_does_not_stop_is_killed_and_the_job_a_failure(script: Script, tmp_path: Path) -> None:
+    path = script(
+        STANDS_BY
+        + """
+if role == "expert":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (here / "ready-0").touch()
+    time.sleep(600)
+wait_for("ready-0")
+"""
+    )
+    told: list[str] = []
+    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, patience=HURRIED, tell=told.append)
+    assert outcome.services[0].code == -signal.SIGKILL
+    assert outcome.exit_code == 1
+    assert any("expert 0" in line and "did not stop" in line for line in told)
+
+
+def test_an_expert_that_fails_before_it_serves_ends_the_job_with_its_traceback(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, time
+        if os.environ.get("ANABRANCH_ROLE") == "expert":
+            raise RuntimeError("no more milk")
+        time.sleep(600)
+        """
+    )
+    told: list[str] = []
+    outcome = launch(path, workers=2, experts=1, log_dir=tmp_path, patience=HURRIED, tell=told.append)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.describe().startswith("expert 0 (pid ")
+    assert "RuntimeError: no more milk" in outcome.first_failure.last_words()
+    assert told == ["expert 0 failed; stopping the 2 workers"]
+
+
+def test_a_script_that_does_not_serve_is_a_failure_of_its_expert(script: Script, tmp_path: Path) -> None:
+    path = script("import os, time; time.sleep(0 if 'ANABRANCH_ROLE' in os.environ else 600)")
+    told: list[str] = []
+    outcome = launch(path, experts=1, log_dir=tmp_path, patience=HURRIED, tell=told.append)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert "expert 0" in outcome.first_failure.describe()
+    assert "while workers still ran" in outcome.first_failure.describe()
+    assert any("never called job.serve()" in line for line in told)
+
+
+@pytest.mark.usefixtures("served")
+def test_an_expert_that_dies_is_started_again_then_done_without(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_RESTARTS", 2)
+    path = script(
+        STANDS_BY
+        + """
+if role == "expert":
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("life", life, flush=True)
+    (here / f"life-{life}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("life-2")
+wait_for("go")
+"""
+    )
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) == 3:
+            (tmp_path / "go").touch()
+
+    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, tell=tell)
+    assert outcome.exit_code == 0
+    assert outcome.first_failure is None
+    assert (tmp_path / "expert-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
+    assert [line.partition("; ")[2] for line in told] == [
+        "started again (1 of 2)",
+        "started again (2 of 2)",
+        "the job goes on without it",
+    ]
+    assert all(line.startswith("expert 0 (pid ") and "SIGKILL" in line for line in told)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_services_outlive_the_workers_that_drain(number: signal.Signals, script: Script, tmp_path: Path) -> None:
+    path = script(
+        STANDS_BY
+        + f"""
+if role == "expert":
+    stand_by()
+
+def told(*_):
+    time.sleep(0.2)
+    print("served to the end:", not (here / "drained-0").exists(), flush=True)
+    sys.exit(0)
+
+signal.signal({number.value}, told)
+wait_for("ready-0")
+os.kill(os.getppid(), {number.value})
+time.sleep(600)
+"""
+    )
+    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path)
+    assert outcome.exit_code == (0 if number == signal.SIGTERM else 130)
+    assert (tmp_path / "worker-0.log").read_text() == "served to the end: True\n"
+    assert (tmp_path / "expert-0.log").read_text() == "drained\n"
+
+
+def test_a_failed_worker_s_services_are_stopped_too(script: Script, tmp_path: Path) -> None:
+    path = script(
+        STANDS_BY
+        + """
+if role == "expert":
+    stand_by()
+wait_for("ready-0")
+raise RuntimeError("no more milk")
+"""
+    )
+    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.who == "rank 0"
+    assert (tmp_path / "expert-0.log").read_text() == "drained\n"
+
+
+def test_numbers_that_cannot_be_are_named(script: Script, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="servers=-1"):
+        launch(script(""), servers=-1, log_dir=tmp_path)
+
+
+# With torch: real servers, real experts.
+
+EXPERTS = """
+import json, os, pathlib, signal, sys, time
+import torch
+import anabranch as ab
+from anabranch import checkpoint
+
+torch.set_num_threads(1)
+job = ab.job()
+
+def make_backends(index, count):
+    linear = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(linear.weight, index + 1.0)
+    return [ab.ExpertBackend(f"ffn.{index}", linear, torch.optim.SGD(linear.parameters(), lr=0.5),
+                             args_schema=[ab.TensorSpec(4)])]
+
+def pid_of(role, rank):
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            env = (process / "environ").read_bytes().split(b"\\0")
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}".encode() not in env:
+            continue
+        if role == "parameters" and b"parameters" in command and f"parameters-{rank}".encode() in command:
+            return int(process.name)
+        if role == "expert" and b"ANABRANCH_ROLE=expert" in env and f"RANK={rank}".encode() in env:
+            return int(process.name)
+    raise LookupError(role)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the launcher makes its temporary files, to see what it leaves."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
+
+
+def test_workers_experts_and_servers_work_together(temporary: Path) -> None:
+    job = LocalJob(workers=2, servers=2, experts=2, timeout=LIMIT)
+    result = job.run_source(
+        EXPERTS
+        + """
+directory = job.serve(make_backends)
+with ab.ParameterClient() as client:
+    name = f"bias-{job.rank}"
+    client.init(name, (2,), init=float(job.rank))
+    values = client.pull(name).tolist()
+experts = [ab.RemoteExpert(f"ffn.{index}", directory) for index in range(2)]
+x = torch.ones(1, 4, requires_grad=True)
+sum(expert(x).sum() for expert in experts).backward()
+print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), job.experts, job.workers],
+                  "active": directory.active(["ffn"]), "values": values, "gradient": x.grad.tolist()}))
+"""
+    ).check()
+    for rank, found in enumerate(result.results):
+        assert found is not None
+        assert found["job"] == ["worker", rank, 2, 2, 2, 2]
+        assert found["active"] == {"ffn": [0, 1]}
+        assert found["values"] == [rank, rank]
+    assert set(result.service_logs) == {"parameters-0", "parameters-1", "expert-0", "expert-1"}
+    assert all(log.startswith("listening on unix:") for log in result.service_logs.values())
+    assert result.told == ()
+    assert list(temporary.glob("anabranch*")) == []
+
+
+def test_the_same_script_runs_alone(script: Script, temporary: Path) -> None:
+    path = script(
+        EXPERTS
+        + """
+directory = job.serve(make_backends)
+x = torch.ones(1, 4, requires_grad=True)
+ab.RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1)(x).sum().backward()
+print(x.grad.tolist(), job.experts, job.directory)
+"""
+    )
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.stderr == ""
+    assert done.stdout == "[[4.0, 4.0, 4.0, 4.0]] 0 None\n"
+    assert done.returncode == 0
+    assert list(temporary.glob("anabranch*")) == []
+
+
+def test_an_expert_that_is_killed_returns_with_its_state_and_is_used_again(tmp_path: Path) -> None:
+    result = (
+        LocalJob(experts=2, timeout=LIMIT)
+        .run_source(
+            EXPERTS
+            + f"""
+directory = job.serve(make_backends, checkpoint_dir={str(tmp_path / "experts")!r}, checkpoint_seconds=0.05)
+expert = ab.RemoteExpert("ffn.0", directory)
+for step in range(3):
+    expert(torch.ones(1, 4)).sum().backward()
+learned = expert(torch.ones(1, 4)).tolist()
+saved = pathlib.Path({str(tmp_path / "experts" / "ffn.0")!r})
+while not (saved.is_dir() and (newest := checkpoint.read_newest(saved)) and newest.step == 3):
+    time.sleep(0.01)
+os.kill(pid_of("expert", 0), signal.SIGKILL)
+mixture = ab.RemoteMixtureOfExperts(4, [2], directory, "ffn", k_best=2, forward_timeout=5.0)
+while True:  # goes on with the one that answers
+    mixture(torch.ones(1, 4))
+    try:
+        again = ab.RemoteExpert("ffn.0", directory)(torch.ones(1, 4)).tolist()
+        break
+    except (ab.BoundaryError, ab.NotFound):
+        time.sleep(0.05)
+print(json.dumps({{"same": again == learned, "calls": mixture.statistics().calls}}))
+"""
+        )
+        .check()
+    )
+    assert result.results[0] is not None
+    assert result.results[0]["same"] is True
+    assert len(result.told) == 1
+    assert "was killed by SIGKILL" in result.told[0]
+    assert result.told[0].endswith("started again (1 of 3)")
+
+
+@pytest.mark.parametrize("durability", ["none", "log"])
+def test_a_parameter_server_that_is_killed_returns_with_every_push_or_ends_the_job(durability: str) -> None:
+    result = LocalJob(servers=1, timeout=LIMIT, durability=durability).run_source(  # type: ignore[arg-type]
+        EXPERTS
+        + """
+with ab.ParameterClient() as client:
+    client.init("sum", (1,), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    for push in range(20):
+        client.push("sum", torch.tensor([-1.0]))
+        if push == 9:
+            os.kill(pid_of("parameters", 0), signal.SIGKILL)
+    print(json.dumps({"sum": client.pull("sum").item()}))
+"""
+    )
+    if durability == "log":
+        assert result.check().results[0] == {"sum": 20.0}
+        assert "parameters 0" in result.told[0]
+        assert result.told[0].endswith("started again (1 of 3)")
+        return
+    assert result.first_failed == "parameters 0"
+    assert result.told == ("parameters 0 failed; stopping the worker",)
+    with pytest.raises(RemoteError, match="parameters 0 failed"):
+        result.check()
+
+
+def test_a_frozen_service_is_named_by_its_callers_within_two_beats_and_a_bit() -> None:
+    result = (
+        LocalJob(servers=1, experts=1, timeout=LIMIT)
+        .run_source(
+            EXPERTS
+            + """
+directory = job.serve(make_backends)
+found = {}
+with ab.ParameterClient() as client:
+    client.init("bias", (1,))
+    expert = ab.RemoteExpert("ffn.0", directory)
+    expert(torch.ones(1, 4))
+    for role, call in (("parameters", lambda: client.pull("bias")), ("expert", lambda: expert(torch.ones(1, 4)))):
+        pid = pid_of(role, 0)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            call()
+        except ab.PeerLost as error:
+            found[role] = [error.peer, time.monotonic() - began]
+        os.kill(pid, signal.SIGCONT)
+print(json.dumps(found))
+"""
+        )
+        .check()
+    )
+    assert result.results[0] is not None
+    for role in ("parameters", "expert"):
+        peer, seconds = result.results[0][role]  # type: ignore[misc]
+        assert peer.endswith(f"{role}-0")
+        assert seconds < 3.5, "two beats of a second each, and what a busy machine adds"
+
+
+def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_path: Path, mark: str) -> None:
+    path = script(STANDS_BY + "\n(here / f'up-{role}').touch()\ntime.sleep(600)")
+    command = [*RUN, "--servers", "1", "--experts", "1", "--log-dir", str(tmp_path / "logs"), str(path), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: (tmp_path / "up-worker").exists() and (tmp_path / "up-expert").exists())
+            assert len(marked_processes(mark)) >= 4
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: marked_processes(mark) == [])
+
+
+def test_workers_meet_in_the_groups_of_their_grid() -> None:
+    result = (
+        LocalJob(workers=4, timeout=LIMIT)
+        .run_source(
+            """
+        import json, torch
+        import torch.distributed as dist
+        import anabranch as ab
+
+        job = ab.job()
+        grid = job.grid(data=2, pipeline=2)
+        sums = []
+        for group in (grid.data_group, grid.pipeline_group):
+            value = torch.tensor([10.0 ** job.rank])
+            dist.all_reduce(value, group=group)
+            sums.append(value.item())
+        print(json.dumps({"at": [grid.data_rank, grid.pipeline_rank], "sums": sums}))
+        """
+        )
+        .check()
+    )
+    assert result.results == (
+        {"at": [0, 0], "sums": [101.0, 11.0]},
+        {"at": [0, 1], "sums": [1010.0, 11.0]},
+        {"at": [1, 0], "sums": [101.0, 1100.0]},
+        {"at": [1, 1], "sums": [1010.0, 1100.0]},
+    )
