@@ -58,8 +58,10 @@ bench-peers: $(STAMP)
 	@mkdir -p $(RESULTS)
 	@test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
 	@$(BIN)/python -c "$(PURELIB)" > "$$($(PEERS)/bin/python -c "$(PURELIB)")/torch.pth"
-	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 \
+		torchgpipe==0.0.7
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/tables_peers.json
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/pipeline.py threads --out $(RESULTS)
 
 clean:
 	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@
 
 The model is 8 x (Linear 1024 + ReLU) on 2048 rows, one thread a stage, nothing recomputed. The reference is the plain
 module on the whole batch in one thread; the same microbatches one after the other stand beside it. A speed-up is the
-reference's time divided by the side's.
+reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ import torch.nn.functional as F
 from measure import alternate, compare, machine, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+
+try:
+    import torchgpipe
+except ImportError:  # a peer, in a virtual environment of its own
+    torchgpipe = None
 
 import anabranch as ab
 from anabranch.events import Event, subscribe
@@ -112,8 +117,21 @@ def ranks(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str,
     return compare(alternate(closed, rounds=rounds, calls=1, before=dist.barrier), "one thread")
 
 
+def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
+    balance = [LAYERS // 2] * 2
+    pipe = torchgpipe.GPipe(nn.Sequential(*layers()), balance, devices=["cpu", "cpu"], chunks=m, checkpoint="never")
+
+    def step() -> None:
+        pipe.zero_grad()
+        F.mse_loss(pipe(x), target).backward()
+
+    return step
+
+
 def threads(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
     sides = plain_sides(x, target, m) | ours(x, target, m, devices=["cpu", "cpu"])
+    if torchgpipe is not None:
+        sides["torchgpipe"] = torchgpipe_side(x, target, m)
     return compare(alternate(sides, rounds=rounds, calls=1), "one thread")
 
 
@@ -143,7 +161,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def simulated(m: int, rounds: int, seconds: float = 0.02) -> dict[str, dict[str, float]]:
-    """How far the clock is off the simulated one, in time and in bubble, for schedules that do not split backward."""
+    """Clock, bubble and activations held, beside the simulated ones; for schedules with a whole backward."""
     found = {}
     for name, n in (("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 8)):
         model = nn.Sequential(*[Sleep(seconds) for _ in range(n)])
@@ -158,6 +176,12 @@ def simulated(m: int, rounds: int, seconds: float = 0.02) -> dict[str, dict[str,
                     pipe.step(x, x, loss=F.mse_loss)
                 spans.append(events[-1].time - events[0].time)
         span = min(spans[1:])
+        busy = 3 * seconds * n * m  # all that they sleep
+        bubble, held = 1 - busy / (4 * span), held_at_most(events)
+        print(
+            f"m={m} {name}: bubble {bubble:.3f}, simulated {expected.bubble:.3f}; microbatches held on each rank "
+            f"{held}, simulated {list(expected.peak_activations)}"
+        )
         found[name] = {
             "median_ms": 1e3 * sorted(spans[1:])[rounds // 2],
             "minimum_ms": 1e3 * span,
@@ -165,6 +189,19 @@ def simulated(m: int, rounds: int, seconds: float = 0.02) -> dict[str, dict[str,
             "median_of_ratios": span / (seconds * expected.makespan),
         }
     return found
+
+
+def held_at_most(events: list[Event], ranks: int = 4) -> list[int]:
+    """The most (stage, microbatch) whose activations each rank held at once: from their forward's to backward's end."""
+    held, most = [0] * ranks, [0] * ranks
+    for event in events:
+        rank, phase = event.facts["stage"] % ranks, event.facts["phase"]
+        if (event.name, phase) == ("pipeline.start", "forward"):
+            held[rank] += 1
+            most[rank] = max(most[rank], held[rank])
+        elif (event.name, phase) == ("pipeline.end", "backward"):
+            held[rank] -= 1
+    return most
 
 
 def with_speed_up(results: dict[str, dict[str, float]], m: int) -> None:
@@ -195,7 +232,8 @@ def main() -> None:
         else:
             results[f"m={m}"] = (ranks if arguments.what == "ranks" else threads)(x, target, m, arguments.rounds)
     if arguments.what != "ranks" or dist.get_rank() == 0:
-        report(f"pipeline_{arguments.what}", before, results, arguments.out)
+        peers = "_peers" if torchgpipe is not None and arguments.what == "threads" else ""
+        report(f"pipeline_{arguments.what}{peers}", before, results, arguments.out)
         if arguments.what != "simulator":
             for m, found in zip(arguments.microbatches, results.values(), strict=True):
                 with_speed_up(found, m)

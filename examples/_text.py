@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,10 +99,12 @@ class Windows(Dataset[Tensor]):
         return self._text[start : start + CONTEXT + 1].long()
 
 
-def shared_out(windows: Windows, batch: int, rank: int, workers: int) -> DataLoader[Tensor]:
+def shared_out(
+    windows: Windows, batch: int, rank: int, workers: int, collate: Callable[[list[Tensor]], Any] | None = None
+) -> DataLoader[Any]:
     """This worker's windows of every batch: the whole batch is the same for any number of workers."""
     sampler = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
-    return DataLoader(windows, batch_size=batch // workers, sampler=sampler)
+    return DataLoader(windows, batch_size=batch // workers, sampler=sampler, collate_fn=collate)
 
 
 def windows_in_order(text: bytes, rows: int = 16) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
     python examples/language_model.py                          # one process
     anabranch run --workers 2 examples/language_model.py       # two, their gradients averaged
+    anabranch run --workers 4 examples/language_model.py --stages 2                 # two pipelines of two stages
     anabranch run --workers 2 --servers 1 --experts 2 examples/language_model.py    # and more processes, see below
 
 It learns to predict the next byte of the Python standard library's sources (or of ``--text``), and is measured in bits
@@ -16,7 +17,9 @@ gradient is sparse and Adagrad updates it; AdamW trains the rest. Killed at any 
 last checkpoint.
 
 Where the job has servers, the memory's table lives on them; nothing else changes. Where it has expert processes, the
-feed-forward layer of one block is a mixture of experts that train themselves there.
+feed-forward layer of one block is a mixture of experts that train themselves there. With ``--stages`` the layers lie in
+a pipeline across workers (or on threads of a lone process), and the long skip goes straight from its first stage to its
+last.
 
 ``_text.py`` has the text and its batches, ``_experts.py`` the mixture, ``_report.py`` what is shown and kept. Shapes:
 B windows, T positions, D width, M what the memory gives a position.
@@ -33,8 +36,9 @@ import shutil
 import signal
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +51,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import anabranch as ab
-from anabranch.job import DirectoryLike
+from anabranch.job import DirectoryLike, Grid
+from anabranch.pipeline import make_schedule, save_picture
 
 WIDTH = 128
 HEADS = 2
@@ -55,6 +60,8 @@ BLOCKS = 4
 BLOCK_OF_EXPERTS = 2  # counted from 0
 MEMORY_WIDTH = 32
 NGRAMS = (2, 3, 4)
+MEMORY = "read.memory."
+MICROBATCHES = 4
 
 
 # The model. -----------------------------------------------------------------------------------------------------------
@@ -122,34 +129,61 @@ class Block(nn.Module):
         return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-class LanguageModel(nn.Module):
-    """Bytes (B, T) -> scores of the 256 bytes that may come next, (B, T, 256)."""
+@ab.skippable(stash=["memory"])
+class Read(nn.Module):
+    """Bytes (B, T) -> hidden (B, T, D); what the memory gives also jumps over the blocks, to the head."""
 
-    def __init__(self, memory_rows: int, experts: Experts | None = None) -> None:
+    def __init__(self, memory_rows: int) -> None:
         super().__init__()
-        memory_width = MEMORY_WIDTH * len(NGRAMS)
         self.memory = NgramMemory(memory_rows)
         self.bytes = nn.Embedding(256, WIDTH)
-        self.read_memory = nn.Linear(2 * memory_width, WIDTH)
-        self.blocks = nn.Sequential(*(Block(experts if i == BLOCK_OF_EXPERTS else None) for i in range(BLOCKS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH + memory_width, 256)
+        self.read_memory = nn.Linear(2 * MEMORY_WIDTH * len(NGRAMS), WIDTH)
         nn.init.normal_(self.bytes.weight, std=0.02)
 
-    def forward(self, text_BT: Tensor) -> Tensor:
+    def forward(self, text_BT: Tensor):
         memory_BTM = self.memory(text_BT)
+        yield ab.stash("memory", memory_BTM)
         # The n-grams that end one byte earlier, too: attention can look for them, and finds what followed them there.
         earlier_BTM = F.pad(memory_BTM, (0, 0, 1, 0))[:, :-1]
-        hidden_BTD = self.bytes(text_BT) + self.read_memory(torch.cat([memory_BTM, earlier_BTM], -1))
-        hidden_BTD = self.norm(self.blocks(hidden_BTD))
-        return self.head(torch.cat([hidden_BTD, memory_BTM], -1))
+        return self.bytes(text_BT) + self.read_memory(torch.cat([memory_BTM, earlier_BTM], -1))
+
+
+@ab.skippable(pop=["memory"])
+class Write(nn.Module):
+    """Hidden (B, T, D) -> scores of the 256 bytes that may come next, (B, T, 256)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH + MEMORY_WIDTH * len(NGRAMS), 256)
+
+    def forward(self, hidden_BTD: Tensor):
+        memory_BTM = yield ab.pop("memory")
+        return self.head(torch.cat([self.norm(hidden_BTD), memory_BTM], -1))
+
+
+def language_model(memory_rows: int, experts: Experts | None = None) -> nn.Sequential:
+    """Bytes (B, T) -> scores of the bytes that may come next, (B, T, 256)."""
+    read = Read(memory_rows)
+    blocks = nn.Sequential(*(Block(experts if i == BLOCK_OF_EXPERTS else None) for i in range(BLOCKS)))
+    return nn.Sequential(OrderedDict(read=read, blocks=blocks, write=Write()))
 
 
 # Training. ------------------------------------------------------------------------------------------------------------
 
 
 def loss(model: nn.Module, text: Tensor) -> Tensor:
-    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    return loss_of_output(model(text[:, :-1]), text[:, 1:])
+
+
+def pair(windows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What a pipeline takes: its input and its target."""
+    text = torch.stack(windows)
+    return text[:, :-1], text[:, 1:]
+
+
+def loss_of_output(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
 def predicted(model: nn.Module, text: Tensor) -> dict[str, Tensor]:
@@ -171,10 +205,10 @@ def cool_down(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, max(0.2, (1 - step / steps) / 0.15))
 
 
-def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
-    memory = list(model.memory.parameters())
-    others = [value for name, value in model.named_parameters() if not name.startswith("memory.")]
-    adagrad = torch.optim.Adagrad(memory, lr=0.2)
+def training_step(model: nn.Module, steps: int) -> ab.TrainStep:
+    memory = [value for name, value in model.named_parameters() if name.startswith(MEMORY)]
+    others = [value for name, value in model.named_parameters() if not name.startswith(MEMORY)]
+    adagrad = torch.optim.Adagrad([{"params": memory}], lr=0.2)  # a stage without the memory has none to give
     adamw = torch.optim.AdamW(
         [
             {"params": [value for value in others if value.ndim > 1], "weight_decay": 0.1},
@@ -185,7 +219,8 @@ def training_step(model: LanguageModel, steps: int) -> ab.TrainStep:
         fused=True,
     )
     schedulers = [LambdaLR(adagrad, cool_down(steps)), LambdaLR(adamw, warm_up_and_cool_down(steps))]
-    return ab.TrainStep(model, loss, [adagrad, adamw], scheduler=schedulers)
+    chosen = loss_of_output if isinstance(model, ab.Pipe) else loss
+    return ab.TrainStep(model, chosen, [adagrad, adamw], scheduler=schedulers)
 
 
 def serve_experts(options: argparse.Namespace, job: ab.Job) -> DirectoryLike:
@@ -220,12 +255,17 @@ def expert(uid: str, updates: int) -> ab.ExpertBackend:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The workers that train one model together: this one's rank, how many they are, where they keep the model."""
+    """Who trains one model together: which share of a batch is this worker's, of how many, where the model is kept.
+
+    ``leads`` is true of the one who writes there; ``grid`` is there if the shares are pipelines across workers.
+    """
 
     mode: str
     rank: int
     workers: int
     out: Path
+    leads: bool
+    grid: Grid | None = None
 
 
 def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
@@ -234,7 +274,7 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> f
     for batch in batches[team.rank :: team.workers]:
         total += executor.run("validate", batch)["nats"]
     if team.workers > 1:
-        total = ab.all_reduce(total)
+        total = ab.all_reduce(total, group=team.grid and team.grid.data_group)
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
 
 
@@ -269,7 +309,7 @@ def train_on(
             curve.held_out.append((step, bits_per_byte(executor, held_out, team)))
             screen.evaluated(step, curve.held_out[-1][1])
         if step % save_every == 0 or step == options.steps or executor.stopping:
-            if team.rank == 0:
+            if team.leads:
                 curve.save(team.out / "curve.json")
             executor.save(team.out / "checkpoint")
         if executor.stopping and step < options.steps:
@@ -308,6 +348,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
     add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a tenth of all steps)")
     add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
+    add("--stages", type=at_least_one, default=1, help="of each pipeline that the workers make (%(default)s)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
     how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
@@ -325,15 +366,57 @@ def batch_of(options: argparse.Namespace, team: Team) -> int:
     """How many windows a step has: a multiple of the workers."""
     batch = options.batch or -(-8 // team.workers) * team.workers
     if batch % team.workers:
-        sys.exit(f"--batch {batch} cannot be shared equally by {team.workers} workers; give a multiple of it")
+        who = "pipelines" if team.grid else "workers"
+        sys.exit(f"--batch {batch} cannot be shared equally by {team.workers} {who}; give a multiple of it")
     return int(batch)
 
 
 def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
-    mode = options.comm_mode or ("Hybrid" if job.servers else "AllReduce" if job.world_size > 1 else "None")
+    grid = grid_of(options, job)
+    mode = options.comm_mode or (
+        "Hybrid" if job.servers else "AllReduce" if job.world_size > options.stages else "None"
+    )
+    if grid is not None:
+        if mode == "None" and grid.data > 1:  # each pipeline trains a model of its own
+            return Team(mode, 0, 1, options.out / f"pipeline-{grid.data_rank}", grid.pipeline_rank == 0, grid)
+        return Team(mode, grid.data_rank, grid.data, options.out, job.rank == 0, grid)
     if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
-        return Team(mode, 0, 1, options.out / f"worker-{job.rank}")
-    return Team(mode, job.rank, job.world_size, options.out)
+        return Team(mode, 0, 1, options.out / f"worker-{job.rank}", leads=True)
+    return Team(mode, job.rank, job.world_size, options.out, job.rank == 0)
+
+
+def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
+    """The workers as pipelines; a lone process has its stages on threads."""
+    if options.stages == 1:
+        return None
+    if options.stages > BLOCKS + 2:
+        sys.exit(f"--stages {options.stages}: this model has {BLOCKS + 2} layers, so at most as many stages")
+    if job.servers or job.experts or options.comm_mode in ("PS", "Hybrid"):
+        sys.exit("--stages splits the model over workers; leave out --servers, --experts and their --comm-mode")
+    if job.world_size == 1:
+        return None
+    if job.world_size % options.stages:
+        sys.exit(f"{job.world_size} workers make no pipelines of --stages {options.stages}; start a multiple of it")
+    return job.grid(data=job.world_size // options.stages, pipeline=options.stages)
+
+
+def split(model: nn.Sequential, options: argparse.Namespace, team: Team) -> nn.Module:
+    """The model in stages of as many layers each, if there are to be any."""
+    if options.stages == 1:
+        return model
+    layers = BLOCKS + 2
+    balance = [layers // options.stages + (j < layers % options.stages) for j in range(options.stages)]
+    group = team.grid.pipeline_group if team.grid else None
+    return ab.Pipe(model, balance, chunks=MICROBATCHES, checkpoint="never", schedule="1F1B", process_group=group)
+
+
+def picture_of_schedule(options: argparse.Namespace, team: Team) -> list[str]:
+    if options.stages == 1:
+        return []
+    path = team.out / "schedule.svg"
+    if team.leads:
+        save_picture(make_schedule("1F1B", options.stages, MICROBATCHES), path)
+    return [f"stages: {options.stages} a pipeline; who does what when is drawn in {path}"]
 
 
 def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
@@ -341,7 +424,7 @@ def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
     checkpoint, kept = team.out / "checkpoint", team.out / "curve.json"
     team.out.mkdir(parents=True, exist_ok=True)
     if fresh:
-        if team.rank == 0:
+        if team.leads:
             shutil.rmtree(checkpoint, ignore_errors=True)
         return
     if not checkpoint.exists():
@@ -371,19 +454,23 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     prepare(team, curve.settings, fresh=options.fresh)
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
-    model = LanguageModel(options.memory_rows, experts)
-    parameters = sum(value.numel() for value in model.parameters())  # before the executor moves some to the servers
+    whole = language_model(options.memory_rows, experts)
+    parameters = sum(value.numel() for value in whole.parameters())  # before some move to servers and other stages
     if experts:
         parameters += experts.count * sum(value.numel() for value in feed_forward().parameters())
+    model = split(whole, options, team)
     train = training_step(model, options.steps)
+    collate = pair if isinstance(model, ab.Pipe) else None
     windows = Windows(text.train, options.steps * batch, options.seed)
     held_out = windows_in_order(text.held_out)
     with (
         ab.Executor(
             {"train": train, "validate": ab.EvalStep(model, predicted)},
             comm_mode=None if team.mode == "None" else team.mode,
-            dataloaders={"train": shared_out(windows, batch, team.rank, team.workers)},
+            dataloaders={"train": shared_out(windows, batch, team.rank, team.workers, collate)},
+            process_group=team.grid.data_group if team.grid else None,
         ) as executor,
+        model if isinstance(model, ab.Pipe) else nullcontext(),
         stopped_by_sigterm(executor),
     ):
         done = 0
@@ -397,6 +484,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
                 f"{len(text.train) / 1e6:.2f} MB of text to train on: {text.source}",
                 f"workers: {job.world_size}, {where_else(job)}communication: {team.mode}; "
                 "bits/byte are those of held-out text",
+                *picture_of_schedule(options, team),
                 *([f"going on from the checkpoint after step {done}"] if 0 < done < options.steps else []),
                 *(["training has ended before; --fresh starts anew"] if done == options.steps else []),
             )
@@ -414,6 +502,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         "workers": job.world_size,
         "servers": len(job.servers),
         "experts": job.experts,
+        "stages": options.stages,
         "loss": curve.losses[-1],
         "bits_per_byte": bits,
         "lzma_bits_per_byte": lzma_bits,

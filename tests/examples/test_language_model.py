@@ -378,7 +378,7 @@ def test_a_byte_is_predicted_from_those_before_it_only():
     import language_model
 
     torch.manual_seed(0)
-    model = language_model.LanguageModel(memory_rows=512).eval()
+    model = language_model.language_model(memory_rows=512).eval()
     text = torch.randint(256, (1, 40))
     changed = text.clone()
     changed[0, 25] ^= 1

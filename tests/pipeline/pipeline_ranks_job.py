@@ -37,7 +37,8 @@ def balance_for(schedule: str) -> list[int]:
 
 
 def make(model: nn.Sequential, schedule: str = "1F1B", **arguments: object) -> ab.Pipe:
-    arguments = {"chunks": 4, "schedule": schedule, **arguments}
+    shared_memory = os.environ.get("PIPELINE_POST") != "gloo"
+    arguments = {"chunks": 4, "schedule": schedule, "shared_memory": shared_memory, **arguments}
     return ab.Pipe(model, arguments.pop("balance", balance_for(schedule)), process_group=dist.group.WORLD, **arguments)
 
 

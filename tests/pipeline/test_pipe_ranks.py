@@ -9,11 +9,19 @@ import pytest
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks_job.py")
+OVER_GLOO = {"PIPELINE_POST": "gloo"}
+"""Ranks of one host use shared memory unless they are told not to."""
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_are_the_unsplit_module(ranks: int):
     LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
+
+
+@pytest.mark.parametrize("what", ["exact", pytest.param("failures", marks=pytest.mark.slow), "mistakes"])
+def test_so_they_are_over_gloo_alone(what: str):
+    """As between hosts."""
+    LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, what).check()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -48,16 +56,18 @@ def test_pipelines_of_a_grid_stand_beside_one_another():
     LocalJob(4, timeout=100).run(SCRIPT, "grid").check()
 
 
-def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_it_goes_on():
-    found = LocalJob(2, timeout=60).run(SCRIPT, "stopped").check().results
+@pytest.mark.parametrize("environment", [{}, pytest.param(OVER_GLOO, marks=pytest.mark.slow)], ids=str)
+def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_it_goes_on(environment: dict[str, str]):
+    found = LocalJob(2, timeout=60, environment=environment).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]
     assert found[0]["seconds"] < 2 * 0.5 + 0.5
     assert found[1]["type"].endswith("PeerLost")
 
 
-def test_a_killed_rank_is_named_at_once():
-    result = LocalJob(2, timeout=60).run(SCRIPT, "killed")
+@pytest.mark.parametrize("environment", [{}, pytest.param(OVER_GLOO, marks=pytest.mark.slow)], ids=str)
+def test_a_killed_rank_is_named_at_once(environment: dict[str, str]):
+    result = LocalJob(2, timeout=60, environment=environment).run(SCRIPT, "killed")
     assert result.exit_codes[1] == -9
     assert result.results[0]["peer"] == "rank 1"
     assert result.results[0]["seconds"] < 2.0

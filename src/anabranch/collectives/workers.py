@@ -154,6 +154,18 @@ class Workers:
         everyone = self.all_gather(mine.to(self.device), operation=operation).cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(everyone, lengths, strict=True)]
 
+    def gather_bytes(self, data: bytes, *, operation: str = "gather") -> list[bytes]:
+        """Every worker's ``data`` on rank 0, in rank order; nothing on the others."""
+        lengths = self.all_gather(torch.tensor([len(data)], device=self.device), operation=operation).flatten().tolist()
+        mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        mine = mine.to(self.device)
+        self.bytes_sent += mine.nbytes
+        into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
+        work = dist.gather(mine, into, dst=self._global_ranks[0], group=self._group, async_op=True)
+        Pending(cast(dist.Work, work), self, operation, None).finish()
+        return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
+
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
         """Copies rank 0's tensors over everyone's, all under way at once."""
         for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +23,11 @@ from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
+from anabranch.executor.pipe_runner import Grid, check_pipes, evaluated, runner_for, seed_pipes
 from anabranch.executor.placement import Placement
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
-from anabranch.executor.runner import StepRunner
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
@@ -138,10 +139,16 @@ class Executor:
         self._placement: Placement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
+        self._grid: Grid | None = None
+        pipe = check_pipes(self._steps, process_group, self.comm_mode)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
+        if pipe is not None:
+            line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
+            self._grid = Grid(self._workers, line)
         try:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
+                seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))
             self._devices = {name: Placement.home(step.model, devices or {}) for name, step in self._steps.items()}
             if devices:
                 self._placement = _placed(self._steps, devices)
@@ -149,11 +156,13 @@ class Executor:
             # With nothing to sum among themselves, workers whose pushes count as they come need not wait here either.
             together = merges or not self._routes.served or self._routes.all_reduces
             self._runners = {
-                name: StepRunner(step, _engine_for(step, engine, compile), self._workers if together else None)
+                name: runner_for(
+                    name, step, self._workers if together else None, partial(_engine_for, step, engine, compile), engine
+                )
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
-            self._saver = Saver(self._steps, self._runners, self._workers)
+            self._saver = Saver(self._steps, self._runners, self._grid or self._workers)
             self._share_parameters()
             if self._routes.served:
                 self._remote = RemotePart(
@@ -296,7 +305,7 @@ class Executor:
         found = as_tensors(found, self._devices[name])
         if self._remote is not None:
             self._remote.begin(training=False)
-        with _eval_mode(step.model), torch.no_grad(), fetch.recording():
+        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad(), fetch.recording():
             returned = step.outputs(step.model, found)
         if not isinstance(returned, Mapping):
             raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
@@ -450,6 +459,8 @@ class Executor:
         finally:
             if self._placement is not None:
                 self._placement.close()
+            if self._grid is not None:
+                self._grid.close()
             if self._workers is not None:
                 self._workers.close()
 

@@ -62,10 +62,11 @@ class StepRunner:
         self._parameters = list(step.model.parameters())
         self._held = _count_held(step)
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
-        self._loss_dtype = self._parameters[0].dtype  # until a loss was seen: a worker may have no rows at first
+        first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
+        self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
         self._layout: tuple[bool, ...] | None = None
         self._buckets: GradientBuckets | None = None
-        self._device = self._parameters[0].device
+        self._device = first.device
         self.asked_to_stop = False
         self.stopping = False
 
@@ -75,7 +76,7 @@ class StepRunner:
         if layout == self._layout:
             return
         self._layout = layout
-        named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
+        named = {name: value for name, value in self._named_parameters().items() if value.requires_grad}
         summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
         if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
             raise ValueError(
@@ -143,7 +144,8 @@ class StepRunner:
         last = self._closes_window()
         if self.remote is not None:
             self.remote.start_run(weight)
-        share = header(loss, weight, run=self._calls, active=active, stopping=self.asked_to_stop, device=self._device)
+        stopping = self._wants_to_stop()
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
@@ -191,7 +193,7 @@ class StepRunner:
         ran = self.engine.step(batch, fetch)
         self.runs += 1
         self._step_schedulers()
-        self.stopping = self.asked_to_stop
+        self.stopping = self._wants_to_stop()
         return ran
 
     def _begin_run(self) -> None:
@@ -273,6 +275,12 @@ class StepRunner:
             return
         norm = clip_gradients(self._parameters, max_norm, elsewhere=self.remote.squared_norm())
         self.remote.release(clip_scale(norm, max_norm).item())
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return dict(self.step.model.named_parameters())
+
+    def _wants_to_stop(self) -> bool:
+        return self.asked_to_stop
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:

@@ -33,12 +33,15 @@ from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
 from anabranch.errors import AnabranchError, CheckpointError
 from anabranch.executor.loading import BoundLoader
+from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
+from anabranch.executor.pipe_runner import Grid
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.remote import Moved, RemotePart
 from anabranch.executor.remote_window import Sums
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
 from anabranch.parameter_server import Kept, from_torch, to_torch
+from anabranch.pipeline import Pipe
 
 __all__ = ["Saver"]
 
@@ -62,14 +65,15 @@ class Saver:
         self,
         steps: Mapping[str, Step],
         engines: Mapping[str, StepRunner],
-        workers: Workers | None,
+        workers: Workers | Grid | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = engines
         self._workers = workers
         self._models = distinct_models(steps)
         # As they are before some leave the models for the servers.
-        self._parameters = {name: dict(step.model.named_parameters()) for name, step in self._steps.items()}
+        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        self._stages = workers.stages if isinstance(workers, Grid) else 1
 
     @property
     def _rank(self) -> int:
@@ -79,14 +83,27 @@ class Saver:
     def _size(self) -> int:
         return 1 if self._workers is None else self._workers.size
 
+    @property
+    def _row(self) -> int:
+        """This rank's place among those that hold the same part of the model."""
+        return self._rank // self._stages
+
+    def _pipes(self) -> dict[str, Pipe]:
+        return {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
+
     # Saving.
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
         if self.remote is not None:
             self.remote.settle()
-        mine = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
-        ranks = self._gather(_pack(mine))
+        mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
+        mine["pipes"] = {prefix: [pipe.seed, pipe.calls] for prefix, pipe in self._pipes().items()}
+        if self._row == 0 < self._rank:  # another stage's part of the model
+            # Cloned: names of one tied tensor would share memory, which the format refuses.
+            model = {name: tensor.clone() for name, tensor in self._model_tensors().items()}
+            mine["part"] = {"model": model, "optimizers": self._optimizer_states({})}
+        ranks = self._gather_at_first(_pack(mine))
         failure = ""
         if self._rank == 0:
             try:
@@ -101,9 +118,15 @@ class Saver:
 
     def _write(self, path: Path, ranks: list[bytes]) -> None:
         kept = {} if self.remote is None else self.remote.read()
-        optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states(kept))
+        model, optimizer_states = self._model_tensors(), self._optimizer_states(kept)
+        everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
+        for stage in everyone[1 : self._stages]:
+            part = cast(Part, stage.pop("part"))
+            model = {**part["model"], **model}
+            merge_optimizer_states(optimizer_states, part["optimizers"])
+        optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
         groups: dict[str, Mapping[str, Tensor]] = {
-            "model": {**self._model_tensors(), **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
+            "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }
         servers: object = None
@@ -111,14 +134,15 @@ class Saver:
             servers, tables = self.remote.client.collect(self.remote.embeddings)
             groups |= {f"servers.{name}": tensors for name, tensors in tables.items()}
         rank_states = []
-        for rank, packed in enumerate(ranks):
-            state, tensors = checkpoint.split(_unpack(packed))
+        for rank, mine in enumerate(everyone):
+            state, tensors = checkpoint.split(mine)
             rank_states.append(state)
             if tensors:
                 groups[f"rank{rank}"] = tensors
         state = {
             "format": _FORMAT,
             "workers": self._size,
+            "stages": self._stages,
             "optimizers": optimizers,
             "schedulers": {
                 name: [
@@ -183,6 +207,11 @@ class Saver:
             return [data]
         return self._workers.all_gather_bytes(data, operation="save")
 
+    def _gather_at_first(self, data: bytes) -> list[bytes]:
+        if self._workers is None or self._size == 1:
+            return [data]
+        return self._workers.gather_bytes(data, operation="save")
+
     # Loading.
 
     def resume(self, path: Path) -> bool:
@@ -235,6 +264,9 @@ class Saver:
         """Reads and checks everything; what it returns changes things, and cannot fail for what the checkpoint is."""
         state = _checked_state(found)
         tensors = found.tensors("model")
+        for prefix, pipe in self._pipes().items():
+            for name in pipe.elsewhere:
+                tensors.pop(prefix + name, None)
         here = self._model_tensors()
         there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
         checkpoint.fit({**here, **there}, tensors)
@@ -261,10 +293,11 @@ class Saver:
                 for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
             self._restore_windows(found, state)
+            self._restore_pipes(found, state)
             replace()
             for name, positions in loaders.items():
                 self.loaders[name].restore(positions)
-            if state["workers"] == self._size:
+            if (state["workers"], state.get("stages", 1)) == (self._size, self._stages):
                 mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
                 restore_random_state(cast("dict[str, object]", mine["random"]))
 
@@ -281,7 +314,7 @@ class Saver:
                     f"{len(step.optimizers)}"
                 )
             for index, optimizer in enumerate(step.optimizers):
-                entry = cast("dict[str, object]", saved[name][index])
+                entry = restrict(cast("dict[str, object]", saved[name][index]), step.model)
                 names = _names(optimizer, self._parameters[name])
                 plans.append((optimizer, _by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
         return plans
@@ -351,7 +384,7 @@ class Saver:
         """By loader, the position of each worker that saved."""
         if not self.loaders:
             return {}
-        ranks = [self._rank_state(found, state, rank) for rank in range(cast(int, state["workers"]))]
+        ranks = [self._rank_state(found, state, row[0]) for row in rows_of(state)]
         saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
         return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
 
@@ -360,11 +393,22 @@ class Saver:
 
         A worker that goes on with none still gets one, for what all know alike.
         """
-        ranks = range(cast(int, state["workers"]))
-        if len(ranks) == self._size:
-            ranks = range(self._rank, self._rank + 1)
-        parts = [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in ranks]
-        return {name: [cast("dict[str, dict[str, object]]", part)[name] for part in parts] for name in self._runners}
+        rows = rows_of(state)
+        if self._as_many_rows(state):
+            rows = [rows[self._row]]
+        parts = [
+            [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in row] for row in rows
+        ]
+        return {
+            name: [
+                merge_windows([cast("dict[str, dict[str, object]]", part)[name] for part in row], step.model)
+                for row in parts
+            ]
+            for name, step in self._steps.items()
+        }
+
+    def _as_many_rows(self, state: dict[str, object]) -> bool:
+        return len(rows_of(state)) == self._size // self._stages
 
     def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         """Raises ``CheckpointError`` for an open window whose sums belong elsewhere now."""
@@ -386,7 +430,7 @@ class Saver:
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
-        mine = state["workers"] == self._size or self._rank == 0
+        mine = self._as_many_rows(state) or self._row == 0
         for name, windows in self._saved_windows(found, state).items():
             runner, parameters = self._runners[name], self._parameters[name]
             sums: dict[str, Tensor] = {}
@@ -398,6 +442,18 @@ class Saver:
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
             if runner.remote is not None and first["in_window"]:
                 runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
+
+    def _restore_pipes(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Pipes go on where their random streams were; on another number of pipelines, in their own streams."""
+        as_many = self._as_many_rows(state)
+        row = rows_of(state)[self._row if as_many else 0]
+        saved = cast("dict[str, object]", self._rank_state(found, state, row[0])).get("pipes", {})
+        for prefix, (seed, calls) in cast("dict[str, tuple[int, int]]", saved).items():
+            pipe = self._models.get(prefix)
+            if isinstance(pipe, Pipe):
+                pipe.calls = calls
+                if as_many:
+                    pipe.seed = seed
 
 
 def _sum_to_save(total: Tensor) -> object:

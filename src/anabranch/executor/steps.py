@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 __all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
@@ -35,7 +36,8 @@ class TrainStep:
 
     Args:
         model: the module whose parameters are trained.
-        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back.
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back. For a ``Pipe``
+            it is ``loss(output, target)``, a scalar, and batches are pairs ``(x, target)``.
         optimizer: one, or several over disjoint parameters of ``model``.
         reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
             their rows; ``"sum"`` when it is a sum: their gradients add up.
@@ -113,7 +115,8 @@ Step: TypeAlias = TrainStep | EvalStep
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
+    passes_on = isinstance(model, Pipe) and bool(model.elsewhere)  # a stage may have no parameters, others do
+    if next(model.parameters(), None) is None and not passes_on:
         raise ValueError(f"{type(model).__name__} has no parameters to train; use EvalStep to only run it")
 
 

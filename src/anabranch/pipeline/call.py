@@ -120,6 +120,15 @@ class Turn(Protocol):
     ) -> Outcome:
         """Carries out the actions of this process's ranks, returns what came of them, or raises what a stage did."""
 
+    def spread(self, value: Structure, source: int) -> Structure:
+        """What rank ``source`` gives, on every rank."""
+
+    def say(self, word: object) -> None:
+        """Leaves a plain value for all ranks; it travels with the end of the turn."""
+
+    def heard(self) -> dict[int, object]:
+        """What each rank said, once the turn has ended."""
+
 
 class Engine(Protocol):
     """Takes the turns of a pipeline, on threads or with other processes."""

@@ -16,6 +16,7 @@ from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
 from anabranch.pipeline.wire import Facts
 from anabranch.pipeline.workers import Workers
+from anabranch.tensors import Structure
 
 __all__ = ["LocalEngine", "annotate"]
 
@@ -34,6 +35,7 @@ class LocalEngine:
         self._rank_of = rank_of
         self._timeout = timeout
         self._workers: Workers | None = None
+        self._word: object = None
 
     @contextmanager
     def turn(self, operation: str) -> Iterator[LocalEngine]:
@@ -47,6 +49,18 @@ class LocalEngine:
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
         """The shares in a tied gradient of ranks in other processes, of which there are none."""
         return [tensor]
+
+    def spread(self, value: Structure, source: int) -> Structure:
+        """What the only process gives."""
+        return value
+
+    def say(self, word: object) -> None:
+        """Leaves a value for the end of the turn."""
+        self._word = word
+
+    def heard(self) -> dict[int, object]:
+        """What was said."""
+        return {0: self._word}
 
     def run(
         self,

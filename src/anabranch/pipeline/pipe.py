@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from anabranch.pipeline.stage import OUTSIDE, Head, Plan, Stage, StageRun
 from anabranch.pipeline.wire import Facts
 from anabranch.tensors import Structure, map_structure
 
-__all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "StepResult"]
+__all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
 
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 """Which microbatches keep no activations and run forward again before backward."""
@@ -54,6 +55,21 @@ class StepResult:
 
     loss: Tensor | None
     output: Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all ranks know after a step made together.
+
+    Attributes:
+        loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
+        rows: how many rows the batch had.
+        words: what the callers on the ranks said, in the order of ranks.
+    """
+
+    loss: Tensor
+    rows: int
+    words: list[object]
 
 
 class Pipe(nn.Module):
@@ -82,6 +98,7 @@ class Pipe(nn.Module):
         process_group: the ranks to lie on, one process each, in place of devices; making the pipe is then a collective.
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
         heartbeat: seconds between two looks at ranks that are waited for.
+        shared_memory: let ranks that all lie on one host hand over tensors in shared memory; else all goes over gloo.
         deferred_batch_norm: let running statistics of BatchNorm be the whole batch's.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
@@ -91,6 +108,10 @@ class Pipe(nn.Module):
         chunks: may be changed between calls.
         checkpoint: may be changed between calls.
         calls: how many calls there were; the next one's place in the random stream. Set it where training resumes.
+        seed: of the random stream; the first stage's rank's counts.
+        process_group: the ranks it lies on, ``None`` in one process.
+        elsewhere: the names in the unsplit module's state dict that lie on other ranks only.
+        submodules: the qualified names of all modules in the unsplit one.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``.
@@ -115,6 +136,7 @@ class Pipe(nn.Module):
         seed: int | None = None,
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         _check_choices(chunks, checkpoint)
@@ -123,6 +145,7 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
+        first_names = {parameter: name for name, parameter in module.named_parameters()}
         places = _places(devices, process_group)
         if isinstance(balance, str):
             balance = _find_balance(balance, module, sample, schedule, places, process_group)
@@ -133,11 +156,15 @@ class Pipe(nn.Module):
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = _place(split, rank_of, devices, self._here)
+        self.process_group = process_group
+        self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self._everywhere = False
         self._adopt(module if process_group is None else _part(module, [split[j] for j in self._here]))
-        self._elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
-        self._seed = torch.initial_seed() if seed is None else seed
+        self.elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
+        self.seed = torch.initial_seed() if seed is None else seed
+        self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
         self._observed = Observed()
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
@@ -146,7 +173,7 @@ class Pipe(nn.Module):
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
-            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat)
+            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory)
             self._ties = _find_ties(split, rank_of, ranks)
 
     def _adopt(self, module: nn.Module) -> None:
@@ -183,6 +210,8 @@ class Pipe(nn.Module):
             if call.differentiable:
                 return open_portal(call, turn)
             output, _ = call.forward(turn)
+            if self._everywhere:
+                return turn.spread(output, self.output_rank)
             return output if call.has_output else torch.empty(0)
 
     def step(
@@ -207,24 +236,77 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or rows of ``target`` that are not those of ``x``.
             BaseException: whatever a stage raises; no gradient has accumulated then.
         """
-        grads: list[Tensor | None] = []
         with self._engine.turn("step") as turn:
-            if reduction not in ("mean", "sum"):
-                raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
-            call = self._call(turn, x, inputs, head=(loss, target, reduction))
-            if call.records:
-                output, grads = call.step(turn)
-            else:
-                output, _ = call.forward(turn)
+            call, output, grads = self._step(turn, x, inputs, (loss, target, reduction))
         # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
         return StepResult(call.loss(), output)
 
-    def _call(self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts | None) -> Call:
+    def step_together(
+        self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
+    ) -> Shared:
+        """``step`` for callers who go on together: every rank learns the loss, and what the others' callers say.
+
+        Args:
+            x: as for ``step``.
+            target: as for ``step``.
+            loss: as for ``step``.
+            reduction: as for ``step``.
+            rows: how many rows this rank's caller takes the batch to have.
+            word: a plain value for the others' callers.
+
+        Raises:
+            ValueError: as for ``step``, or ranks that disagree in rows.
+            BaseException: as for ``step``.
+        """
+        with self._engine.turn("step") as turn:
+            call, _, grads = self._step(turn, x, {}, (loss, target, reduction), rows)
+            mine = call.loss()
+            turn.say([None if mine is None else [mine.item(), str(mine.dtype).removeprefix("torch.")], word])
+        if call.records:
+            deliver(call.leaves, grads)
+        heard = sorted(cast("dict[int, list[object]]", turn.heard()).items())
+        if mine is None:
+            number, dtype = cast("tuple[float, str]", next(said[0] for _, said in heard if said[0] is not None))
+            mine = torch.tensor(number, dtype=getattr(torch, dtype), device=self._stages[self._here[-1]].device)
+        return Shared(mine, rows, [said[1] for _, said in heard])
+
+    def _step(
+        self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
+    ) -> tuple[Call, Structure, list[Tensor | None]]:
+        if head[2] not in ("mean", "sum"):
+            raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
+        call = self._call(turn, x, inputs, head=head, expected_rows=rows)
+        if call.records:
+            return call, *call.step(turn)
+        return call, call.forward(turn)[0], []
+
+    @contextmanager
+    def output_everywhere(self) -> Iterator[None]:
+        """Lets calls without gradients return the output on every rank, until the block ends; all ranks enter it."""
+        self._everywhere = True
+        try:
+            yield
+        finally:
+            self._everywhere = False
+
+    def _call(
+        self,
+        turn: Turn,
+        x: Structure,
+        inputs: Mapping[str, Structure],
+        head: _HeadParts | None,
+        expected_rows: int | None = None,
+    ) -> Call:
         ambient = Ambient.take()
         facts = turn.agree(lambda: self._facts(x, inputs, ambient))
         rows, m = sum(facts.sizes), len(facts.sizes)
+        if expected_rows not in (None, rows):
+            raise ValueError(
+                f"the first stage's batch has {rows} rows, this rank's {expected_rows}; the ranks of a pipeline take "
+                "the same batch"
+            )
         self._check_inputs(facts, inputs, rows)
         recompute = _recomputed(self.checkpoint, len(self._stages), m)
         plan = Plan(ambient, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
@@ -251,7 +333,7 @@ class Pipe(nn.Module):
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
         self.calls += 1
-        return Facts(self.calls - 1, self._seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        return Facts(self.calls - 1, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
@@ -283,14 +365,30 @@ class Pipe(nn.Module):
         """
         with self._engine.turn("clip_grad_norm") as turn:
             elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
-            grads = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in elsewhere]
-            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in grads]
+            here = [p for p in self.parameters() if p.grad is not None]
+            values = {p: _values_of_gradient(p) for p in here}
+            counted = [values[p] for p in here if id(p) not in elsewhere]
+            norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
             shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
         # The norm of all parameters' norms, in their order: to the last bit what the unsplit module gives.
         found = [share for share in shares if share is not None and share.numel()]
         total = torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for value in values.values():
+            value.mul_(scale.to(value.device))
         return total
+
+    def first_names(self) -> Mapping[Tensor, str]:
+        """This process's parameters and their names in the unsplit module; a tied one's is its first there."""
+        return self._first_names
+
+    def align_ties(self) -> None:
+        """Gives a parameter that several ranks share the gradient that the first of them has; all ranks call it."""
+        if self.process_group is None:
+            return
+        with self._engine.turn("align_ties") as turn:
+            for index, (parameter, ranks) in enumerate(self._ties):
+                parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
         """The optimizer's state of each of this process's parameters, by the parameter's name in the unsplit module.
@@ -298,7 +396,7 @@ class Pipe(nn.Module):
         It fits any other split: ``load_optimizer_state_dict`` takes what it finds of its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
-        return {name: dict(states[id(p)]) for name, p in self.named_parameters() if id(p) in states}
+        return {name: dict(states[id(p)]) for p, name in self._first_names.items() if id(p) in states}
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
@@ -309,7 +407,7 @@ class Pipe(nn.Module):
             ValueError: a trained parameter whose state is missing while others have one.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        mine = {name: parameter for name, parameter in self.named_parameters() if id(parameter) in trained}
+        mine = {name: parameter for parameter, name in self._first_names.items() if id(parameter) in trained}
         missing = [name for name in mine if name not in state_dict]
         if state_dict and missing:
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
@@ -329,7 +427,7 @@ class Pipe(nn.Module):
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Loads this rank's part of ``state_dict``; names that lie on other ranks are left out."""
-        mine = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
+        mine = {name: value for name, value in state_dict.items() if name not in self.elsewhere}
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
 
@@ -346,6 +444,16 @@ class Pipe(nn.Module):
 
 _NORMS = -1
 """Where shares of the gradients' norm stand among those of tied parameters, which count from 0."""
+
+
+def _values_of_gradient(parameter: Tensor) -> Tensor:
+    """The numbers in ``.grad``, to look at and to scale in place; a sparse one's rows, duplicates merged."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    parameter.grad = grad.coalesce()
+    return parameter.grad._values()
 
 
 def _copied(value: object) -> object:

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline in processes of their own: ``torch.distributed`` point-to-point, in turns.
+"""The ranks of a pipeline in processes of their own, which take turns together.
 
 A *turn* is what all ranks do together: a forward, its backward, a step. Between two ranks messages of a turn travel in
 order, and the last one is its end, which says ``done`` or why not::
@@ -10,8 +10,8 @@ order, and the last one is its end, which says ``done`` or why not::
 So a receiver always knows whether another message is owed: it stops at the end of the turn, and whatever happened, both
 sides are at the same place in the stream when the next turn begins. Nobody has done a turn before everyone has.
 
-gloo frees no waiting receive, so no thread that must go on ever waits in one: each peer has a thread that receives and
-one that sends. Waiting for what they bring has a deadline, and looks at the peers' heartbeats meanwhile.
+Messages travel by a ``Post``: in shared memory where all ranks are on one host, else over the group's gloo. Waiting for
+what it brings has a deadline, and looks at the peers' heartbeats meanwhile.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import atexit
 import itertools
 import logging
 import os
-import queue
+import socket
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,160 +39,27 @@ from anabranch.errors import PeerLost, PipelineError
 from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.exchange import Aborted, Message
+from anabranch.pipeline.gloo_post import GlooPost
+from anabranch.pipeline.inbox import Inbox, Post
 from anabranch.pipeline.local import annotate
+from anabranch.pipeline.packet import Packet, cut
 from anabranch.pipeline.runner import Failure, Runner, phase_of
+from anabranch.pipeline.shared_post import Meeting, SharedPost
 from anabranch.pipeline.stage import StageRun
-from anabranch.pipeline.wire import (
-    HEADER_BYTES,
-    Facts,
-    Fault,
-    Header,
-    decode_header,
-    empty_for,
-    encode_header,
-    pack,
-    unpack,
-)
+from anabranch.pipeline.wire import Facts, Fault, Header, pack
+from anabranch.tensors import Structure
 from anabranch.transport.beats import Beats, Identity
 
 __all__ = ["RankEngine", "RankTurn"]
 
-_IDLE_SECONDS = 60.0
-_IDENTITY_BYTES = 256
+_log = logging.getLogger("anabranch.pipeline")
+
+_TEXT_BYTES = 256
+_CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
 _FIRST_TAG = 0x70697065
 # Pipes on one group keep apart by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-class _Inbox:
-    """What has arrived in the current turn, from whichever receiving thread."""
-
-    def __init__(self, peers: Sequence[int]) -> None:
-        self.changed = threading.Condition()
-        self.owed = dict.fromkeys(peers, 0)
-        self.closed = False
-        self.lost: dict[int, str] = {}
-        self._turn = 0
-        self.begin(0, "")
-
-    def begin(self, turn: int, operation: str) -> None:
-        """Forgets the turn before; from each peer one more end is owed."""
-        with self.changed:
-            self._turn = turn
-            self._operation = operation
-            self.other_operation: tuple[int, str] | None = None
-            self.data: dict[tuple[str, int, int, int], Message] = {}
-            self.shares: dict[tuple[int, int], Tensor | None] = {}
-            self.facts: Facts | None = None
-            self.ended: set[int] = set()
-            self.fault: Fault | None = None
-            for peer in self.owed:
-                self.owed[peer] += turn > 0
-            self.changed.notify_all()
-
-    def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
-        """Takes in a message; one of an earlier turn only counts if it is an end."""
-        with self.changed:
-            if header.kind == "end":
-                self.owed[peer] -= 1
-            if header.turn == self._turn:
-                self._take(peer, header, tensors)
-            self.changed.notify_all()
-
-    def _take(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
-        if header.kind != "end" and header.operation != self._operation:
-            self.other_operation = peer, header.operation
-            return
-        match header.kind:
-            case "end":
-                self.ended.add(peer)
-                self.fault = self.fault or header.fault
-            case "facts":
-                self.facts = header.facts
-            case "share":
-                self.shares[header.stage, peer] = tensors[0] if tensors else None
-            case kind:
-                key = (kind, header.stage, header.peer, header.microbatch)
-                self.data[key] = unpack(Kind(kind), header.body, tensors)
-
-    def lose(self, peer: int, why: str) -> None:
-        """Notes that nothing more will come from ``peer``."""
-        with self.changed:
-            self.lost[peer] = why
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-
-
-_Outgoing = list[Tensor] | threading.Event | None
-"""What a sending thread is given: the tensors of a message, an event to set when it gets there, or its end."""
-
-
-class _Pair:
-    """The threads that send to and receive from one peer."""
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox) -> None:
-        self.outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
-        everything = (group, peer, tag, inbox)
-        self.threads = [
-            threading.Thread(
-                target=_send_all, args=(*everything, self.outgoing), name=f"anabranch-to-{peer}", daemon=True
-            ),
-            threading.Thread(target=_receive_all, args=everything, name=f"anabranch-from-{peer}", daemon=True),
-        ]
-        for thread in self.threads:
-            thread.start()
-
-
-def _send_all(
-    group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox, outgoing: queue.SimpleQueue[_Outgoing]
-) -> None:
-    while True:
-        try:
-            tensors = outgoing.get(timeout=_IDLE_SECONDS)
-        except queue.Empty:
-            continue
-        if tensors is None:
-            return
-        if isinstance(tensors, threading.Event):
-            tensors.set()
-            continue
-        try:
-            for tensor in tensors:
-                dist.send(tensor, group=group, group_dst=peer, tag=tag)
-        except Exception as error:  # noqa: BLE001 - raised as PeerLost in the thread that waits for this peer
-            inbox.lose(peer, f"sending to it failed: {error}")
-            return
-        del tensors
-
-
-def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: _Inbox) -> None:
-    def receive(into: Tensor) -> None:
-        dist.recv(into, group=group, group_src=peer, tag=tag)
-
-    while True:
-        with inbox.changed:
-            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
-            if inbox.closed:
-                return
-            if not inbox.owed[peer]:
-                continue
-        try:
-            first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            receive(first)
-            header = decode_header(first, receive)
-            tensors, parts = empty_for(header.tensors)
-            for part in parts:
-                receive(part)
-            inbox.deliver(peer, header, tensors)
-            del tensors, parts
-        except Exception as error:  # noqa: BLE001 - as above
-            inbox.lose(peer, f"receiving from it failed: {error}")
-            return
 
 
 class RankEngine:
@@ -204,13 +72,19 @@ class RankEngine:
         rank_of: the rank of each stage.
         timeout: seconds that a turn may take.
         heartbeat: seconds after which a rank seen stopped twice is lost.
+        shared_memory: whether ranks that all lie on one host exchange tensors there.
 
     Raises:
         ValueError: the group's backend carries no CPU tensors.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank_of: tuple[int, ...], timeout: float, heartbeat: float = 1.0
+        self,
+        group: dist.ProcessGroup,
+        rank_of: tuple[int, ...],
+        timeout: float,
+        heartbeat: float = 1.0,
+        shared_memory: bool = True,
     ) -> None:
         if "gloo" not in str(dist.get_backend_config(group)):
             raise ValueError(
@@ -226,24 +100,48 @@ class RankEngine:
         self._heartbeat = heartbeat
         self._turns = 0
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
-        self._inbox = _Inbox(self._peers)
+        self._inbox = Inbox(self._peers)
+        identities = self._meet()
         self._beats = Beats(
-            self._meet(), self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
+            identities, self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
         )
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
-        self._pairs = {peer: _Pair(group, peer, tag, self._inbox) for peer in self._peers}
-        leave = partial(_exit_without_the_lost, self._inbox)
-        self._end = weakref.finalize(self, _end, self._inbox, list(self._pairs.values()), self._beats, leave)
+        on_one_host = len({identity.host for identity in identities.values()}) == 1
+        sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
+        self._post: Post = GlooPost(group, tag, self._inbox) if sockets is None else SharedPost(sockets, self._inbox)
+        self.bytes_sent = 0
+        self.wait_seconds = 0.0
+        leave = partial(_exit_without_the_lost, self._post)
+        self._end = weakref.finalize(self, _end, self._inbox, self._post, self._beats, leave)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
-        text = Identity.of_this_process().encode().encode()
-        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        texts = self._gather(Identity.of_this_process().encode())
+        return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
+
+    def _gather(self, text: str) -> list[str]:
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        mine[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else 0
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
-        return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone]
+
+    def _everyone(self, this_one: bool) -> bool:
+        return all(answer == "yes" for answer in self._gather("yes" if this_one else "no"))
+
+    def _connect(self) -> dict[int, socket.socket] | None:
+        """A socket to every other rank; ``None`` on all of them if one could not be reached."""
+        sockets: dict[int, socket.socket] | None = None
+        try:
+            with Meeting(self.rank) as meeting:
+                sockets = meeting.connect(self._gather(meeting.path), _CONNECT_SECONDS)
+        except OSError as error:
+            _log.warning("rank %d reaches another rank of its host over gloo only: %s", self._names[self.rank], error)
+        if self._everyone(sockets is not None):
+            return sockets
+        for sock in (sockets or {}).values():
+            sock.close()
+        return None
 
     @contextmanager
     def turn(self, operation: str) -> Iterator[RankTurn]:
@@ -283,33 +181,33 @@ class RankEngine:
         return Fault(self.rank_name(self.rank), name, str(error), text, *where)
 
     def flush(self, seconds: float) -> None:
-        """Waits until what was handed to the sending threads is on its way: the process may end after this."""
-        deadline = Deadline.after(seconds)
-        for peer, pair in self._pairs.items():
-            sent = threading.Event()
-            pair.outgoing.put(sent)
-            while peer not in self._inbox.lost and not deadline.expired():
-                if sent.wait(min(0.05, seconds)):
-                    break
+        """Waits until what was sent is on its way: the process may end after this."""
+        self._post.flush(seconds)
+
+    def look(self) -> None:
+        """Takes in what has arrived."""
+        self._post.look()
 
     def rank_name(self, rank: int) -> int:
         """The number in the job of a rank of the group."""
         return self._names[rank]
 
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Hands a message to the thread that sends to ``rank``."""
-        self._pairs[rank].outgoing.put([*encode_header(header), *tensors])
+        """Sends a message to ``rank``; ``tensors`` are flat bytes."""
+        self.bytes_sent += sum(tensor.numel() for tensor in tensors)
+        self._post.send(rank, header, tensors)
 
     def wait(self, found: Callable[[], bool], deadline: Deadline, operation: str, peers: Sequence[int]) -> None:
         """Waits for ``found()``, which looks at the inbox; ``peers`` are whom it waits for."""
-        inbox = self._inbox
+        inbox, began = self._inbox, monotonic()
         while True:
+            self._post.wait_for(
+                lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation),
+                min(self._heartbeat / 2, deadline.remaining()),
+            )
             with inbox.changed:
-                inbox.changed.wait_for(
-                    lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation),
-                    min(self._heartbeat / 2, deadline.remaining()),
-                )
                 if found():
+                    self.wait_seconds += monotonic() - began
                     return
                 if inbox.fault is not None:
                     raise Aborted
@@ -337,7 +235,7 @@ class RankEngine:
         return ", ".join(f"rank {self.rank_name(rank)}" for rank in ranks)
 
     @property
-    def inbox(self) -> _Inbox:
+    def inbox(self) -> Inbox:
         """What has arrived."""
         return self._inbox
 
@@ -355,9 +253,9 @@ class RankEngine:
         self._end()
 
 
-def _exit_without_the_lost(inbox: _Inbox) -> None:
+def _exit_without_the_lost(post: Post) -> None:
     """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
-    if not _is_stuck(inbox):
+    if not post.is_stuck():
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -365,22 +263,12 @@ def _exit_without_the_lost(inbox: _Inbox) -> None:
     os._exit(1)
 
 
-def _end(inbox: _Inbox, pairs: Sequence[_Pair], beats: Beats, leave: Callable[[], None]) -> None:
-    """Ends the threads, and waits for those that wait for nobody: at exit they must not outlive the process group."""
+def _end(inbox: Inbox, post: Post, beats: Beats, leave: Callable[[], None]) -> None:
     inbox.close()
-    for pair in pairs:
-        pair.outgoing.put(None)
-    beats.close()
-    if not _is_stuck(inbox):
+    if not post.is_stuck():
         atexit.unregister(leave)
-        for thread in (thread for pair in pairs for thread in pair.threads):
-            if thread is not threading.current_thread():
-                thread.join(timeout=_FAREWELL_SECONDS)
-
-
-def _is_stuck(inbox: _Inbox) -> bool:
-    """Whether a thread waits for a peer, and gloo lets nobody end it."""
-    return bool(inbox.lost) or any(inbox.owed.values())
+    post.close()
+    beats.close()
 
 
 def _as_error(fault: Fault) -> PipelineError:
@@ -404,6 +292,7 @@ class RankTurn:
         self._operation = operation
         self._deadline = deadline
         self._has_ended = False
+        self._word: object = None
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """The call's facts, made on the rank of the first stage and told to all others."""
@@ -449,6 +338,27 @@ class RankTurn:
         self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
 
+    def spread(self, value: Structure, source: int) -> Structure:
+        """What rank ``source`` gives, on every rank; tensors come without a graph."""
+        engine = self._engine
+        if engine.rank == source:
+            packet, _ = cut(value)
+            spec, described, parts = pack([packet])
+            header = Header(self._number, self._operation, "spread", body=spec, tensors=described)
+            for peer in engine.peers:
+                engine.send(peer, header, parts)
+            return value
+        self._wait(lambda: source in engine.inbox.spread, "output", [source])
+        return cast(list[Packet], engine.inbox.spread[source])[0].structure()
+
+    def say(self, word: object) -> None:
+        """Leaves a plain value for all ranks; it travels with the end of the turn."""
+        self._word = word
+
+    def heard(self) -> dict[int, object]:
+        """What each rank said, once the turn has ended."""
+        return {**self._engine.inbox.words, self._engine.rank: self._word}
+
     def send(self, action: Action, message: Message) -> None:
         """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
         engine = self._engine
@@ -474,6 +384,7 @@ class RankTurn:
 
     def check(self) -> None:
         """Raises ``Aborted`` once another rank's fault has arrived."""
+        self._engine.look()
         if self._engine.inbox.fault is not None:
             raise Aborted
 
@@ -482,7 +393,9 @@ class RankTurn:
         if not self._has_ended:
             self._has_ended = True
             for peer in self._engine.peers:
-                self._engine.send(peer, Header(self._number, self._operation, "end", fault=fault))
+                self._engine.send(
+                    peer, Header(self._number, self._operation, "end", body=None if fault else self._word, fault=fault)
+                )
             if fault is not None:
                 self._engine.flush(_FAREWELL_SECONDS)
 

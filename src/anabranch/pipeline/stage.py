@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.pipeline.ambient import Ambient
+from anabranch.pipeline.copies import brought
 from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.partition import Layer, Route
@@ -285,7 +286,7 @@ class StageRun:
         for target, routed in here.edges.items():
             for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
                 roots += [
-                    (edge, grad.to(self.stage.device, non_blocking=True))
+                    (edge, brought(grad, self.stage.device))
                     for edge, grad in zip(edges, grads, strict=True)
                     if edge is not None and grad is not None
                 ]

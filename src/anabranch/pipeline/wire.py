@@ -18,7 +18,7 @@ from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["Facts", "Fault", "Header", "decode_header", "empty_for", "encode_header", "pack", "unpack"]
+__all__ = ["Facts", "Fault", "Header", "decode_header", "dtype_named", "empty_for", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
 """Size of every header; what does not fit follows as a message of its own, of the size the header says."""
@@ -106,7 +106,7 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
 
 def empty_for(described: list[tuple[str, list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors of these dtypes and shapes, and the bytes to receive into them."""
-    tensors = [torch.empty(shape, dtype=_dtype(name)) for name, shape in described]
+    tensors = [torch.empty(shape, dtype=dtype_named(name)) for name, shape in described]
     return tensors, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
@@ -161,7 +161,8 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8).cpu()
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a message's header calls so."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")

@@ -1,0 +1,94 @@
+"""One checkpoint of a model that lies in stages on several ranks: parts put together, and taken apart again.
+
+A checkpoint knows nothing of stages: it has the unsplit model's names. What ranks saved stands in it row after row, a
+row being the ranks of one pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TypedDict, cast
+
+from torch import Tensor, nn
+
+from anabranch.errors import CheckpointError
+from anabranch.pipeline import Pipe
+
+__all__ = ["Part", "merge_optimizer_states", "merge_windows", "names_of", "restrict", "rows_of"]
+
+
+class Part(TypedDict):
+    """What another stage than the first keeps of the model."""
+
+    model: dict[str, Tensor]
+    optimizers: dict[str, list[object]]
+
+
+class _OptimizerState(TypedDict):
+    optimizer: str
+    state: dict[str, object]
+    groups: list[dict[str, object]]
+
+
+_NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
+
+
+def names_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of ``model`` by the names that checkpoints know them by."""
+    if isinstance(model, Pipe):
+        return {name: parameter for parameter, name in model.first_names().items()}
+    return dict(model.named_parameters())
+
+
+def rows_of(state: Mapping[str, object]) -> list[range]:
+    """The ranks that saved, by pipeline; a worker without stages is a pipeline of its own."""
+    workers, stages = cast(int, state["workers"]), cast(int, state.get("stages", 1))
+    return [range(first, first + stages) for first in range(0, workers, stages)]
+
+
+def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[str, list[object]]) -> None:
+    """Adds what another stage's optimizers know to ``states``, parameter by parameter, group by group.
+
+    Raises:
+        CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
+    """
+    for name, entries in states.items():
+        for index, pair in enumerate(zip_longest(entries, other[name], fillvalue=_NO_OPTIMIZER)):
+            here, there = cast("tuple[_OptimizerState, _OptimizerState]", pair)
+            shapes = [(one["optimizer"], len(one["groups"])) for one in (here, there)]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(
+                    f"optimizer {index} of {name!r} is not alike on all stages: {shapes[0]} and {shapes[1]} (kind, "
+                    "groups); make the same optimizers on every rank, with empty groups where a stage has nothing"
+                )
+            here["state"] = {**there["state"], **here["state"]}
+            for k, (group, more) in enumerate(zip(here["groups"], there["groups"], strict=True)):
+                names = cast("list[str]", group["params"])
+                new = [key for key in cast("list[str]", more["params"]) if key not in names]
+                here["groups"][k] = {**(group if names else more), "params": names + new}
+
+
+def restrict(saved: dict[str, object], model: nn.Module) -> dict[str, object]:
+    """An optimizer's saved state, without the parameters that lie on other ranks."""
+    if not isinstance(model, Pipe) or not model.elsewhere:
+        return saved
+    here = names_of(model)
+    entry = cast(_OptimizerState, saved)
+    return {
+        **saved,
+        "state": {name: values for name, values in entry["state"].items() if name in here},
+        "groups": [
+            {**group, "params": [name for name in cast("list[str]", group["params"]) if name in here]}
+            for group in entry["groups"]
+        ],
+    }
+
+
+def merge_windows(stages: Sequence[dict[str, object]], model: nn.Module) -> dict[str, object]:
+    """One pipeline's open window, with the sums of what ``model`` has here; what stages share has the same on each."""
+    sums = {name: total for window in stages for name, total in cast("dict[str, object]", window["sums"]).items()}
+    if isinstance(model, Pipe) and model.elsewhere:
+        here = names_of(model)
+        sums = {name: total for name, total in sums.items() if name in here}
+    return {**stages[0], "sums": sums}

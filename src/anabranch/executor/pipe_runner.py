@@ -1,0 +1,255 @@
+"""Runs a ``TrainStep`` whose model is a ``Pipe``, in one process or across ranks, alone or beside other pipelines.
+
+::
+
+                stage 0      stage 1
+    row 0       rank 0 ────> rank 1        a row is a pipeline: its ranks take the same batches
+                  │            │
+    row 1       rank 2 ────> rank 3        a column holds one stage: its ranks average their gradients
+
+The pipe's schedule takes the tape's place: it leaves gradients in ``.grad``, which go into the column's buckets as any
+others do. What a row must agree on (the loss, a request to stop) travels with the end of the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anabranch.collectives import Workers
+from anabranch.executor.engine import Engine, Ran, Ready
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.runner import StepRunner
+from anabranch.executor.steps import Step, TrainStep
+from anabranch.pipeline import Pipe
+from anabranch.pipeline.pipe import Loss, Shared
+from anabranch.tensors import Structure
+
+__all__ = ["Grid", "PipeRunner", "check_pipes", "evaluated", "runner_for", "seed_pipes"]
+
+_log = logging.getLogger("anabranch.executor")
+
+
+def runner_for(
+    name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str
+) -> StepRunner:
+    """The runner of the step called ``name``; the engine that was ``asked`` for is made if it can run this model."""
+    if not isinstance(step.model, Pipe):
+        return StepRunner(step, make(), workers)
+    if asked == "graph":
+        _log.warning("step %r trains a Pipe, which runs its own schedule: its engine is the tape", name)
+    return PipeRunner(step, workers)
+
+
+class PipeRunner(StepRunner):
+    """Runs one ``TrainStep`` of a ``Pipe``.
+
+    Args:
+        step: what to run; its loss is ``fn(output, target)``.
+        workers: the ranks that hold the same stages in other pipelines; ``None`` without any.
+    """
+
+    def __init__(self, step: TrainStep, workers: Workers | None) -> None:
+        self._pipe = cast(Pipe, step.model)
+        self._schedule = _ScheduleEngine(step, self._pipe)
+        super().__init__(step, self._schedule, workers)
+
+    def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
+        """One run on this pipeline's share of the batch."""
+        _check_fetch(fetch)
+        self._schedule.rows = int(rows)
+        self._schedule.asks_to_stop = self.asked_to_stop
+        return super().run(batch, rows, fetch)
+
+    def _wants_to_stop(self) -> bool:
+        # Only what the whole row knows goes up the columns, or some of them would stop a run earlier.
+        return self.asked_to_stop if self._pipe.process_group is None else self._schedule.asked_to_stop
+
+    def _named_parameters(self) -> Mapping[str, Tensor]:
+        return {name: parameter for parameter, name in self._pipe.first_names().items()}
+
+    def _clip(self, max_norm: float) -> None:
+        self._pipe.clip_grad_norm(max_norm)
+
+    def _update(self) -> None:
+        if self._workers is not None and self._workers.size > 2:
+            # The sums of more than two depend in their last bits on where a gradient lies in its bucket.
+            self._pipe.align_ties()
+        super()._update()
+
+
+class _ScheduleEngine:
+    """Differentiates by running the pipe's schedule."""
+
+    name = "tape"
+
+    def __init__(self, step: TrainStep, pipe: Pipe) -> None:
+        self._step = step
+        self._pipe = pipe
+        self._handed_over: list[Tensor] = []
+        self._ready: Ready = lambda parameter, gradient: None
+        self.rows = 0
+        self.asks_to_stop = False
+        self.asked_to_stop = False
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on."""
+        self._handed_over = list(reversed(parameters.values()))  # type: ignore[call-overload]
+        self._ready = ready
+
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+        """Runs the schedule; then ``begin(loss)``, then hands over the gradients."""
+        shared = self._run(batch)
+        begin(shared.loss)
+        for parameter in self._handed_over:
+            if parameter.grad is not None:
+                self._ready(parameter, parameter.grad)
+        return Ran(shared.loss, {})
+
+    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+        """The schedule, clipping and the optimizers' step."""
+        shared = self._run(batch)
+        if self._step.clip_grad_norm is not None:
+            self._pipe.clip_grad_norm(self._step.clip_grad_norm)
+        self.update()
+        return Ran(shared.loss, {})
+
+    def update(self) -> None:
+        """The optimizers' step on this process's stages."""
+        for optimizer in self._step.optimizers:
+            optimizer.step()
+
+    def _run(self, batch: Structure) -> Shared:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise ValueError(
+                f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
+                + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            )
+        x, target = batch
+        shared = self._pipe.step_together(
+            x,
+            target,
+            loss=cast(Loss, self._step.loss),
+            reduction=self._step.reduction,
+            rows=self.rows,
+            word=self.asks_to_stop,
+        )
+        self.asked_to_stop = self.asked_to_stop or any(shared.words)
+        return shared
+
+
+def _check_fetch(fetch: Fetch) -> None:
+    others = [name for name in fetch.names or () if name != "loss"]
+    if others:
+        raise ValueError(
+            f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' only: outputs and gradients lie in "
+            "microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
+        )
+
+
+# Evaluation.
+
+
+def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
+    """Lets a pipe's output be there on every one of its ranks while the block runs.
+
+    Raises:
+        ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
+    """
+    if not isinstance(model, Pipe):
+        return nullcontext()
+    layers = [name for name in fetch.names or () if name in model.submodules]
+    if layers:
+        raise ValueError(
+            f"fetch names {layers}, layers of a Pipe, which see one microbatch at a time; return what is wanted "
+            "from outputs(model, batch)"
+        )
+    return model.output_everywhere()
+
+
+# The steps of a program, and the grid they run on.
+
+
+def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm_mode: str | None) -> Pipe | None:
+    """The pipe whose ranks these are, if one of the steps' lies across ranks.
+
+    Raises:
+        ValueError: steps that cannot run on the same ranks, ``rows=`` for a pipe, or a data-parallel ``group`` with
+            other stages in it.
+    """
+    for name, step in steps.items():
+        if isinstance(step.model, Pipe) and comm_mode not in (None, "AllReduce"):
+            raise ValueError(
+                f"step {name!r} runs a Pipe, whose parameters lie on its stages, not on servers; comm_mode is None or "
+                f"'AllReduce', got {comm_mode!r}"
+            )
+        if isinstance(step.model, Pipe) and isinstance(step, TrainStep) and step.rows is not None:
+            raise ValueError(f"step {name!r} trains a Pipe, which cuts batches along their rows; leave out rows=")
+    across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]
+    if not across:
+        return None
+    pipe = across[0]
+    for name, step in steps.items():
+        if not isinstance(step.model, Pipe) or step.model.process_group is not pipe.process_group:
+            raise ValueError(
+                f"step {name!r} does not run on the ranks of the other steps' Pipe; give every model of an Executor to "
+                "Pipes on one process_group, or make another Executor"
+            )
+    if comm_mode is not None:
+        line = set(dist.get_process_group_ranks(cast(dist.ProcessGroup, pipe.process_group)))
+        column = set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+        if len(line & column) > 1:
+            raise ValueError(
+                f"gradients would be averaged over ranks {sorted(column)}, of which {sorted(line & column)} are stages "
+                "of one pipeline; give process_group= the ranks that hold the same stage (job.grid(...).data_group)"
+            )
+    return pipe
+
+
+def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
+    """From now on pipes draw from the streams of ``seed``."""
+    for step in steps.values():
+        if isinstance(step.model, Pipe):
+            step.model.seed = seed
+
+
+class Grid:
+    """Pipelines that stand beside one another, seen as one row of ranks: ``row * stages + stage``.
+
+    Args:
+        column: the ranks that hold this rank's stage; ``None`` if there is one pipeline.
+        line: the ranks of this pipeline.
+    """
+
+    def __init__(self, column: Workers | None, line: Workers) -> None:
+        self._column = column
+        self._line = line
+        self.stages = line.size
+        self.size = line.size * (1 if column is None else column.size)
+        self.rank = line.rank + (0 if column is None else column.rank * line.size)
+
+    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """Every rank's ``data``, in the order of ranks."""
+        row = self._line.all_gather_bytes(data, operation=operation)
+        if self._column is None:
+            return row
+        rows = self._column.all_gather_bytes(msgspec.msgpack.encode(row), operation=operation)
+        return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
+
+    def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        """The same on rank 0; nothing on the others."""
+        row = self._line.gather_bytes(data, operation=operation)
+        if self._column is None or self._line.rank:
+            return row
+        rows = self._column.gather_bytes(msgspec.msgpack.encode(row), operation=operation)
+        return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
+
+    def close(self) -> None:
+        """Ends watching the ranks of this pipeline."""
+        self._line.close()

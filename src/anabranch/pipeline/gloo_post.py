@@ -1,0 +1,133 @@
+"""Messages over ``torch.distributed`` point-to-point: to ranks anywhere.
+
+gloo frees no waiting receive, so no thread that must go on ever waits in one: each peer has a thread that receives and
+one that sends. Received tensors are fresh memory: gloo reads straight into them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.pipeline.inbox import Inbox
+from anabranch.pipeline.wire import HEADER_BYTES, Header, decode_header, empty_for, encode_header
+
+__all__ = ["GlooPost"]
+
+_IDLE_SECONDS = 60.0
+_FAREWELL_SECONDS = 0.5
+
+_Outgoing = list[Tensor] | threading.Event | None
+"""What a sending thread is given: the tensors of a message, an event to set when it gets there, or its end."""
+
+
+class GlooPost:
+    """Two threads a peer.
+
+    Args:
+        group: the ranks; its backend must carry CPU tensors.
+        tag: keeps this pipe's messages apart from another's on the same group.
+        inbox: where messages go.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._outgoing: dict[int, queue.SimpleQueue[_Outgoing]] = {peer: queue.SimpleQueue() for peer in inbox.owed}
+        self._threads = []
+        for peer, outgoing in self._outgoing.items():
+            send = (group, peer, tag, inbox, outgoing)
+            receive = (group, peer, tag, inbox)
+            self._threads += [
+                threading.Thread(target=_send_all, args=send, name=f"anabranch-to-{peer}", daemon=True),
+                threading.Thread(target=_receive_all, args=receive, name=f"anabranch-from-{peer}", daemon=True),
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Hands a message to the thread that sends to ``peer``."""
+        self._outgoing[peer].put([*encode_header(header), *tensors])
+
+    def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
+        """Waits for what the receiving threads bring."""
+        with self._inbox.changed:
+            self._inbox.changed.wait_for(found, seconds)
+
+    def look(self) -> None:
+        """Nothing: the threads take in what arrives."""
+
+    def flush(self, seconds: float) -> None:
+        """Waits until the sending threads have sent what they were handed."""
+        until = monotonic() + seconds
+        for peer, outgoing in self._outgoing.items():
+            sent = threading.Event()
+            outgoing.put(sent)
+            while peer not in self._inbox.lost and monotonic() < until:
+                if sent.wait(min(0.05, seconds)):
+                    break
+
+    def is_stuck(self) -> bool:
+        """Whether a thread waits for a peer, and gloo lets nobody end it."""
+        return bool(self._inbox.lost) or any(self._inbox.owed.values())
+
+    def close(self) -> None:
+        """Ends the threads, and waits for those that wait for nobody: they must not outlive the process group."""
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+        if not self.is_stuck():
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(timeout=_FAREWELL_SECONDS)
+
+
+def _send_all(
+    group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, outgoing: queue.SimpleQueue[_Outgoing]
+) -> None:
+    while True:
+        try:
+            tensors = outgoing.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            continue
+        if tensors is None:
+            return
+        if isinstance(tensors, threading.Event):
+            tensors.set()
+            continue
+        try:
+            for tensor in tensors:
+                dist.send(tensor, group=group, group_dst=peer, tag=tag)
+        except Exception as error:  # noqa: BLE001 - raised as PeerLost in the thread that waits for this peer
+            inbox.lose(peer, f"sending to it failed: {error}")
+            return
+        del tensors
+
+
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) -> None:
+    def receive(into: Tensor) -> None:
+        dist.recv(into, group=group, group_src=peer, tag=tag)
+
+    while True:
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
+            if inbox.closed:
+                return
+            if not inbox.owed[peer]:
+                continue
+        try:
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            receive(first)
+            header = decode_header(first, receive)
+            tensors, parts = empty_for(header.tensors)
+            for part in parts:
+                receive(part)
+            inbox.deliver(peer, header, tensors)
+            del tensors, parts
+        except Exception as error:  # noqa: BLE001 - as above
+            inbox.lose(peer, f"receiving from it failed: {error}")
+            return

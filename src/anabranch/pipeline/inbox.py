@@ -1,0 +1,106 @@
+"""What has arrived from the other ranks in the current turn, however it travelled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from anabranch.pipeline.actions import Kind
+from anabranch.pipeline.exchange import Message
+from anabranch.pipeline.wire import Facts, Fault, Header, unpack
+
+__all__ = ["Inbox", "Post"]
+
+
+class Inbox:
+    """Takes in messages from whichever thread; those of an earlier turn are dropped, its ends counted."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self.changed = threading.Condition()
+        self.owed = dict.fromkeys(peers, 0)
+        self.closed = False
+        self.lost: dict[int, str] = {}
+        self._turn = 0
+        self.begin(0, "")
+
+    def begin(self, turn: int, operation: str) -> None:
+        """Forgets the turn before; from each peer one more end is owed."""
+        with self.changed:
+            self._turn = turn
+            self._operation = operation
+            self.other_operation: tuple[int, str] | None = None
+            self.data: dict[tuple[str, int, int, int], Message] = {}
+            self.shares: dict[tuple[int, int], Tensor | None] = {}
+            self.spread: dict[int, Message] = {}
+            self.words: dict[int, object] = {}
+            self.facts: Facts | None = None
+            self.ended: set[int] = set()
+            self.fault: Fault | None = None
+            for peer in self.owed:
+                self.owed[peer] += turn > 0
+            self.changed.notify_all()
+
+    def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        """Takes in a message; one of an earlier turn only counts if it is an end."""
+        with self.changed:
+            if header.kind == "end":
+                self.owed[peer] -= 1
+            if header.turn == self._turn:
+                self._take(peer, header, tensors)
+            self.changed.notify_all()
+
+    def _take(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
+        if header.kind != "end" and header.operation != self._operation:
+            self.other_operation = peer, header.operation
+            return
+        match header.kind:
+            case "end":
+                self.ended.add(peer)
+                self.words[peer] = header.body
+                self.fault = self.fault or header.fault
+            case "facts":
+                self.facts = header.facts
+            case "share":
+                self.shares[header.stage, peer] = tensors[0] if tensors else None
+            case "spread":
+                self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
+            case kind:
+                key = (kind, header.stage, header.peer, header.microbatch)
+                self.data[key] = unpack(Kind(kind), header.body, tensors)
+
+    def lose(self, peer: int, why: str) -> None:
+        """Notes that nothing more will come from ``peer``."""
+        with self.changed:
+            self.lost[peer] = why
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Tells whoever waits here that nobody is interested any more."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class Post(Protocol):
+    """Carries messages to and from the other ranks, in order between any two."""
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Hands a message over; does not wait for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
+
+    def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
+        """Returns when ``found()``, which looks at the inbox, is true, or after so many seconds."""
+
+    def look(self) -> None:
+        """Takes in what has arrived, without waiting."""
+
+    def flush(self, seconds: float) -> None:
+        """Waits until what was sent is on its way: the process may end after this."""
+
+    def is_stuck(self) -> bool:
+        """Whether something waits for a peer, and nobody can end that."""
+
+    def close(self) -> None:
+        """Ends what was started, in a moment."""

@@ -1,0 +1,101 @@
+"""The language model in stages: one process's curve, whoever the stages are, and checkpoints that know no stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anabranch.testing import LocalJob
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "language_model.py"
+SMALL = ("--batch", "4", "--memory-rows", "512")
+
+
+def run_alone(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, object], str]:
+    import language_model
+
+    assert language_model.main([str(argument) for argument in arguments]) == 0
+    printed = capsys.readouterr().out
+    return json.loads(printed.splitlines()[-1]), printed
+
+
+def losses(out: Path) -> list[float]:
+    return json.loads((out / "curve.json").read_text())["losses"]
+
+
+def test_two_stages_draw_the_curve_of_one_process(small_text, tmp_path, capsys):
+    arguments = [*SMALL, "--steps", "3", "--text", str(small_text)]
+    job = LocalJob(2, timeout=110).run(SCRIPT, *arguments, "--stages", "2", "--out", str(tmp_path / "two")).check()
+    threads, printed = run_alone(capsys, *arguments, "--stages", "3", "--out", tmp_path / "threads")
+    plain, _ = run_alone(capsys, *arguments, "--out", tmp_path / "one")
+    found = job.results[0]
+    assert found is not None
+    assert (found["stages"], found["workers"], found["comm_mode"]) == (2, 2, "None")
+    assert (threads["stages"], threads["workers"]) == (3, 1)
+    assert job.results[1] is None, "only rank 0 reports"
+    for one in (found, threads):
+        assert losses(Path(one["out"])) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+        assert one["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-5)
+        assert (Path(one["out"]) / "schedule.svg").stat().st_size > 500
+    assert str(tmp_path / "threads" / "schedule.svg") in printed
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_other_stages_and_in_none(small_text, tmp_path, capsys):
+    """Two pipelines of two stages save after half of the steps; one of three stages, then one process, go on."""
+    arguments = [*SMALL, "--text", str(small_text), "--steps", "6", "--save-every", "1"]
+    out = ["--out", str(tmp_path / "moved")]
+
+    def until(step: int, workers: int, stages: int) -> None:
+        stopped = f"""
+            import sys
+            sys.path.insert(0, {str(SCRIPT.parent)!r})
+            import language_model
+
+            trained = language_model.Screen.trained
+
+            def stop(screen, step, *others):
+                trained(screen, step, *others)
+                if step == {step}:
+                    STOP()
+
+            language_model.Screen.trained = stop
+            held = language_model.stopped_by_sigterm
+
+            def stopped_by_sigterm(executor):
+                global STOP
+                STOP = executor.request_stop
+                return held(executor)
+
+            language_model.stopped_by_sigterm = stopped_by_sigterm
+            language_model.main({[*arguments, *out, "--stages", str(stages)]!r})
+        """
+        LocalJob(workers, timeout=110).run_source(stopped).check()
+
+    until(1, workers=4, stages=2)
+    assert len(losses(tmp_path / "moved")) == 2
+    until(3, workers=3, stages=3)
+    assert len(losses(tmp_path / "moved")) == 4
+    moved, _ = run_alone(capsys, *arguments, *out)
+    assert moved["resumed_from"] == 4
+    run_alone(capsys, *arguments, "--out", tmp_path / "plain")
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "message"),
+    [
+        ("3", ["--stages", "2"], "3 workers make no pipelines of --stages 2"),
+        ("1", ["--stages", "7"], "this model has 6 layers"),
+        ("2", ["--stages", "2", "--comm-mode", "PS"], "leave out --servers"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(workers, arguments, message, small_text, tmp_path, monkeypatch):
+    import language_model
+
+    monkeypatch.setenv("WORLD_SIZE", workers)
+    with pytest.raises(SystemExit) as stopped:
+        language_model.main([*arguments, "--text", str(small_text), "--out", str(tmp_path)])
+    assert message in str(stopped.value.code)

@@ -1,0 +1,179 @@
+"""A ``TrainStep`` of a ``Pipe``: the plain loop's losses and parameters, on any grid, saved under any split."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipe_job import Piped, Plain, batch_of, compare, new_model, optimizers_of, schedulers_of
+from torch import nn
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+SCRIPT = Path(__file__).with_name("pipe_job.py")
+
+
+def case(data: int, pipeline: int, balance: list[int], **changes: object) -> dict[str, object]:
+    plain = {"reduction": "mean", "clip": None, "accumulate": 1}
+    return {"data": data, "pipeline": pipeline, "balance": balance, **plain, **changes}
+
+
+def cases(data: int, pipeline: int, balance: list[int]) -> list[dict[str, object]]:
+    mixed = [
+        case(data, pipeline, balance, reduction=reduction, clip=clip, accumulate=accumulate)
+        for reduction, clip, accumulate in product(("mean", "sum"), (None, 0.1), (1, 3))
+    ]
+    return (
+        [*mixed, case(data, pipeline, [1, 2, 1, 3][: 2 * pipeline] if pipeline > 1 else balance, schedule="ZBV")]
+        if (pipeline == 2)
+        else mixed
+    )
+
+
+@pytest.mark.parametrize("chosen", cases(1, 1, [3, 4]), ids=str)
+def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
+    plain, piped = Plain(chosen), Piped(chosen)
+    runs = range(4 * chosen["accumulate"])
+    with piped.executor, piped.pipe:
+        losses = piped.train(runs, 8)
+    assert losses == pytest.approx(plain.train(runs, 8), rel=1e-12)
+    assert compare(piped, plain) < 1e-12
+    assert piped.executor.engine("train") == "tape"
+
+
+@pytest.mark.parametrize(
+    ("data", "pipeline", "balance"),
+    [
+        (1, 2, [3, 4]),
+        (2, 2, [4, 3]),
+        pytest.param(3, 1, [3, 4], marks=pytest.mark.slow),
+        pytest.param(1, 3, [2, 2, 3], marks=pytest.mark.slow),
+        pytest.param(3, 2, [3, 4], marks=pytest.mark.slow),
+    ],
+)
+def test_a_grid_of_pipelines_trains_as_the_plain_loop(data: int, pipeline: int, balance: list[int]):
+    """Shards are unequal, and a row of the grid may have none; every rank learns the whole batch's loss."""
+    result = LocalJob(data * pipeline, timeout=200).run(SCRIPT, "train", json.dumps(cases(data, pipeline, balance)))
+    for found in result.check().results:
+        assert max(distance for pair in found["found"] for distance in pair) < 1e-12
+
+
+RUNS = 4
+"""Before saving; with windows of three runs, in the middle of the second one."""
+KEPT = {"clip": 0.1, "accumulate": 3}
+
+
+def go_on_unsplit(path: Path) -> list[float]:
+    """The losses of an ordinary step of the unsplit model that goes on from a pipe's checkpoint."""
+    model = new_model(seed=99)
+    optimizers = optimizers_of(model)
+    step = ab.TrainStep(
+        model,
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        optimizers,
+        scheduler=schedulers_of(optimizers),
+        clip_grad_norm=0.1,
+        accumulate=3,
+    )
+    with ab.Executor({"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}) as executor:
+        executor.load(path)
+        return [executor.run("train", batch_of(run, 8 + run % 3))["loss"].item() for run in range(RUNS, RUNS + 4)]
+
+
+def run_job(what: str, chosen: dict, *arguments: object) -> list[dict]:
+    workers = chosen["data"] * chosen["pipeline"]
+    return list(
+        LocalJob(workers, timeout=100).run(SCRIPT, what, json.dumps(chosen), *map(str, arguments)).check().results
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
+        pytest.param(case(2, 2, [2, 5], **KEPT), case(1, 1, [3, 4], **KEPT), marks=pytest.mark.slow),
+        pytest.param(case(1, 2, [1, 6], **KEPT), case(1, 3, [2, 1, 4], **KEPT), marks=pytest.mark.slow),
+        pytest.param(case(1, 3, [1, 3, 3], **KEPT), case(2, 2, [6, 1], **KEPT), marks=pytest.mark.slow),
+        pytest.param(case(2, 2, [3, 4], **KEPT), case(3, 1, [3, 4], **KEPT), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_one_split_saved_another_split_and_the_unsplit_model_go_on_with(saved: dict, loaded: dict, tmp_path: Path):
+    expected = run_job("save", saved, tmp_path / "run", RUNS)
+    found = run_job("load", loaded, tmp_path / "run", RUNS)
+    for one in found:
+        assert one["losses"] == pytest.approx(expected[0]["losses"], rel=1e-11)
+    assert go_on_unsplit(tmp_path / "run") == pytest.approx(expected[0]["losses"], rel=1e-11)
+    if saved["data"] == loaded["data"]:
+        assert found[0]["calls"] == expected[0]["calls"]
+
+
+def test_a_pipe_goes_on_from_what_the_unsplit_model_saved(tmp_path: Path):
+    model = new_model()
+    optimizers = optimizers_of(model)
+    step = ab.TrainStep(
+        model,
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        optimizers,
+        scheduler=schedulers_of(optimizers),
+    )
+    program = {"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}
+    with ab.Executor(program) as executor:
+        for run in range(3):
+            executor.run("train", batch_of(run, 8))
+        executor.save(tmp_path)
+        expected = [executor.run("train", batch_of(run, 8))["loss"].item() for run in range(3, 6)]
+    piped = Piped(case(1, 1, [2, 5]), seed=5)
+    with piped.executor, piped.pipe:
+        piped.executor.load(tmp_path)
+        assert piped.train(range(3, 6), 8) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
+    """Dropout's masks come from the pipe's own stream, whose place is saved."""
+
+    def program(seed: int) -> tuple[ab.Pipe, ab.Executor]:
+        torch.manual_seed(seed)
+        pipe = ab.Pipe(nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5)), [2, 1], chunks=2)
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
+        return pipe, ab.Executor({"train": step}, seed=seed)
+
+    batches = [tuple(torch.randn(2, 6, 5)) for _ in range(5)]
+    pipe, executor = program(1)
+    with executor, pipe:
+        for batch in batches[:2]:
+            executor.run("train", batch)
+        executor.save(tmp_path)
+        expected = [executor.run("train", batch)["loss"].item() for batch in batches[2:]]
+    other, executor = program(2)
+    with executor, other:
+        executor.load(tmp_path)
+        assert [executor.run("train", batch)["loss"].item() for batch in batches[2:]] == expected
+        assert (other.seed, other.calls) == (pipe.seed, pipe.calls)
+
+
+def test_a_grid_refuses_what_it_cannot_run_on_every_rank_and_goes_on():
+    run_job("mistakes", case(1, 2, [3, 4]))
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all_ranks_after_the_same_run():
+    found = run_job("stop", case(2, 2, [3, 4]))
+    assert [one["seen"] for one in found] == [[False, True, True, True]] * 4
+
+
+def test_what_no_pipe_can_honour_is_said(caplog: pytest.LogCaptureFixture):
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="leave out rows="):
+        ab.Executor(ab.TrainStep(pipe, F.mse_loss, optimizer, rows=len))
+    with ab.Executor(ab.TrainStep(pipe, F.mse_loss, optimizer), engine="graph") as executor, pipe:
+        assert "its engine is the tape" in caplog.text
+        executor.run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
+        assert executor.engine() == "tape"
+        with pytest.raises(ValueError, match="one number a microbatch"):
+            ab.Executor(ab.TrainStep(pipe, lambda y, t: y, optimizer)).run(batch=(torch.ones(3, 2), torch.ones(3, 2)))

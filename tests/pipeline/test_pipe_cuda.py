@@ -1,0 +1,43 @@
+"""Pipes on CUDA devices: the unsplit module's gradients, copies beside the computing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_models import assert_same_gradients, close, reference, skipping_model
+
+from anabranch import Pipe
+from anabranch.pipeline.copies import brought
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]], ids=str)
+def test_stages_on_cuda_are_the_unsplit_module(devices: list[str], schedule: str):
+    model = skipping_model()
+    plain = reference(model)
+    x, target = torch.randn(2, 7, 5, dtype=torch.float64)
+    with Pipe(model, [6, 5], devices=devices, chunks=3, schedule=schedule) as pipe:
+        result = pipe.step(x, target, loss=F.mse_loss)
+        loss = F.mse_loss(plain(x), target)
+        loss.backward()
+        assert close(result.loss.cpu(), loss)
+        pipe.cpu()
+        for parameter in pipe.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.cpu()
+        assert_same_gradients(pipe, plain)
+
+
+@two_devices
+def test_a_copy_waits_for_its_source_and_is_waited_for():
+    x = torch.randn(2048, 2048, device="cuda:0")
+    for _ in range(20):
+        x = x @ x / 50
+    there = brought(x, torch.device("cuda:1")) * 2
+    assert torch.equal(there.cpu(), (x * 2).cpu())
