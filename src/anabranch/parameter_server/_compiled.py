@@ -33,7 +33,7 @@ def _kernel(function: Function) -> Function:
 
 
 def _inline(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
+    return cast(Function, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
 
 
 def _instruction(function: Function) -> Function:
@@ -518,9 +518,7 @@ def step_adam(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: A
 
 
 @_inline
-def _row_wise_adagrad_row(
-    storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, at: Any, c: Any
-) -> None:
+def _row_wise_adagrad_row(storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, at: Any, c: Any) -> None:
     decay, sign = number(storage, c[4]), number(storage, c[5])
     squares = 0.0
     for j in range(wide):

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
+from numba.np.numpy_support import carray
 
 from anabranch.parameter_server._compiled import (
     U,
@@ -39,12 +40,22 @@ def _memory_at(typing: Any, address: Any, like: Any) -> Any:
         kind = context.get_value_type(signature.return_type)
         return builder.inttoptr(args[0], kind if isinstance(kind, ir.PointerType) else kind.as_pointer())
 
-    return types.CPointer(like.dtype)(types.uint64, like), generate
+    pointer: Any = types.CPointer
+    return pointer(like.dtype)(types.uint64, like), generate
 
 
 @_kernel
 def locate_all(
-    ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shard: int, shards: int, rows: Any, first: int, last: int
+    ids: Any,
+    starts: Any,
+    limits: Any,
+    halves: Any,
+    keys: Any,
+    shard: int,
+    shards: int,
+    rows: Any,
+    first: int,
+    last: int,
 ) -> int:
     """The row of each id, as ``Placement`` places them; returns the first lookup whose id is no row here, or -1."""
     many, mine = U(shards), U(shard)
@@ -114,8 +125,24 @@ def gather_all(
 
 
 @_inline
-def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: Any, scratch: Any) -> int:
+def _chain(
+    rows: Any,
+    begin: int,
+    end: int,
+    stamps: Any,
+    needed: int,
+    storage: Any,
+    step: Any,
+    wide: Any,
+    grads: Any,
+    grads_at: int,
+    apart: int,
+    buckets: Any,
+    scratch: Any,
+) -> int:
     """Chains the lookups of each distinct row in their order; returns how many there are, -1 if one is behind.
+
+    Rows and gradients are asked of the memory on the way, to be there when they are added up and moved.
 
     ``scratch``: of each lookup the next one of its row; of each distinct row its first and its last lookup.
     """
@@ -130,6 +157,7 @@ def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: A
     for i in range(end - begin):
         if begin + i + _AHEAD < end:
             _prefetch(stamps, U(rows[begin + i + _AHEAD]))
+        _prefetch(grads, U(grads_at) + U(i) * U(apart))
         row = rows[begin + i]
         following[i] = -1
         at = (U(row) * U(0x9E3779B97F4A7C15) >> U(20)) & mask
@@ -139,6 +167,11 @@ def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: A
                 if stamps[U(row)] < needed:
                     return -1
                 buckets[at] = count
+                _prefetch(storage, U(row) * step)
+                if step > wide:
+                    _prefetch(storage, U(row) * step + wide)
+                if step > wide + wide:
+                    _prefetch(storage, U(row) * step + wide + wide)
                 heads[count] = i
                 tails[count] = i
                 count += 1
@@ -179,7 +212,7 @@ def step_all(
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
     Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
-    ``family``: 0 SGD, 1 Adagrad, 2 Adam and kin, 3 row-wise Adagrad. ``like`` has the storage's type, ``total`` is
+    ``family`` is a ``family_number``, ``like`` has the storage's type, ``total`` is
     scratch of one row.
     """
     wide, step, zero = U(width), U(stride), number(like, 0.0)
@@ -188,22 +221,26 @@ def step_all(
         stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
         sums = carray(_memory_at(sums_at[t], grads), (sizes[t],))
         begin = starts[t]
-        count = _chain(rows, begin, starts[t + 1], stamps, needed[t], buckets, scratch)
+        count = _chain(
+            rows,
+            begin,
+            starts[t + 1],
+            stamps,
+            needed[t],
+            storage,
+            step,
+            wide,
+            grads,
+            grads_at[t],
+            apart,
+            buckets,
+            scratch,
+        )
         if count < 0:
             behind[t] = True
             continue
         following, heads, c = scratch[0], scratch[1], constants[t]
         for u in range(count):
-            if u + _AHEAD < count:
-                ahead = U(rows[begin + heads[u + _AHEAD]])
-                _prefetch(storage, ahead * step)
-                if step > wide:
-                    _prefetch(storage, ahead * step + wide)
-                if step > wide + wide:
-                    _prefetch(storage, ahead * step + wide + wide)
-                if family == 3:
-                    _prefetch(sums, ahead)
-                _prefetch(grads, U(grads_at[t]) + U(heads[u + _AHEAD]) * U(apart))
             i = heads[u]
             row = U(rows[begin + i])
             source = U(grads_at[t]) + U(i) * U(apart)
@@ -219,19 +256,23 @@ def step_all(
                 for j in range(wide):
                     total[j] = coarse(like, total[j]) if total[j] == total[j] else total[j]
             if family == 0:
-                _sgd_row(storage, row * step, wide, step > wide, total, U(0), c)
+                _sgd_row(storage, row * step, wide, False, total, U(0), c)
             elif family == 1:
                 _adagrad_row(storage, row * step, wide, True, total, U(0), c)
             elif family == 2:
                 _adam_row(storage, row * step, wide, True, total, U(0), c)
-            else:
+            elif family == 3:
                 _row_wise_adagrad_row(storage, row * step, wide, sums, row, total, U(0), c)
+            else:
+                _sgd_row(storage, row * step, wide, True, total, U(0), c)
             stamps[row] = marks[t]
 
 
-def family_number(name: str) -> int:
-    """The number by which ``step_all`` knows a family."""
-    return {"SGD": 0, "Adagrad": 1, "RowWiseAdagrad": 3}.get(name, 2)
+def family_number(name: str, states: int) -> int:
+    """The number by which ``step_all`` knows a rule: each is compiled apart, or none of them is fast."""
+    if name == "SGD":
+        return 4 if states else 0
+    return {"Adagrad": 1, "RowWiseAdagrad": 3}.get(name, 2)
 
 
 def new_scratch(lookups: int, width: int, like: Any) -> tuple[Any, Any, Any]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
-from anabranch.parameter_server.row_optimizers import Family
 from anabranch.parameter_server.row_table import RowTable
 
 __all__ = ["TableGroup"]
@@ -67,7 +66,7 @@ class TableGroup:
         first = self.tables[0]
         self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
         self._like = as_array(torch.empty(0, dtype=self._dtype))
-        self._family = _compiled_group.family_number(first.rule.family)
+        self._family = _compiled_group.family_number(first.rule.family, first.rule.states)
         # Tables with a kin never move in memory.
         arrays = [table.arrays() for table in self.tables]
         self._values_at, self._stamps_at, self._sums_at = (
@@ -114,7 +113,7 @@ class TableGroup:
             )  # fmt: skip
 
         self._share_out(gather, starts)
-        for k in np.flatnonzero(behind):
+        for k in np.flatnonzero(behind).tolist():
             begin, end = int(starts[k]), int(starts[k + 1])
             place = out[:, k] if counts is None else out[begin:end]
             found = self.tables[k].read(torch.from_numpy(flat[begin:end]), place)
@@ -210,9 +209,7 @@ class TableGroup:
     def _provide(self, most: int, memory: Array) -> None:
         if not self._scratches or self._scratches[0][1].shape[1] < most:
             room = 1 << max(most - 1, 1).bit_length()
-            self._scratches = [
-                self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)
-            ]
+            self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)]
 
     def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
         """Calls ``run(part, first, last)`` for ranges of tables that have about as many lookups each."""
