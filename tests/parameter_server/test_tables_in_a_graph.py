@@ -70,7 +70,10 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
             schedule.step()
         if graph:
             crossings = [found for node in program.graph.fx.nodes if (found := crossing_of(node)) is not None]
-            assert sorted(crossing.label for crossing in crossings) == ["table bag.weight"] * 4 + ["table first.weight"] * 4
+            assert (
+                sorted(crossing.label for crossing in crossings)
+                == ["table bag.weight"] * 4 + ["table first.weight"] * 4
+            )
         assert client.statistics()[0].tables["bag.weight"].pushes == STEPS
         tables.flush()
         return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in model.parameters())]  # type: ignore[misc]

@@ -254,9 +254,7 @@ class TaskPool:
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
 
-    def run(
-        self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails.
 
         ``answering`` makes a context in which several are answered.

@@ -55,9 +55,7 @@ class PythonValues:
         self._cells = [cell for _, cell in surroundings.cells]
         self._cell_names = [name for name, _ in surroundings.cells]
         self._sized = [
-            holder.values
-            for holder in surroundings.holders
-            if holder.is_object and isinstance(holder.values, dict)
+            holder.values for holder in surroundings.holders if holder.is_object and isinstance(holder.values, dict)
         ]
         self._remember()
 

@@ -22,6 +22,7 @@ from anabranch.parameter_server._compiled import (
     _inline,
     _instruction,
     _kernel,
+    _overload,
     _prefetch,
     _row_wise_adagrad_row,
     _sgd_row,
@@ -184,9 +185,33 @@ def _chain(
     return count
 
 
+def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+    """Moves one row by the rule of this ``kind``; each is compiled apart, or none of them is fast."""
+
+
+@_overload(move)
+def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
+    def sgd(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, False, grads, U(0), c)
+
+    def momentum(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, True, grads, U(0), c)
+
+    def adagrad(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adagrad_row(storage, base, wide, True, grads, U(0), c)
+
+    def row_wise(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _row_wise_adagrad_row(storage, base, wide, sums, row, grads, U(0), c)
+
+    def adam(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adam_row(storage, base, wide, True, grads, U(0), c)
+
+    return (sgd, momentum, adagrad, row_wise, adam)[len(kind) - 1]
+
+
 @_kernel
 def step_all(
-    family: int,
+    kind: Any,
     values_at: Any,
     stamps_at: Any,
     sums_at: Any,
@@ -212,8 +237,7 @@ def step_all(
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
     Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
-    ``family`` is a ``family_number``, ``like`` has the storage's type, ``total`` is
-    scratch of one row.
+    ``kind`` is a ``kind_of``, ``like`` has the storage's type, ``total`` is scratch of one row.
     """
     wide, step, zero = U(width), U(stride), number(like, 0.0)
     for t in range(first, last):
@@ -239,7 +263,7 @@ def step_all(
         if count < 0:
             behind[t] = True
             continue
-        following, heads, c = scratch[0], scratch[1], constants[t]
+        following, heads = scratch[0], scratch[1]
         for u in range(count):
             i = heads[u]
             row = U(rows[begin + i])
@@ -255,24 +279,15 @@ def step_all(
             if like.itemsize == 2:
                 for j in range(wide):
                     total[j] = coarse(like, total[j]) if total[j] == total[j] else total[j]
-            if family == 0:
-                _sgd_row(storage, row * step, wide, False, total, U(0), c)
-            elif family == 1:
-                _adagrad_row(storage, row * step, wide, True, total, U(0), c)
-            elif family == 2:
-                _adam_row(storage, row * step, wide, True, total, U(0), c)
-            elif family == 3:
-                _row_wise_adagrad_row(storage, row * step, wide, sums, row, total, U(0), c)
-            else:
-                _sgd_row(storage, row * step, wide, True, total, U(0), c)
+            move(kind, storage, row * step, wide, sums, row, total, constants[t])
             stamps[row] = marks[t]
 
 
-def family_number(name: str, states: int) -> int:
-    """The number by which ``step_all`` knows a rule: each is compiled apart, or none of them is fast."""
-    if name == "SGD":
-        return 4 if states else 0
-    return {"Adagrad": 1, "RowWiseAdagrad": 3}.get(name, 2)
+def kind_of(family: str, states: int) -> tuple[int, ...]:
+    """The ``kind`` by which ``step_all`` knows a rule: a tuple whose length says which, so that it is a type."""
+    if family == "SGD":
+        return (0,) * (2 if states else 1)
+    return (0,) * {"Adagrad": 3, "RowWiseAdagrad": 4}.get(family, 5)
 
 
 def new_scratch(lookups: int, width: int, like: Any) -> tuple[Any, Any, Any]:
