@@ -53,8 +53,8 @@ def test_a_table_in_a_file_is_the_table_in_memory(
         assert torch.equal(mine.values, theirs.values)
         assert torch.equal(mine.sums, theirs.sums)
     if rows is not None:  # the dynamic one is small enough to be mapped whole
-        assert (file._storage._whole is None) == (budget is not None)
-    if file._storage._whole is None:
+        assert (file._storage.whole is None) == (budget is not None)
+    if file._storage.whole is None:
         assert file._storage._mapped <= budget
     assert list(tmp_path.iterdir()) == []  # the file has no name
 

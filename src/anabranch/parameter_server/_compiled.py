@@ -33,7 +33,7 @@ def _kernel(function: Function) -> Function:
 
 
 def _inline(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
+    return cast(Function, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
 
 
 def _instruction(function: Function) -> Function:

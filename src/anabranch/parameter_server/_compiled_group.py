@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
+from numba.np.numpy_support import carray
 
 from anabranch.parameter_server._compiled import (
     U,
@@ -21,6 +22,7 @@ from anabranch.parameter_server._compiled import (
     _inline,
     _instruction,
     _kernel,
+    _overload,
     _prefetch,
     _row_wise_adagrad_row,
     _sgd_row,
@@ -39,7 +41,8 @@ def _memory_at(typing: Any, address: Any, like: Any) -> Any:
         kind = context.get_value_type(signature.return_type)
         return builder.inttoptr(args[0], kind if isinstance(kind, ir.PointerType) else kind.as_pointer())
 
-    return types.CPointer(like.dtype)(types.uint64, like), generate
+    pointer: Any = types.CPointer
+    return pointer(like.dtype)(types.uint64, like), generate
 
 
 @_kernel
@@ -123,8 +126,24 @@ def gather_all(
 
 
 @_inline
-def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: Any, scratch: Any) -> int:
+def _chain(
+    rows: Any,
+    begin: int,
+    end: int,
+    stamps: Any,
+    needed: int,
+    storage: Any,
+    step: Any,
+    wide: Any,
+    grads: Any,
+    grads_at: int,
+    apart: int,
+    buckets: Any,
+    scratch: Any,
+) -> int:
     """Chains the lookups of each distinct row in their order; returns how many there are, -1 if one is behind.
+
+    Rows and gradients are asked of the memory on the way, to be there when they are added up and moved.
 
     ``scratch``: of each lookup the next one of its row; of each distinct row its first and its last lookup.
     """
@@ -139,6 +158,7 @@ def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: A
     for i in range(end - begin):
         if begin + i + _AHEAD < end:
             _prefetch(stamps, U(rows[begin + i + _AHEAD]))
+        _prefetch(grads, U(grads_at) + U(i) * U(apart))
         row = rows[begin + i]
         following[i] = -1
         at = (U(row) * U(0x9E3779B97F4A7C15) >> U(20)) & mask
@@ -148,6 +168,11 @@ def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: A
                 if stamps[U(row)] < needed:
                     return -1
                 buckets[at] = count
+                _prefetch(storage, U(row) * step)
+                if step > wide:
+                    _prefetch(storage, U(row) * step + wide)
+                if step > wide + wide:
+                    _prefetch(storage, U(row) * step + wide + wide)
                 heads[count] = i
                 tails[count] = i
                 count += 1
@@ -160,9 +185,33 @@ def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: A
     return count
 
 
+def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+    """Moves one row by the rule of this ``kind``; each is compiled apart, or none of them is fast."""
+
+
+@_overload(move)
+def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
+    def sgd(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, False, grads, U(0), c)
+
+    def momentum(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, True, grads, U(0), c)
+
+    def adagrad(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adagrad_row(storage, base, wide, True, grads, U(0), c)
+
+    def row_wise(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _row_wise_adagrad_row(storage, base, wide, sums, row, grads, U(0), c)
+
+    def adam(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adam_row(storage, base, wide, True, grads, U(0), c)
+
+    return (sgd, momentum, adagrad, row_wise, adam)[len(kind) - 1]
+
+
 @_kernel
 def step_all(
-    family: int,
+    kind: Any,
     values_at: Any,
     stamps_at: Any,
     sums_at: Any,
@@ -188,8 +237,7 @@ def step_all(
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
     Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
-    ``family``: 0 SGD, 1 Adagrad, 2 Adam and kin, 3 row-wise Adagrad. ``like`` has the storage's type, ``total`` is
-    scratch of one row.
+    ``kind`` is a ``kind_of``, ``like`` has the storage's type, ``total`` is scratch of one row.
     """
     wide, step, zero = U(width), U(stride), number(like, 0.0)
     for t in range(first, last):
@@ -197,22 +245,26 @@ def step_all(
         stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
         sums = carray(_memory_at(sums_at[t], grads), (sizes[t],))
         begin = starts[t]
-        count = _chain(rows, begin, starts[t + 1], stamps, needed[t], buckets, scratch)
+        count = _chain(
+            rows,
+            begin,
+            starts[t + 1],
+            stamps,
+            needed[t],
+            storage,
+            step,
+            wide,
+            grads,
+            grads_at[t],
+            apart,
+            buckets,
+            scratch,
+        )
         if count < 0:
             behind[t] = True
             continue
-        following, heads, c = scratch[0], scratch[1], constants[t]
+        following, heads = scratch[0], scratch[1]
         for u in range(count):
-            if u + _AHEAD < count:
-                ahead = U(rows[begin + heads[u + _AHEAD]])
-                _prefetch(storage, ahead * step)
-                if step > wide:
-                    _prefetch(storage, ahead * step + wide)
-                if step > wide + wide:
-                    _prefetch(storage, ahead * step + wide + wide)
-                if family == 3:
-                    _prefetch(sums, ahead)
-                _prefetch(grads, U(grads_at[t]) + U(heads[u + _AHEAD]) * U(apart))
             i = heads[u]
             row = U(rows[begin + i])
             source = U(grads_at[t]) + U(i) * U(apart)
@@ -227,20 +279,15 @@ def step_all(
             if like.itemsize == 2:
                 for j in range(wide):
                     total[j] = coarse(like, total[j]) if total[j] == total[j] else total[j]
-            if family == 0:
-                _sgd_row(storage, row * step, wide, step > wide, total, U(0), c)
-            elif family == 1:
-                _adagrad_row(storage, row * step, wide, True, total, U(0), c)
-            elif family == 2:
-                _adam_row(storage, row * step, wide, True, total, U(0), c)
-            else:
-                _row_wise_adagrad_row(storage, row * step, wide, sums, row, total, U(0), c)
+            move(kind, storage, row * step, wide, sums, row, total, constants[t])
             stamps[row] = marks[t]
 
 
-def family_number(name: str) -> int:
-    """The number by which ``step_all`` knows a family."""
-    return {"SGD": 0, "Adagrad": 1, "RowWiseAdagrad": 3}.get(name, 2)
+def kind_of(family: str, states: int) -> tuple[int, ...]:
+    """The ``kind`` by which ``step_all`` knows a rule: a tuple whose length says which, so that it is a type."""
+    if family == "SGD":
+        return (0,) * (2 if states else 1)
+    return (0,) * {"Adagrad": 3, "RowWiseAdagrad": 4}.get(family, 5)
 
 
 def new_scratch(lookups: int, width: int, like: Any) -> tuple[Any, Any, Any]:

@@ -423,9 +423,9 @@ class ParameterClient:
             if asked:
                 parts = [Part(name, len(where)) for name, where in asked]
                 message = PullMessage(parts, training, known is not None, widths is not None, *self._turn(step))
-                tensors = [_joined([wanted[name].reshape(-1)[where] for name, where in asked])]
+                tensors = [_joined([_of(wanted[name], where) for name, where in asked])]
                 if known is not None:
-                    tensors.append(_joined([known[name].reshape(-1)[where] for name, where in asked]))
+                    tensors.append(_joined([_of(known[name], where) for name, where in asked]))
                 requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
         answers = self._in_turn([request for _, request, _ in requests], deadline)
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
@@ -470,11 +470,13 @@ class ParameterClient:
             shapes.append((holding.dtype, holding.shape if whole else (count, widths.get(name, holding.width))))
         positions, versions, *flat = answer.tensors
         numbers = split_floats(flat, shapes)
-        for (name, where), at, version, rows in zip(
-            asked, torch.split(positions, counts), torch.split(versions, counts), numbers, strict=True
-        ):
+        everything = not len(positions)
+        found = [positions] * len(counts) if everything else torch.split(positions, counts)
+        for (name, where), at, version, rows in zip(asked, found, torch.split(versions, counts), numbers, strict=True):
             if self._holdings[name].placement is None:
                 arrived[name].append(Pulled(at, version, rows))
+            elif everything:
+                arrived[name].append(Pulled(where[: len(version)], version, rows))
             else:
                 arrived[name].append(Pulled(where[at], version, rows))
 
@@ -534,7 +536,7 @@ class ParameterClient:
                     rows = rows.detach().reshape(-1, holding.width)
                     rows = rows if len(where) == len(rows) else rows[where]
                 parts.append(Part(name, len(where), kinds.index(rules[name]) if rules else 0))
-                ids.append(some.reshape(-1)[where])
+                ids.append(_of(some, where))
                 grads.append(rows.detach().to("cpu", holding.dtype))
             if parts or step is not None:
                 message = PushMessage(parts, numbers, *self._turn(step), weight, mean, hold)
@@ -791,6 +793,12 @@ class ParameterClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _of(tensor: Tensor, where: Tensor) -> Tensor:
+    """The chosen numbers of a tensor; itself, flat, where all are chosen: ``where`` ascends and names none twice."""
+    flat = tensor.detach().reshape(-1)
+    return flat if len(where) == len(flat) else flat[where]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

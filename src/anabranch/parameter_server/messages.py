@@ -129,7 +129,10 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How many rows of each part were sent. Tensors: their positions among the part's ids, their versions, numbers."""
+    """How many rows of each part were sent. Tensors: their positions among the part's ids, their versions, numbers.
+
+    Who asks for rows whatever their version gets all of them in order, and no positions.
+    """
 
     counts: list[_Count]
 

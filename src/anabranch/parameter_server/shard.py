@@ -49,6 +49,7 @@ from anabranch.parameter_server.messages import (
 )
 from anabranch.parameter_server.row_optimizers import RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
+from anabranch.parameter_server.table_group import Grouping, TableGroup, side_by_side
 from anabranch.parameter_server.table_spec import TableSpec, check_name
 
 __all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
@@ -173,6 +174,7 @@ class Shard:
             raise ValueError(f"shard={shard} lies outside shards={shards}")
         self.shard, self.shards = shard, shards
         self._crew = crew or Crew(1)
+        self._grouping = Grouping(self._crew)
         self._scratch = scratch
         self._journal = journal or (lambda verb, payload, tensors: None)
         self._state = threading.Condition(threading.RLock())
@@ -356,6 +358,7 @@ class Shard:
 
     def _make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
         made = self._build(message, tensors)
+        self._grouping.forget()
         if isinstance(made, RowTable):
             self._tables[message.name] = made
         else:
@@ -372,14 +375,25 @@ class Shard:
         if not tensors or tensors[0].dtype != torch.int64 or tensors[0].shape != (sum(counts),):
             raise SchemaError(f"{sum(counts)} int64 ids expected as the first tensor")
         ids = list(torch.split(tensors[0], counts))
+        wanted: dict[str, Tensor] = {}
         for part, some in zip(message.parts, ids, strict=True):
             if part.name in self._tables:
                 # A fixed table checks ids when it reads them, and reading changes nothing of what others see.
                 if isinstance(message, PushMessage) or self._admits(part.name):
-                    self._tables[part.name].check(some)
+                    wanted[part.name] = some
             elif part.count:
                 raise SchemaError(f"{part.name} is a dense parameter and has no ids")
+        for group, together in self._groups(wanted):
+            if group is None:
+                for name in together:
+                    self._tables[name].check(wanted[name])
+            else:
+                some_of = [wanted[name] for name in together]
+                group.check(side_by_side(some_of), [len(some) for some in some_of])
         return ids
+
+    def _groups(self, ids: Mapping[str, Tensor]) -> list[tuple[TableGroup | None, list[str]]]:
+        return self._grouping.of(self._tables, {name: len(some) for name, some in ids.items()})
 
     def _check_pull(self, message: PullMessage, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
         ids = self._check_parts(message, tensors)
@@ -397,8 +411,9 @@ class Shard:
         if not (math.isfinite(message.weight) and message.weight >= 0):
             raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
         rules = [_rule_of(rule) for rule in message.rules]
+        finite = all(_finite(flat) for flat in tensors[1:])
         for part, grad in zip(message.parts, grads, strict=True):
-            if not _finite(grad):
+            if not finite and not _finite(grad):
                 self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
                 raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
             if rules:
@@ -555,22 +570,32 @@ class Shard:
         """One optimizer step for each table and parameter that any of the pushes names."""
         rules: dict[str, RowOptimizer] = {}
         for message, _ in pushes:
+            kinds = [RowOptimizer.from_dict(rule) for rule in message.rules]
             for part in message.parts:
-                if message.rules:
-                    rules.setdefault(part.name, RowOptimizer.from_dict(message.rules[part.rule]))
+                if kinds:
+                    rules.setdefault(part.name, kinds[part.rule])
+        ids: dict[str, Tensor] = {}
+        grads: dict[str, Tensor] = {}
         for name, given in self._shares(pushes, scale).items():
             holder = self._holder(name)
             holder.rule = rules.get(name, holder.rule)
             self._counts[name].pushes += len(given)
             if isinstance(holder, RowTable):
-                everyone = torch.cat([some for some, _ in given])
-                self._counts[name].rows_pushed += len(everyone)
-                holder.push(everyone, torch.cat([grad for _, grad in given]))
+                ids[name] = side_by_side([some for some, _ in given])
+                grads[name] = side_by_side([grad for _, grad in given])
+                self._counts[name].rows_pushed += len(ids[name])
             else:
                 total_grad = given[0][1]
                 for _, grad in given[1:]:
                     total_grad = total_grad + grad
                 holder.push(total_grad)
+        for group, names in self._groups(ids):
+            if group is None:
+                for name in names:
+                    self._tables[name].push(ids[name], grads[name])
+            else:
+                everyone = side_by_side([ids[name] for name in names])
+                group.push(everyone, side_by_side([grads[name] for name in names]), [len(ids[name]) for name in names])
 
     def _read(
         self, message: PullMessage, ids: Sequence[Tensor], versions: Sequence[Tensor] | None
@@ -580,33 +605,59 @@ class Shard:
         found: list[Tensor] = []
         numbers: list[Tensor] = []
         room = self._room(message) if versions is None and not message.states else None
+        if room is not None:
+            return self._read_all(message, ids, room)
         for at, part in enumerate(message.parts):
             holder = self._holder(part.name)
             self._counts[part.name].pulls += 1
             if isinstance(holder, DenseParameter):
                 counts.append(0)
-                if room is None:
-                    numbers.append(holder.value)
-                else:
-                    room[at].copy_(holder.value)
+                numbers.append(holder.value)
                 continue
             where = torch.arange(part.count)
-            if room is not None:
-                current = holder.read(ids[at], room[at], training=message.training)
-            else:
-                current = holder.versions(ids[at], training=message.training)
-                if versions is not None:
-                    where = torch.nonzero(current != versions[at])[:, 0]
-                    current = current[where]
-                read = holder.pull_with_state if message.states else holder.pull
-                numbers.append(read(ids[at][where]))
+            current = holder.versions(ids[at], training=message.training)
+            if versions is not None:
+                where = torch.nonzero(current != versions[at])[:, 0]
+                current = current[where]
+            read = holder.pull_with_state if message.states else holder.pull
+            numbers.append(read(ids[at][where]))
             counts.append(len(where))
             positions.append(where)
             found.append(current)
             self._counts[part.name].rows_pulled += len(where)
-        flat = join_floats(numbers) if room is None else room.flat
         empty = [torch.empty(0, dtype=torch.int64)]
-        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *flat]
+        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *join_floats(numbers)]
+
+    def _read_all(self, message: PullMessage, ids: Sequence[Tensor], room: _Room) -> tuple[PullReply, list[Tensor]]:
+        """Every row that is asked for, straight to its place in the answer; all come, so no positions are said."""
+        wanted: dict[str, Tensor] = {}
+        places: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        versions = torch.empty(sum(len(some) for some in ids), dtype=torch.int64)
+        for part, some, place, current in zip(
+            message.parts, ids, room.parts, torch.split(versions, [len(some) for some in ids]), strict=True
+        ):
+            holder = self._holder(part.name)
+            self._counts[part.name].pulls += 1
+            if isinstance(holder, DenseParameter):
+                place.copy_(holder.value)
+            else:
+                self._counts[part.name].rows_pulled += part.count
+                wanted[part.name], places[part.name], found[part.name] = some, place, current
+        for group, names in self._groups(wanted):
+            flat = None if group is None else side_by_side([places[name] for name in names])
+            if group is None or flat is None or flat.data_ptr() != places[names[0]].data_ptr():
+                for name in names:
+                    found[name].copy_(self._tables[name].read(wanted[name], places[name], training=message.training))
+            else:
+                current = side_by_side([found[name] for name in names])
+                everyone = side_by_side([wanted[name] for name in names])
+                group.pull(everyone, [len(wanted[name]) for name in names], out=flat, versions=current)
+                if current.data_ptr() != found[names[0]].data_ptr():
+                    for name, some in zip(names, torch.split(current, [len(found[n]) for n in names]), strict=True):
+                        found[name].copy_(some)
+        counts = [part.count for part in message.parts]
+        return PullReply(counts), [torch.empty(0, dtype=torch.int64), versions, *room.flat]
 
     def _room(self, message: PullMessage) -> _Room:
         shapes = self._shapes(message)
@@ -655,6 +706,7 @@ class Shard:
             self._record("drop", message, ())
 
     def _do_drop(self, message: DropMessage) -> None:
+        self._grouping.forget()
         if message.name:
             self._tables.pop(message.name, None)
             self._dense.pop(message.name, None)

@@ -10,7 +10,7 @@ that lag.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
-from anabranch.parameter_server.row_optimizers import Family
 from anabranch.parameter_server.row_table import RowTable
 
-__all__ = ["TableGroup"]
+__all__ = ["Grouping", "TableGroup", "side_by_side"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
+_REMEMBERED = 64  # messages of different tables
 
 
 class TableGroup:
@@ -67,7 +67,7 @@ class TableGroup:
         first = self.tables[0]
         self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
         self._like = as_array(torch.empty(0, dtype=self._dtype))
-        self._family = _compiled_group.family_number(first.rule.family)
+        self._kind = _compiled_group.kind_of(first.rule.family, first.rule.states)
         # Tables with a kin never move in memory.
         arrays = [table.arrays() for table in self.tables]
         self._values_at, self._stamps_at, self._sums_at = (
@@ -114,7 +114,7 @@ class TableGroup:
             )  # fmt: skip
 
         self._share_out(gather, starts)
-        for k in np.flatnonzero(behind):
+        for k in np.flatnonzero(behind).tolist():
             begin, end = int(starts[k]), int(starts[k + 1])
             place = out[:, k] if counts is None else out[begin:end]
             found = self.tables[k].read(torch.from_numpy(flat[begin:end]), place)
@@ -149,7 +149,8 @@ class TableGroup:
 
         def step(part: int, first: int, last: int) -> None:
             self._kernels.step_all(
-                self._family, self._values_at, self._stamps_at, self._sums_at, self._sizes, self._stride, self._width,
+                self._kind,
+                self._values_at, self._stamps_at, self._sums_at, self._sizes, self._stride, self._width,
                 rows, starts, needed, marks, memory, at, apart, constants, self._like, *self._scratches[part], behind,
                 first, last,
             )  # fmt: skip
@@ -161,6 +162,11 @@ class TableGroup:
                 table.push(torch.from_numpy(flat[begin:end]), rounded[:, k] if counts is None else rounded[begin:end])
             else:
                 table.count_step(constants[k])
+
+    def check(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Raises what ``pull`` would of flat ids that are no rows of their tables; changes nothing."""
+        flat, starts, _ = self._lookups(ids, counts)
+        self._locate(flat, starts)
 
     def _lookups(self, ids: Tensor, counts: Sequence[int] | None) -> tuple[Array, Array, tuple[int, ...]]:
         """The flat ids, where each table's begin, and the shape of their rows."""
@@ -225,6 +231,64 @@ class TableGroup:
                     run(part, int(edges[part]), int(edges[part + 1]))
 
         self._crew.run(work, parts, lookups * self._width)
+
+
+class Grouping:
+    """Which of a shard's tables are worked on together; remembers what it has found out of a message's names."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._found: dict[tuple[str, ...], list[tuple[TableGroup | None, list[str]]]] = {}
+
+    def of(
+        self, tables: Mapping[str, RowTable], counts: Mapping[str, int]
+    ) -> list[tuple[TableGroup | None, list[str]]]:
+        """Each group with its tables' names, and under ``None`` those that are worked on one by one.
+
+        Args:
+            tables: all that there are, by name.
+            counts: the lookups of each table that is asked about, in their order.
+        """
+        if not balanced(list(counts.values()), self._crew.threads):
+            return [(None, list(counts))]
+        names = tuple(counts)
+        found = self._found.get(names)
+        if found is None:
+            alike: dict[tuple[object, ...] | None, list[str]] = {}
+            for name in names:
+                alike.setdefault(tables[name].kin, []).append(name)
+            found = [
+                (TableGroup([tables[name] for name in some], self._crew) if kin and len(some) > 1 else None, some)
+                for kin, some in alike.items()
+            ]
+            if len(self._found) >= _REMEMBERED:
+                self._found.clear()
+            self._found[names] = found
+        return found
+
+    def forget(self) -> None:
+        """The tables have changed."""
+        self._found.clear()
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """``torch.cat`` of contiguous tensors; without a copy where each begins in memory where the last one ends.
+
+    >>> whole = torch.arange(6)
+    >>> side_by_side(whole.split([1, 2, 3])).data_ptr() == whole.data_ptr()
+    True
+    """
+    first = tensors[0]
+    end, rows = first.data_ptr(), 0
+    for tensor in tensors:
+        if not tensor.is_contiguous() or (tensor.numel() and tensor.data_ptr() != end):
+            return torch.cat(list(tensors))
+        end += tensor.nbytes
+        rows += len(tensor)
+    begun = next((tensor for tensor in tensors if tensor.numel()), first)
+    if begun.untyped_storage().nbytes() < begun.storage_offset() * begun.itemsize + end - begun.data_ptr():
+        return torch.cat(list(tensors))  # neighbours by chance, in memory of different owners
+    return begun.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def balanced(counts: Sequence[int], threads: int) -> bool:
