@@ -59,7 +59,9 @@ bench-peers: $(STAMP)
 	@test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
 	@$(BIN)/python -c "$(PURELIB)" > "$$($(PEERS)/bin/python -c "$(PURELIB)")/torch.pth"
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check hivemind==1.1.12
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/tables_peers.json
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/experts_peers.py --out $(RESULTS)/experts_peers.json
 
 clean:
 	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
