@@ -24,13 +24,13 @@ from pathlib import Path
 
 import hivemind
 import torch
-from experts import SIZES, WIDTH, alternate, feedforward, process, row
 from hivemind.moe.server import get_experts
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import nn
 
 from anabranch.experts import Directory, RemoteExpert, RemoteMixtureOfExperts
 from anabranch.transport import make_keys
+from experts import SIZES, WIDTH, alternate, feedforward, process, row
 
 GRID = [f"ffn.{i}.{j}" for i in range(4) for j in range(4)]
 

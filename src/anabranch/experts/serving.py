@@ -103,19 +103,21 @@ def serve_experts(
     Takes the arguments of ``ExpertServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and prints
     it by default. ``beside`` makes something that lives as long as the server.
     """
-    with ExpertServer(
-        backends,
-        listen=listen,
-        directory=directory,
-        checkpoint_dir=checkpoint_dir,
-        device=device,
-        keys=keys,
-        insecure=insecure,
-        heartbeat=heartbeat,
-    ) as server:
-        with nullcontext() if beside is None else beside(server):
-            (say or _say)(f"listening on {server.endpoint}")
-            _wait(stop)
+    with (
+        ExpertServer(
+            backends,
+            listen=listen,
+            directory=directory,
+            checkpoint_dir=checkpoint_dir,
+            device=device,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+        ) as server,
+        nullcontext() if beside is None else beside(server),
+    ):
+        (say or _say)(f"listening on {server.endpoint}")
+        _wait(stop)
 
 
 def serve_directory(

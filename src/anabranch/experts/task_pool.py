@@ -189,8 +189,8 @@ class TaskPool:
                 except BoundaryError as error:
                     declined.append((task, error))
             self.changed.notify_all()
-        for task, error in declined:
-            task.finish(error)
+        for task, reason in declined:
+            task.finish(reason)
 
     def _put(self, task: Task) -> None:
         nbytes = task.nbytes
@@ -254,9 +254,7 @@ class TaskPool:
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
 
-    def run(
-        self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
+    def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails.
 
         ``answering`` makes a context in which several are answered.

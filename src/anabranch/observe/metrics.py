@@ -6,16 +6,18 @@ translates them. It is plain HTTP and says nothing but counts; it listens on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from anabranch.experts import ExpertServer
+from anabranch.experts import ExpertServer, PoolStatistics
 from anabranch.parameter_server import ParameterServer
 from anabranch.transport import ServerStatistics
 
 __all__ = ["Metric", "expert_metrics", "parameter_metrics", "serve_metrics"]
+
+Kind: TypeAlias = Literal["counter", "gauge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Metric:
     """
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    values: list[tuple[tuple[str, ...], float]] = field(default_factory=list)
+    values: Sequence[tuple[tuple[str, ...], float]] = ()
 
 
 @contextmanager
@@ -56,13 +58,15 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
     try:
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import Metric as Family
+        from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "metrics need prometheus_client: pip install 'anabranch[metrics]'", name="prometheus_client"
         ) from error
 
-    class Page:
-        def collect(self) -> Iterator[object]:
+    class Page(Collector):
+        def collect(self) -> Iterator[Family]:
             for metric in collect():
                 kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 family = kind(f"anabranch_{metric.name}", metric.help, labels=metric.labels)
@@ -82,25 +86,25 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iter
         thread.join(timeout=10.0)
 
 
+_OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], int]], ...] = (
+    ("tasks", "counter", "requests queued", lambda pool: pool.tasks),
+    ("batches", "counter", "batches run", lambda pool: pool.batches),
+    ("rows", "counter", "rows run", lambda pool: pool.rows),
+    ("dropped_tasks", "counter", "requests nobody waited for any more", lambda pool: pool.dropped),
+    ("declined_tasks", "counter", "requests that found the queue full", lambda pool: pool.declined),
+    ("queue_tasks", "gauge", "requests that wait", lambda pool: pool.waiting_tasks),
+    ("queue_rows", "gauge", "rows that wait", lambda pool: pool.waiting_rows),
+    ("queue_bytes", "gauge", "bytes that wait", lambda pool: pool.waiting_bytes),
+)
+
+
 def expert_metrics(server: ExpertServer) -> list[Metric]:
     """What a server of experts has done, and what waits."""
     facts = server.statistics()
-    pools = {
-        ("tasks", "counter", "requests queued"): lambda pool: pool.tasks,
-        ("batches", "counter", "batches run"): lambda pool: pool.batches,
-        ("rows", "counter", "rows run"): lambda pool: pool.rows,
-        ("dropped_tasks", "counter", "requests nobody waited for any more"): lambda pool: pool.dropped,
-        ("declined_tasks", "counter", "requests that found the queue full"): lambda pool: pool.declined,
-        ("queue_tasks", "gauge", "requests that wait"): lambda pool: pool.waiting_tasks,
-        ("queue_rows", "gauge", "rows that wait"): lambda pool: pool.waiting_rows,
-        ("queue_bytes", "gauge", "bytes that wait"): lambda pool: pool.waiting_bytes,
-    }
     metrics = [
-        Metric(f"expert_{name}", "counter" if kind == "counter" else "gauge", says, ("pool",), [])
-        for name, kind, says in pools
+        Metric(f"expert_{name}", kind, says, ("pool",), [((pool,), read(made)) for pool, made in facts.pools.items()])
+        for name, kind, says, read in _OF_A_POOL
     ]
-    for metric, read in zip(metrics, pools.values(), strict=True):
-        metric.values.extend(((name,), read(pool)) for name, pool in facts.pools.items())
     updates = [((uid,), float(count)) for uid, count in facts.updates.items()]
     return [
         *_transport_metrics(facts.transport),
@@ -121,9 +125,7 @@ def parameter_metrics(server: ParameterServer) -> list[Metric]:
 
 
 def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
-    def one(
-        name: str, kind: Literal["counter", "gauge"], says: str, values: dict[str, int] | int, label: str = ""
-    ) -> Metric:
+    def one(name: str, kind: Kind, says: str, values: dict[str, int] | int, label: str = "") -> Metric:
         if isinstance(values, int):
             return Metric(name, kind, says, (), [((), values)])
         return Metric(name, kind, says, (label,), [((key,), value) for key, value in sorted(values.items())])
@@ -133,7 +135,7 @@ def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
         one("errors", "counter", "answers that were errors", facts.errors, "kind"),
         one("refused", "counter", "requests and connections turned away", facts.refused),
         one("received_bytes", "counter", "bytes of tensors received", facts.bytes_received),
-        one("sent_bytes", "counter", "bytes of answers sent", facts.bytes_sent),
+        one("sent_bytes", "counter", "bytes of tensors sent", facts.bytes_sent),
         one("connections", "gauge", "open connections", facts.connections),
         one("calls_in_flight", "gauge", "requests being served", facts.calls),
         one("bytes_in_flight", "gauge", "bytes of requests being served", facts.bytes_in_flight),

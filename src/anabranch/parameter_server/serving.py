@@ -35,21 +35,23 @@ def serve_parameters(
     Takes the arguments of ``ParameterServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and
     prints it by default. ``beside`` makes something that lives as long as the server.
     """
-    with ParameterServer(
-        shard,
-        shards,
-        listen,
-        durability,
-        checkpoint_dir,
-        threads=threads,
-        keys=keys,
-        insecure=insecure,
-        heartbeat=heartbeat,
-    ) as server:
-        with nullcontext() if beside is None else beside(server):
-            (say or _say)(f"listening on {server.endpoint}")
-            while not stop.wait(timeout=_NAP):
-                pass
+    with (
+        ParameterServer(
+            shard,
+            shards,
+            listen,
+            durability,
+            checkpoint_dir,
+            threads=threads,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+        ) as server,
+        nullcontext() if beside is None else beside(server),
+    ):
+        (say or _say)(f"listening on {server.endpoint}")
+        while not stop.wait(timeout=_NAP):
+            pass
 
 
 def _say(text: str) -> None:

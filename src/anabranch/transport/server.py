@@ -7,7 +7,8 @@
                                        └──> a thread of the connection's own: large requests, handlers that wait
     beat thread ── a beat on every connection whose request waits or runs
 
-``call.py`` is what a handler sees, ``connection.py`` how a request is read and answered, ``drivers.py`` on which thread.
+``call.py`` is what a handler sees, ``connection.py`` how a request is read and answered, ``drivers.py`` on
+which thread.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ServerStatistics:
         requests: those taken, by verb.
         errors: answers that were errors, by kind.
         bytes_received: of tensors.
-        bytes_sent: of answers.
+        bytes_sent: of tensors.
     """
 
     connections: int
@@ -291,7 +292,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """A request of ``nbytes`` has ended, with an answer of so many bytes."""
+        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
         with self._state:
             self._served += 1
             self._received += nbytes
