@@ -47,6 +47,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
 	$(BIN)/python benchmarks/transport.py --out $(RESULTS)/transport.json
 	$(BIN)/python benchmarks/experts.py --out $(RESULTS)/experts.json
+	$(BIN)/python benchmarks/compression.py --out $(RESULTS)/compression.json
 	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
 	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)/parameter_server.json
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)

@@ -2,7 +2,7 @@
 
 ::
 
-    connection thread                                        device thread
+    thread that reads                                        device thread
     header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
              refused before its body has a place            refused before it meets its neighbours
 """

@@ -2,7 +2,7 @@
 
 ::
 
-    connection threads ── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
+    threads that read ─── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
                                       oldest first                                            answer each
 
 A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
