@@ -381,6 +381,49 @@ def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
         assert len(outcomes) == 8
 
 
+def test_draining_waits_until_what_was_gathered_and_what_is_long_has_left() -> None:
+    gate = Gate()
+    verb = Verb("gate", gate.verb.handler, quick=True)
+    replied, leave = threading.Event(), threading.Event()
+    with Server([verb], heartbeat=0.1, drain_seconds=20.0) as server, Client(idle=8) as client:
+        outcomes: list[Outcome] = []
+        requests = [Request(server.endpoint, "gate") for _ in range(8)]
+        asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
+        gate.wait_for(8)
+
+        def answer() -> None:
+            with server.gathering():
+                for call in gate.calls:
+                    # More than a socket takes at once.
+                    call.reply([torch.ones(2_000_000)])
+                replied.set()
+                leave.wait(timeout=20)
+
+        answering = in_thread(answer)
+        assert replied.wait(timeout=20)
+        assert server.statistics().calls == 0
+        assert not server.drain(0.05)
+        leave.set()
+        assert server.drain(20.0)
+        answering.join(timeout=10)
+        server.close()
+        asking.join(timeout=20)
+    assert [type(outcome) for outcome in outcomes] == [Answer] * 8
+
+
+def test_an_answer_after_the_end_touches_nothing() -> None:
+    gate = Gate()
+    verb = Verb("gate", gate.verb.handler, quick=True)
+    with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
+        thread = in_thread(lambda: client.gather([Request(server.endpoint, "gate")] * 2, soon()))
+        gate.wait_for(2)
+    with server.gathering():
+        for call in gate.calls:
+            call.reply()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 def test_a_fault_of_ours_with_one_connection_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from anabranch.transport.connection import Connection
 
