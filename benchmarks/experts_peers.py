@@ -84,6 +84,26 @@ def hivemind_process(kind: str) -> Iterator[hivemind.DHT]:
             child.wait(timeout=10)
 
 
+def beside(name: str, sides: dict[str, Callable[[], object]], seconds: float) -> dict[str, object]:
+    """The sides in turns; a call that fails, as large ones to hivemind sometimes do, is counted and left out."""
+    failed = dict.fromkeys(sides, 0)
+
+    def tolerant(side: str, run: Callable[[], object]) -> Callable[[], object]:
+        def attempt() -> None:
+            for _ in range(5):
+                try:
+                    run()
+                    return
+                except Exception as error:  # noqa: BLE001 - whatever it raises is counted
+                    failed[side] += 1
+                    print(f"{name}: {side}: {error!r}", file=sys.stderr)
+
+        return attempt
+
+    made = row(name, alternate({side: tolerant(side, run) for side, run in sides.items()}, seconds), "hivemind")
+    return made | {"failed": failed} if any(failed.values()) else made
+
+
 def measure_nop(seconds: float, keys: str) -> Iterator[dict[str, object]]:
     with process("nop", keys) as unix, process("nop", keys, tls=True) as tls, hivemind_process("nop") as dht:
         sides = {
@@ -95,7 +115,7 @@ def measure_nop(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             x = torch.randn(size // 4096, 1024)
             with torch.no_grad():
                 calls = {side: lambda e=expert, x=x: e(x) for side, expert in sides.items()}
-                yield row(f"nop {name}", alternate(calls, seconds), "hivemind")
+                yield beside(f"nop {name}", calls, seconds)
 
 
 def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
@@ -109,9 +129,9 @@ def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             x = torch.randn(batch, WIDTH)
             with torch.no_grad():
                 sides = {"anabranch": lambda x=x: ours(x), "hivemind": lambda x=x: theirs(x)}
-                yield row(f"ffn forward, batch {batch}", alternate(sides, seconds), "hivemind")
+                yield beside(f"ffn forward, batch {batch}", sides, seconds)
             sides = {"anabranch": lambda x=x: step(ours, x), "hivemind": lambda x=x: step(theirs, x)}
-            yield row(f"ffn forward+backward+Adam, batch {batch}", alternate(sides, seconds), "hivemind")
+            yield beside(f"ffn forward+backward+Adam, batch {batch}", sides, seconds)
         directory = Directory()
         directory.announce(GRID, endpoint, ttl=3600.0)
         mixtures = {
@@ -123,9 +143,9 @@ def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
         x = torch.randn(32, WIDTH)
         with torch.no_grad():
             forwards = {side: lambda m=mixture: m(x) for side, mixture in mixtures.items()}
-            yield row("mixture forward, batch 32, 16 experts, best 4", alternate(forwards, seconds), "hivemind")
+            yield beside("mixture forward, batch 32, 16 experts, best 4", forwards, seconds)
         steps = {side: lambda m=mixture: m(x).sum().backward() for side, mixture in mixtures.items()}
-        yield row("mixture forward+backward, batch 32, 16 experts, best 4", alternate(steps, seconds), "hivemind")
+        yield beside("mixture forward+backward, batch 32, 16 experts, best 4", steps, seconds)
         for name, backward in (("forward", False), ("forward+backward+Adam", True)):
             rates = {
                 side: call_from_threads(expert, backward=backward, seconds=seconds)

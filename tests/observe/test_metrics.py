@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -84,7 +85,8 @@ def test_the_command_line_serves_them() -> None:
             assert process.stdout.readline().startswith("listening on ")
             assert fetch(f"http://127.0.0.1:{port}/metrics")["anabranch_connections"] == 0
         finally:
-            process.terminate()
+            # As Ctrl-C does.
+            process.send_signal(signal.SIGINT)
             assert process.wait(timeout=30) == 0
 
 
