@@ -47,6 +47,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
 	$(BIN)/python benchmarks/transport.py --out $(RESULTS)/transport.json
 	$(BIN)/python benchmarks/experts.py --out $(RESULTS)/experts.json
+	$(BIN)/python benchmarks/compression.py --out $(RESULTS)/compression.json
 	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
 	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)/parameter_server.json
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
@@ -60,8 +61,10 @@ bench-peers: $(STAMP)
 	@$(BIN)/python -c "$(PURELIB)" > "$$($(PEERS)/bin/python -c "$(PURELIB)")/torch.pth"
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 \
 		torchgpipe==0.0.7
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check hivemind==1.1.12
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/tables_peers.json
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/pipeline.py threads --out $(RESULTS)
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/experts_peers.py --out $(RESULTS)/experts_peers.json
 
 clean:
 	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

@@ -20,13 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
-from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
+from anabranch.experts.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.remote_expert import fetch_schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import make_keys
+from anabranch.transport import Client, Deadline, make_keys
 
 SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 WIDTH = 512
@@ -42,11 +45,13 @@ def serve(kind: str, listen: str, keys: str) -> None:
     backends: list[ExpertBackend] = []
     if kind == "nop":
         backends = [ExpertBackend("nop.0", nn.Identity(), args_schema=[TensorSpec(1024)], max_batch_size=1 << 16)]
-    for index in range(16 if kind == "ffn" else 0):
+    # Waits for the 64th row, at most 10 ms.
+    full = {"min_batch_size": 64, "timeout": 0.01, "keep_activations": 4096} if "full" in kind else {}
+    for index in range(16 if kind.startswith("ffn") else 0):
         module = feedforward(index)
         optimizer = torch.optim.Adam(module.parameters(), fused=True)
         backends.append(
-            ExpertBackend(f"ffn.{index // 4}.{index % 4}", module, optimizer, args_schema=[TensorSpec(WIDTH)])
+            ExpertBackend(f"ffn.{index // 4}.{index % 4}", module, optimizer, args_schema=[TensorSpec(WIDTH)], **full)
         )
     with ExpertServer(backends, listen=None if listen == "-" else listen, keys=keys) as server:
         print(server.endpoint, flush=True)
@@ -141,18 +146,26 @@ def measure_mixture(seconds: float, keys: str) -> Iterator[dict[str, object]]:
         directory.announce([f"ffn.{i}.{j}" for i in range(4) for j in range(4)], endpoint, ttl=3600.0)
         mixture = RemoteMixtureOfExperts(WIDTH, (4, 4), directory, "ffn", k_best=4)
         x = torch.randn(32, WIDTH)
+        with torch.no_grad():
+            yield row("mixture forward", alternate({"mixture": lambda: mixture(x)}, seconds))
+        before = mixture.statistics().calls
         times = alternate({"mixture": lambda: mixture(x).sum().backward()}, seconds)
         made = row("mixture forward+backward, batch 32, 16 experts, best 4", times)
         facts = mixture.statistics()
-        made["calls_a_step"] = round(facts.calls / (len(times["mixture"]) + 1), 2)
+        made["calls_a_step"] = round((facts.calls - before) / (len(times["mixture"]) + 1), 2)
         yield made
 
 
 def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
-    """64 threads that send a row each, against the module here on batches of 64."""
+    """64 clients, each with a connection of its own, send a row each, against the module here on batches of 64.
+
+    Once one thread asks for all of them, as a mixture does, and once each has a thread. "recomputing" is what a server
+    that keeps no activations has to compute at least, on full batches and with no way to go: its ratio is the bound.
+    """
     here = feedforward()
     optimizer = torch.optim.Adam(here.parameters(), fused=True)
     x = torch.randn(64, WIDTH)
+    rows = [torch.randn(1, WIDTH) for _ in range(64)]
 
     def step() -> None:
         here(x).sum().backward()
@@ -163,6 +176,37 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
         with torch.no_grad():
             here(x)
 
+    def recomputed() -> None:
+        forward()
+        here(x.detach().requires_grad_()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def ask(calls: Calls, *, backward: bool) -> None:
+        with torch.set_grad_enabled(backward):
+            answers = call_experts(calls)
+        if backward:
+            torch.cat([cast(list[torch.Tensor], answer)[0] for answer in answers]).sum().backward()
+
+    for kind in ("ffn", "ffn, full batches"):
+        with process(kind, keys) as endpoint, Client(idle=64) as client:
+            schema = fetch_schema(client, "ffn.0.0", endpoint, Deadline.after(30.0))
+
+            def all_at_once(client: Client = client, schema: Schema = schema, endpoint: str = endpoint) -> Calls:
+                return Calls(client, [ExpertCall("ffn.0.0", endpoint, schema, [row]) for row in rows], 30.0, 30.0)
+
+            sides: dict[str, Callable[[], object]] = {
+                "here": forward,
+                "experts": lambda make=all_at_once: ask(make(), backward=False),
+            }
+            yield rate_row(f"64 clients of one row on one thread, {kind}, forward", alternate(sides, seconds))
+            sides = {
+                "here": step,
+                "here, recomputing": recomputed,
+                "experts": lambda make=all_at_once: ask(make(), backward=True),
+            }
+            name = f"64 clients of one row on one thread, {kind}, forward+backward+Adam"
+            yield rate_row(name, alternate(sides, seconds))
     with process("ffn", keys) as endpoint:
         expert = RemoteExpert("ffn.0.0", endpoint)
         for name, local, backward in (("forward", forward, False), ("forward+backward+Adam", step, True)):
@@ -170,10 +214,21 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             rate = call_from_threads(expert, backward=backward, seconds=seconds)
             rows_here = 64 / local_ms * 1e3
             yield {
-                "work": f"64 callers of one row, {name}",
+                "work": f"64 clients of one row on 64 threads, {name}",
                 "rows_per_second": {"experts": round(rate), "here, batch 64": round(rows_here)},
                 "ratio": {"experts": round(rate / rows_here, 3)},
             }
+
+
+def rate_row(name: str, times: dict[str, list[float]]) -> dict[str, object]:
+    """Rates as shares of the local one, by medians and by the quietest rounds."""
+    made = row(name, times)
+    here = times["here"]
+    made["ratio"] = {
+        side: round(statistics.median(here) / statistics.median(values), 3) for side, values in times.items()
+    }
+    made["ratio_of_minima"] = {side: round(min(here) / min(values), 3) for side, values in times.items()}
+    return made
 
 
 def call_from_threads(expert: RemoteExpert, *, backward: bool, seconds: float) -> float:

@@ -471,13 +471,13 @@ def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:
         while backend.forward_pool.statistics().waiting_rows < 4 and time.monotonic() < until:
             time.sleep(0.001)
         took = []
-        for _ in range(5):
+        for _ in range(30):
             start = time.monotonic()
             with pytest.raises(Overloaded, match="rows"):
                 expert(torch.ones(1, 2))
             took.append(time.monotonic() - start)
-        # A few milliseconds, with room for a busy machine.
-        assert min(took) < 0.05
+        # The quickest, for a busy machine may be away at any moment.
+        assert min(took) < 0.005
         module.open.set()
         for thread in [first, *waiting]:
             thread.join(timeout=10)

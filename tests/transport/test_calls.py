@@ -300,6 +300,147 @@ def test_a_client_outlives_its_servers_restart_without_being_told() -> None:
                     assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
+def test_connections_to_servers_that_have_gone_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.transport.client._PRUNE", 0.0)
+    monkeypatch.setattr("anabranch.transport.client._FRESH", 0.0)
+    with Client() as client, Server([ECHO]) as stays:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            with Server([ECHO]) as goes:
+                assert client.call(Request(goes.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+        for _ in range(2):
+            client.call(Request(stays.endpoint, "echo"), soon())
+        assert len(client._idle) == 1
+        # The server's connection and the client's.
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+def test_small_requests_of_many_clients_are_read_by_one_thread_and_large_ones_by_their_own() -> None:
+    threads: list[str] = []
+
+    def note(call: Call) -> None:
+        threads.append(threading.current_thread().name)
+        call.reply(call.tensors)
+
+    verbs = [Verb("quick", note, quick=True), Verb("slow", note)]
+    with Server(verbs) as server, Client(idle=32) as client:
+        requests = [Request(server.endpoint, "quick", tensors=[torch.ones(3)]) for _ in range(32)]
+        for outcome in client.gather(requests, soon()):
+            assert isinstance(outcome, Answer)
+            assert torch.equal(outcome.tensors[0], torch.ones(3))
+        assert set(threads) == {"anabranch-loop"}
+        assert not server.threads_of
+        large = torch.randn(100_000)
+        assert torch.equal(client.call(Request(server.endpoint, "quick", tensors=[large]), soon()).tensors[0], large)
+        client.call(Request(server.endpoint, "slow"), soon())
+        assert threads[32:] == ["anabranch-connection"] * 2
+
+
+def test_a_handler_that_waits_holds_nobody_else_up() -> None:
+    opened = threading.Event()
+    verbs = [Verb("wait", lambda call: call.reply(payload=str(opened.wait(timeout=20)).encode())), ECHO]
+    verbs.append(Verb("quick", lambda call: call.reply(), quick=True))
+    with Server(verbs) as server, Client() as client:
+        waiting = in_thread(lambda: client.call(Request(server.endpoint, "wait"), soon()))
+        for verb in ("quick", "echo") * 3:
+            client.call(Request(server.endpoint, verb), Deadline.after(10.0))
+        assert waiting.is_alive()
+        opened.set()
+        waiting.join(timeout=10)
+        assert not waiting.is_alive()
+
+
+def test_a_connection_that_rests_gives_its_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.transport.drivers._REST", 0.05)
+    with Server([ECHO]) as server, Client() as client:
+        for _ in range(3):
+            assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+            until = time.monotonic() + 10
+            while server.threads_of and time.monotonic() < until:
+                time.sleep(0.001)
+            assert not server.threads_of
+        assert server.statistics().connections == 1
+
+
+def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
+    gate = Gate()
+    verb = Verb("gate", gate.verb.handler, quick=True)
+    with Server([verb], heartbeat=0.1) as server, Client(idle=8) as client:
+        outcomes: list[Outcome] = []
+        requests = [Request(server.endpoint, "gate", payload=bytes([index])) for index in range(8)]
+        thread = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
+        gate.wait_for(8)
+        with server.gathering():
+            for call in gate.calls:
+                call.reply([torch.full((70_000,), float(call.payload[0]))], call.payload)
+        thread.join(timeout=20)
+        for index, outcome in enumerate(outcomes):
+            assert isinstance(outcome, Answer)
+            assert outcome.payload == bytes([index])
+            assert float(outcome.tensors[0][-1]) == index
+        assert len(outcomes) == 8
+
+
+def test_draining_waits_until_what_was_gathered_and_what_is_long_has_left() -> None:
+    gate = Gate()
+    verb = Verb("gate", gate.verb.handler, quick=True)
+    replied, leave = threading.Event(), threading.Event()
+    with Server([verb], heartbeat=0.1, drain_seconds=20.0) as server, Client(idle=8) as client:
+        outcomes: list[Outcome] = []
+        requests = [Request(server.endpoint, "gate") for _ in range(8)]
+        asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
+        gate.wait_for(8)
+
+        def answer() -> None:
+            with server.gathering():
+                for call in gate.calls:
+                    # More than a socket takes at once.
+                    call.reply([torch.ones(2_000_000)])
+                replied.set()
+                leave.wait(timeout=20)
+
+        answering = in_thread(answer)
+        assert replied.wait(timeout=20)
+        assert server.statistics().calls == 0
+        assert not server.drain(0.05)
+        leave.set()
+        assert server.drain(20.0)
+        answering.join(timeout=10)
+        server.close()
+        asking.join(timeout=20)
+    assert [type(outcome) for outcome in outcomes] == [Answer] * 8
+
+
+def test_an_answer_after_the_end_touches_nothing() -> None:
+    gate = Gate()
+    verb = Verb("gate", gate.verb.handler, quick=True)
+    with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
+        thread = in_thread(lambda: client.gather([Request(server.endpoint, "gate")] * 2, soon()))
+        gate.wait_for(2)
+    with server.gathering():
+        for call in gate.calls:
+            call.reply()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def test_a_fault_of_ours_with_one_connection_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.transport.connection import Connection
+
+    original = Connection._greet
+    faults = [RuntimeError("ours")]
+
+    def greet(self: Connection) -> None:
+        if faults:
+            raise faults.pop()
+        original(self)
+
+    monkeypatch.setattr(Connection, "_greet", greet)
+    with Server([ECHO]) as server, Client() as client:
+        assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
+        assert server.statistics().connections == 1
+
+
 def test_above_the_cap_a_client_is_told_at_once() -> None:
     gate = Gate()
     with Server([gate.verb, ECHO], max_connections=2) as server, Client() as client:

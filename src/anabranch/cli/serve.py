@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
 from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
+from anabranch.observe import Metric, expert_metrics, parameter_metrics, serve_metrics
 from anabranch.parameter_server import serve_parameters
 
 __all__ = ["directory", "experts", "parameters", "serve"]
@@ -21,6 +24,14 @@ _Listen = Annotated[
 ]
 _Keys = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Certificates, as `anabranch keys` makes.", show_default=False)
+]
+_Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Serve counts for Prometheus at http://HOST:PORT/metrics; :PORT is the loopback.",
+        show_default=False,
+    ),
 ]
 _Insecure = Annotated[bool, typer.Option("--insecure", help="Allow TCP without certificates.")]
 
@@ -43,6 +54,7 @@ def experts(
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
+    metrics: _Metrics = None,
 ) -> None:
     """Serve experts that train themselves."""
     try:
@@ -66,6 +78,7 @@ def experts(
             checkpoint_dir=checkpoint_dir,
             keys=keys,
             insecure=insecure,
+            beside=_beside(metrics, expert_metrics),
         )
 
 
@@ -90,6 +103,7 @@ def parameters(
     listen: _Listen = None,
     keys: _Keys = None,
     insecure: _Insecure = False,
+    metrics: _Metrics = None,
 ) -> None:
     """Serve one shard of the tables and parameters."""
     if durability != "none" and checkpoint_dir is None:
@@ -107,4 +121,17 @@ def parameters(
             threads=threads,
             keys=keys,
             insecure=insecure,
+            beside=_beside(metrics, parameter_metrics),
         )
+
+
+_Server = TypeVar("_Server")
+
+
+def _beside(
+    address: str | None, read: Callable[[_Server], list[Metric]]
+) -> Callable[[_Server], AbstractContextManager[object]] | None:
+    """What serves a server's metrics at ``address``, if there is one."""
+    if address is None:
+        return None
+    return lambda server: serve_metrics(address, lambda: read(server))

@@ -2,7 +2,7 @@
 
 ::
 
-    connection thread                                        device thread
+    thread that reads                                        device thread
     header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
              refused before its body has a place            refused before it meets its neighbours
 """
@@ -31,7 +31,17 @@ from anabranch.experts.persistence import Persistence
 from anabranch.experts.runtime import Runtime
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.task_pool import PoolStatistics, Task, TaskPool
-from anabranch.transport import Call, Limits, RequestHeader, Server, TensorHeader, Transport, Verb, allocate
+from anabranch.transport import (
+    Call,
+    Limits,
+    RequestHeader,
+    Server,
+    ServerStatistics,
+    TensorHeader,
+    Transport,
+    Verb,
+    allocate,
+)
 
 __all__ = ["ExpertServer", "ExpertServerStatistics"]
 
@@ -47,11 +57,13 @@ class ExpertServerStatistics:
         pools: of each pool, by name.
         not_finite: requests refused for NaN or Inf, by peer.
         updates: updates of each expert, by uid.
+        transport: requests, errors, bytes.
     """
 
     pools: dict[str, PoolStatistics]
     not_finite: dict[str, int]
     updates: dict[str, int]
+    transport: ServerStatistics
 
 
 class ExpertServer:
@@ -76,7 +88,7 @@ class ExpertServer:
         insecure: allow TCP without certificates.
         heartbeat: seconds between the beats that tell a waiting caller that the server lives.
         transport: the network; sockets by default.
-        max_connections: each is a thread; a caller above it is told ``Overloaded``.
+        max_connections: a caller above it is told ``Overloaded``.
         limits: what a caller may send in one frame.
         drain_seconds: how long leaving the block waits for calls in flight.
 
@@ -194,6 +206,7 @@ class ExpertServer:
             {pool.name: pool.statistics() for pool in pools},
             dict(self._not_finite),
             {uid: backend.updates for uid, backend in self._backends.items()},
+            self._server.statistics(),
         )
 
     # Announcing.

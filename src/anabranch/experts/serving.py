@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import torch
@@ -97,23 +97,27 @@ def serve_experts(
     insecure: bool = False,
     heartbeat: float = 1.0,
     say: Callable[[str], None] | None = None,
+    beside: Callable[[ExpertServer], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Serves ``backends`` until ``stop`` is set, then drains and saves.
 
     Takes the arguments of ``ExpertServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and prints
-    it by default.
+    it by default. ``beside`` makes something that lives as long as the server.
     """
-    with ExpertServer(
-        backends,
-        listen=listen,
-        directory=directory,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_seconds=checkpoint_seconds,
-        device=device,
-        keys=keys,
-        insecure=insecure,
-        heartbeat=heartbeat,
-    ) as server:
+    with (
+        ExpertServer(
+            backends,
+            listen=listen,
+            directory=directory,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
+            device=device,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+        ) as server,
+        nullcontext() if beside is None else beside(server),
+    ):
         (say or _say)(f"listening on {server.endpoint}")
         _wait(stop)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    connection threads ── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
+    threads that read ─── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
                                       oldest first                                            answer each
 
 A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
@@ -189,8 +189,8 @@ class TaskPool:
                 except BoundaryError as error:
                     declined.append((task, error))
             self.changed.notify_all()
-        for task, error in declined:
-            task.finish(error)
+        for task, reason in declined:
+            task.finish(reason)
 
     def _put(self, task: Task) -> None:
         nbytes = task.nbytes

@@ -37,7 +37,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
-from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pack, unpack
+from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
 __all__ = ["ParameterServer"]
 
@@ -132,6 +132,10 @@ class ParameterServer:
     def statistics(self) -> ShardStatistics:
         """What the shard has done since it started."""
         return self._shard.statistics()
+
+    def transport_statistics(self) -> ServerStatistics:
+        """Requests, errors and bytes since the shard started."""
+        return self._server.statistics()
 
     def checkpoint(self) -> None:
         """Writes the shard's state now, if ``durability`` keeps any."""

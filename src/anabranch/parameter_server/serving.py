@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from anabranch.parameter_server.durability import Durability
 from anabranch.parameter_server.server import ParameterServer
@@ -27,23 +28,27 @@ def serve_parameters(
     insecure: bool = False,
     heartbeat: float = 1.0,
     say: Callable[[str], None] | None = None,
+    beside: Callable[[ParameterServer], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Serves one shard until ``stop`` is set, then drains and writes its state.
 
     Takes the arguments of ``ParameterServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and
-    prints it by default.
+    prints it by default. ``beside`` makes something that lives as long as the server.
     """
-    with ParameterServer(
-        shard,
-        shards,
-        listen,
-        durability,
-        checkpoint_dir,
-        threads=threads,
-        keys=keys,
-        insecure=insecure,
-        heartbeat=heartbeat,
-    ) as server:
+    with (
+        ParameterServer(
+            shard,
+            shards,
+            listen,
+            durability,
+            checkpoint_dir,
+            threads=threads,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+        ) as server,
+        nullcontext() if beside is None else beside(server),
+    ):
         (say or _say)(f"listening on {server.endpoint}")
         while not stop.wait(timeout=_NAP):
             pass

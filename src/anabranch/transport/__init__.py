@@ -1,9 +1,10 @@
 """How bytes and waits cross a boundary: framed tensors between processes, bounded in time and size.
 
 Not a message bus and no scheduler: it knows neither experts nor tables, only verbs that a server is given handlers for.
-Open ``client.py`` and ``server.py`` first, they draw the life of a request; ``frame.py`` is what it looks like in
-bytes, ``streams.py`` the seam at which sockets are replaced, ``once.py`` why a retry does no harm, ``keys.py`` who may
-come in. ``beats.py`` is another matter: it tells whether the ranks of a ``torch.distributed`` job are still there.
+Open ``client.py`` and ``server.py`` first, they draw the life of a request; ``drivers.py`` says on which thread it is
+read, ``frame.py`` what it looks like in bytes, ``streams.py`` is the seam at which sockets are replaced, ``once.py``
+why a retry does no harm, ``keys.py`` who may come in. ``beats.py`` is another matter: it tells whether the ranks of a
+``torch.distributed`` job are still there.
 """
 
 from anabranch.deadline import Deadline

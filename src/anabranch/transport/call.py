@@ -136,7 +136,7 @@ class Call:
             self._server.once.finish(self.identity, frame)
         elif self.once:
             self._server.once.abandon(self.identity)
-        self._server.finished(self._nbytes, 0 if frame is None else sum(map(len, frame)))
+        self._server.finished(self._nbytes, 0 if frame is None else sum(map(len, frame[1:])))
 
     def leave(self, connection: Connection) -> None:
         """The client behind ``connection`` has gone."""

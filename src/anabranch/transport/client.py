@@ -54,6 +54,8 @@ __all__ = ["Answer", "Client", "Outcome", "Request"]
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
+# Seconds between two looks for idle connections whose servers have gone.
+_PRUNE = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +146,7 @@ class Client:
         self._epoch = os.urandom(16)
         self._next = 0
         self._outstanding: set[int] = set()
+        self._prune_at = 0.0
         # A client that nobody closed closes its idle connections when it is collected.
         weakref.finalize(self, _close_idle, self._idle)
 
@@ -262,12 +265,27 @@ class Client:
     def _release(self, endpoint: str, channel: _Channel, *, reusable: bool) -> None:
         with self._lock:
             self._busy.discard(channel)
+            self._prune()
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
                 channel.released = time.monotonic()
                 idle.append(channel)
                 return
         channel.stream.close()
+
+    def _prune(self) -> None:
+        """Closes idle connections to servers that have gone, whom perhaps nobody will ever ask again."""
+        now = time.monotonic()
+        if now < self._prune_at:
+            return
+        self._prune_at = now + _PRUNE
+        for endpoint, idle in list(self._idle.items()):
+            gone = [channel for channel in idle if channel.stale()]
+            for channel in gone:
+                idle.remove(channel)
+                channel.stream.close()
+            if not idle:
+                del self._idle[endpoint]
 
     def _number(self) -> int:
         with self._lock:

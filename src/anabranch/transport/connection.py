@@ -147,6 +147,10 @@ class Connection:
             return select.POLLOUT | select.POLLRDHUP
         return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer else 0)
 
+    def sending(self) -> bool:
+        """Whether bytes of an answer have not left yet."""
+        return bool(self._writer) and not self.closed
+
     def resting(self) -> bool:
         """Whether nothing is on its way in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None

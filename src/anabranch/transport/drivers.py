@@ -21,8 +21,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from anabranch.events import report
 from anabranch.transport.connection import Connection, Fate
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from anabranch.transport.server import Server
 
 __all__ = ["Answer", "Loop", "ThreadOfItsOwn"]
+
+_T = TypeVar("_T")
 
 Answer = tuple[Connection, "Call", Sequence[memoryview]]
 
@@ -58,6 +61,8 @@ class Loop:
         self._answers: deque[Answer] = deque()
         self._called: deque[Connection] = deque()
         self._stopped = False
+        self._lock = threading.Lock()
+        self._closed = False
         self._accept_at = 0.0
         self._poller.register(self._wake, select.EPOLLIN)
 
@@ -73,6 +78,10 @@ class Loop:
         self._answers.extend(answers)
         self._ring()
 
+    def has_answers(self) -> bool:
+        """Whether answers wait to be written."""
+        return bool(self._answers)
+
     def stop(self) -> None:
         """Ends the thread and its connections."""
         self._stopped = True
@@ -80,11 +89,16 @@ class Loop:
 
     def close(self) -> None:
         """Frees the descriptors; after the thread has ended."""
-        self._poller.close()
-        os.close(self._wake)
+        with self._lock:
+            self._closed = True
+            self._poller.close()
+            os.close(self._wake)
 
     def _ring(self) -> None:
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            # The number of a closed descriptor may be somebody else's file by now.
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
 
     # On the loop's thread.
 
@@ -107,7 +121,8 @@ class Loop:
                 else:
                     self._accept_all()
             self._do_what_was_asked()
-            self._server.round_over()
+            self._guard(self._server.round_over)
+        self._do_what_was_asked()
         for connection in list(self._connections.values()):
             connection.end()
         self._connections.clear()
@@ -118,21 +133,29 @@ class Loop:
 
     def _do_what_was_asked(self) -> None:
         while self._answers:
-            connection, call, frame = self._answers.popleft()
-            connection.write_answer(call, frame)
+            connection, call, frame = self._answers[0]
+            self._guard(partial(connection.write_answer, call, frame))
+            # Only now, for whoever waits until all have been written.
+            self._answers.popleft()
         while self._called:
             connection = self._called.popleft()
             if connection.driver is self and not connection.closed:
                 self._watch(connection)
 
     def _step(self, connection: Connection, events: int) -> None:
-        try:
-            fate = connection.step(events)
-        except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
-            report("transport.connection_failed", error=traceback.format_exc())
+        fate = self._guard(lambda: connection.step(events))
+        if fate is None:
             connection.end()
             fate = Fate.ENDED
         self._follow(connection, fate)
+
+    def _guard(self, do: Callable[[], _T]) -> _T | None:
+        """``None`` if it failed: a fault of ours with one connection must not end the others."""
+        try:
+            return do()
+        except Exception:  # noqa: BLE001 - see above
+            report("transport.connection_failed", error=traceback.format_exc())
+            return None
 
     def _follow(self, connection: Connection, fate: Fate) -> None:
         if fate is Fate.STAYS:

@@ -7,7 +7,8 @@
                                        └──> a thread of the connection's own: large requests, handlers that wait
     beat thread ── a beat on every connection whose request waits or runs
 
-``call.py`` is what a handler sees, ``connection.py`` how a request is read and answered, ``drivers.py`` on which thread.
+``call.py`` is what a handler sees, ``connection.py`` how a request is read and answered, ``drivers.py`` on
+which thread.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ __all__ = ["Call", "Server", "ServerStatistics", "Verb"]
 _USHERS = 16
 # Python's default lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
+# Seconds between two looks at whether the last bytes have left.
+_GLANCE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ServerStatistics:
         requests: those taken, by verb.
         errors: answers that were errors, by kind.
         bytes_received: of tensors.
-        bytes_sent: of answers.
+        bytes_sent: of tensors.
     """
 
     connections: int
@@ -140,6 +143,7 @@ class Server:
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._gathering = threading.local()
+        self._gatherings = 0
         self._draining = False
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -171,10 +175,17 @@ class Server:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Declines new calls and waits, at most so long, for those in flight; whether all have ended."""
+        """Declines new calls and waits, at most so long, for those in flight; whether all were answered."""
+        until = Deadline.after(max(seconds, 1e-3))
         with self._state:
             self._draining = True
-            return self._state.wait_for(lambda: self._calls == 0, timeout=seconds)
+            done = self._state.wait_for(lambda: self._calls == 0 and not self._gatherings, timeout=seconds)
+        # Long answers leave as fast as their clients read.
+        while done and (self._loop.has_answers() or any(map(Connection.sending, list(self._connections)))):
+            if until.expired() or self._closed:
+                return False
+            self._stop.wait(timeout=_GLANCE)
+        return done
 
     def close(self) -> None:
         """Cuts all connections and ends all threads; calls in flight are cancelled."""
@@ -208,12 +219,17 @@ class Server:
         """
         answers: list[Answer] = []
         self._gathering.answers = answers
+        with self._state:
+            self._gatherings += 1
         try:
             yield
         finally:
             self._gathering.answers = None
             if answers:
                 self._loop.send(answers)
+            with self._state:
+                self._gatherings -= 1
+                self._state.notify_all()
 
     def statistics(self) -> ServerStatistics:
         """Counts since the start, and what is in flight."""
@@ -291,7 +307,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """A request of ``nbytes`` has ended, with an answer of so many bytes."""
+        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
         with self._state:
             self._served += 1
             self._received += nbytes

@@ -63,7 +63,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     b'\x01\x00\x02\x00'
     """
     if tensor.dtype in _PLAIN and tensor.numel() > 1:
-        return memoryview(tensor.numpy()).cast("B")
+        return tensor.numpy().data.cast("B")
     # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
     flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,147 @@
+"""``/metrics`` for Prometheus: the counts of a server of experts or parameters, read when somebody asks for them.
+
+Nothing is counted twice and nothing is counted for nobody: a server keeps its statistics in any case, and this page
+translates them. It is plain HTTP and says nothing but counts; it listens on the loopback unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from anabranch.experts import ExpertServer, PoolStatistics
+from anabranch.parameter_server import ParameterServer
+from anabranch.transport import ServerStatistics
+
+__all__ = ["Metric", "expert_metrics", "parameter_metrics", "serve_metrics"]
+
+Kind: TypeAlias = Literal["counter", "gauge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One thing that is counted, with a value for each set of labels.
+
+    Attributes:
+        name: without the leading ``anabranch_``; a counter's gets ``_total`` behind it.
+        kind: a counter only grows, a gauge is what is so now.
+        help: what it is.
+        labels: the names of the labels.
+        values: the labels' values, in order, and the number.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    values: Sequence[tuple[tuple[str, ...], float]] = ()
+
+
+@contextmanager
+def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iterator[str]:
+    """Serves what ``collect`` gives at ``http://HOST:PORT/metrics`` while the block runs; yields that address.
+
+    Args:
+        address: ``HOST:PORT``, or ``:PORT`` for the loopback; port 0 takes any.
+        collect: called for each request.
+
+    Raises:
+        ValueError: no such address.
+        ModuleNotFoundError: without the ``metrics`` extra.
+        OSError: the port is taken.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"metrics are served at HOST:PORT or :PORT, got {address!r}")
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import Metric as Family
+        from prometheus_client.registry import Collector
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "metrics need prometheus_client: pip install 'anabranch[metrics]'", name="prometheus_client"
+        ) from error
+
+    class Page(Collector):
+        def collect(self) -> Iterator[Family]:
+            for metric in collect():
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = kind(f"anabranch_{metric.name}", metric.help, labels=metric.labels)
+                for labels, value in metric.values:
+                    family.add_metric(labels, value)
+                yield family
+
+    registry = CollectorRegistry()
+    registry.register(Page())
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    server, thread = start_http_server(int(port), addr=host, registry=registry)
+    try:
+        yield f"http://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10.0)
+
+
+_OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], int]], ...] = (
+    ("tasks", "counter", "requests queued", lambda pool: pool.tasks),
+    ("batches", "counter", "batches run", lambda pool: pool.batches),
+    ("rows", "counter", "rows run", lambda pool: pool.rows),
+    ("dropped_tasks", "counter", "requests nobody waited for any more", lambda pool: pool.dropped),
+    ("declined_tasks", "counter", "requests that found the queue full", lambda pool: pool.declined),
+    ("queue_tasks", "gauge", "requests that wait", lambda pool: pool.waiting_tasks),
+    ("queue_rows", "gauge", "rows that wait", lambda pool: pool.waiting_rows),
+    ("queue_bytes", "gauge", "bytes that wait", lambda pool: pool.waiting_bytes),
+)
+
+
+def expert_metrics(server: ExpertServer) -> list[Metric]:
+    """What a server of experts has done, and what waits."""
+    facts = server.statistics()
+    metrics = [
+        Metric(f"expert_{name}", kind, says, ("pool",), [((pool,), read(made)) for pool, made in facts.pools.items()])
+        for name, kind, says, read in _OF_A_POOL
+    ]
+    updates = [((uid,), float(count)) for uid, count in facts.updates.items()]
+    return [
+        *_transport_metrics(facts.transport),
+        *metrics,
+        Metric("expert_updates", "counter", "updates of the expert's parameters", ("uid",), updates),
+        _refused_values(facts.not_finite),
+    ]
+
+
+def parameter_metrics(server: ParameterServer) -> list[Metric]:
+    """What a shard has done."""
+    facts = server.statistics()
+    return [
+        *_transport_metrics(server.transport_statistics()),
+        _refused_values(facts.refused_values),
+        Metric("shard_replayed_records", "counter", "records done again from the log", (), [((), facts.replayed)]),
+    ]
+
+
+def _transport_metrics(facts: ServerStatistics) -> list[Metric]:
+    def one(name: str, kind: Kind, says: str, values: dict[str, int] | int, label: str = "") -> Metric:
+        if isinstance(values, int):
+            return Metric(name, kind, says, (), [((), values)])
+        return Metric(name, kind, says, (label,), [((key,), value) for key, value in sorted(values.items())])
+
+    return [
+        one("requests", "counter", "requests taken", facts.requests, "verb"),
+        one("errors", "counter", "answers that were errors", facts.errors, "kind"),
+        one("refused", "counter", "requests and connections turned away", facts.refused),
+        one("received_bytes", "counter", "bytes of tensors received", facts.bytes_received),
+        one("sent_bytes", "counter", "bytes of tensors sent", facts.bytes_sent),
+        one("connections", "gauge", "open connections", facts.connections),
+        one("calls_in_flight", "gauge", "requests being served", facts.calls),
+        one("bytes_in_flight", "gauge", "bytes of requests being served", facts.bytes_in_flight),
+    ]
+
+
+def _refused_values(by_peer: dict[str, int]) -> Metric:
+    values = [((peer,), float(count)) for peer, count in sorted(by_peer.items())]
+    return Metric("refused_values", "counter", "requests refused because they held NaN or Inf", ("peer",), values)

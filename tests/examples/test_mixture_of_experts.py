@@ -1,0 +1,40 @@
+"""The example's promise: a server killed on the way changes nothing about where training ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture_of_experts.py"
+
+
+@pytest.mark.slow
+def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:
+    arguments = [sys.executable, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert json.loads((tmp_path / "accuracy.json").read_text()) == result
+    assert any("server 1 was killed" in line for line in lines)
+    assert any("server 1 is back" in line for line in lines)
+    assert result["failed"].get("PeerLost", 0) > 0
+    assert result["used_again"]
+    assert result["undisturbed_accuracy"] > 0.8
+    assert abs(result["accuracy"] - result["undisturbed_accuracy"]) < 0.03
+
+
+def test_one_worker_has_nobody_to_speak_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mixture_of_experts
+
+    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py", "--comm-mode", "Hybrid", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        mixture_of_experts.main()
+    assert caught.value.code == 2
+    assert "this example has one worker" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Servers and directories that come back at the same place are used again, without anybody being told."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.errors import Unauthorized
+from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.tensors import TensorSpec
+from anabranch.transport import make_keys
+
+
+def backend() -> ExpertBackend:
+    return ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
+
+
+def test_a_caller_outlives_its_servers_restart(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    expert = RemoteExpert("ffn.0", f"unix:{tmp_path}/experts")
+    for _ in range(3):
+        with ExpertServer([backend()], listen=f"unix:{tmp_path}/experts"):
+            for _ in range(2):
+                expert(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_server_that_comes_back_with_another_schema_is_asked_for_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"unix:{tmp_path}/experts"
+    expert = RemoteExpert("ffn.0", endpoint)
+    with ExpertServer([backend()], listen=endpoint):
+        assert expert(torch.ones(2, 4)).shape == (2, 4)
+    wider = ExpertBackend("ffn.0", nn.Linear(4, 6), args_schema=[TensorSpec(4)])
+    with ExpertServer([wider], listen=endpoint):
+        assert expert(torch.ones(2, 4)).shape == (2, 6)
+
+
+def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    names = f"unix:{tmp_path}/names"
+    directory = Directory(names)
+    first = DirectoryServer(names)
+    with first, ExpertServer([backend()], directory=names, ttl=0.3):
+        expert = RemoteExpert("ffn.0", directory)
+        assert expert(torch.ones(1, 4)).shape == (1, 4)
+        first._server.close()
+        with DirectoryServer(names):
+            until = time.monotonic() + 20
+            while not directory.lookup(["ffn.0"]) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert directory.active(["ffn"]) == {"ffn": [0]}
+            assert RemoteExpert("ffn.0", directory)(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    keys = tmp_path / "keys"
+    with DirectoryServer("tcp://127.0.0.1:0", keys=keys) as server:
+        worker = Directory(server.endpoint, keys=keys)
+        services = Directory(server.endpoint, role="experts", keys=keys)
+        services.announce(["ffn.0"], "tcp://here:1", ttl=30.0)
+        assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
+        for ask in (
+            lambda: worker.announce(["ffn.0"], "tcp://elsewhere:1", ttl=30.0),
+            lambda: worker.withdraw(["ffn.0"], "tcp://here:1"),
+        ):
+            with pytest.raises(Unauthorized, match="role 'worker' may not"):
+                ask()
+        assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
