@@ -165,6 +165,16 @@ class Workers:
 
     # Waits, and what they end with.
 
+    def check_present(self) -> None:
+        """Looks whether everyone is still there, for who waits for the others by another way.
+
+        Raises:
+            PeerLost: a rank died or froze; names it.
+        """
+        lost = {} if self._beats is None else self._beats.lost()
+        if lost:
+            raise self._peer_lost(lost, time.monotonic(), "wait for the other workers", None)
+
     def wait_for(self, work: dist.Work, started: float, operation: str, step: int | None) -> None:
         """Returns when ``work`` is done, or raises the error that says why it will not be."""
         began = time.monotonic()

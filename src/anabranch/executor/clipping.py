@@ -7,17 +7,28 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["clip_gradients"]
+__all__ = ["clip_gradients", "clip_scale"]
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this ``norm`` are multiplied by."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, *, elsewhere: float | None = None) -> Tensor:
     """Scales every ``.grad`` in place so that their norm together is at most ``max_norm``; returns the norm before.
 
     Bit for bit what ``torch.nn.utils.clip_grad_norm_`` does, which refuses sparse gradients; a sparse one counts with
     its rows, duplicates merged.
+
+    Args:
+        parameters: those with a gradient count.
+        max_norm: the largest norm that all gradients may have together.
+        elsewhere: the sum of squares of gradients that are not here, and count too.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(parameter.grad.is_sparse for parameter in parameters if parameter.grad is not None):
+    sparse = any(parameter.grad.is_sparse for parameter in parameters if parameter.grad is not None)
+    if elsewhere is None and not sparse:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     values: list[Tensor] = []
     for parameter in parameters:
@@ -29,7 +40,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         else:
             values.append(gradient)
     total = torch.nn.utils.get_total_norm(values)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if elsewhere is not None:
+        total = (total.double().square() + elsewhere).sqrt()
+    scale = clip_scale(total, max_norm)
     for value in values:
         value.mul_(scale.to(value.device))
     return total

@@ -17,23 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
+from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
-from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.remote import RemotePart, RemoteWindow
+from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
-from anabranch.executor.steps import EvalStep, Step, TrainStep, named_steps
+from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
 from anabranch.executor.tape import TapeEngine
 from anabranch.graph import Graph
 from anabranch.job import job
+from anabranch.parameter_server import Cache, Consistency
 from anabranch.tensors import Structure, as_tensors, count_rows, map_structure
 
 __all__ = ["CommMode", "Executor"]
 
-CommMode = Literal["AllReduce"]
-_COMM_MODES: dict[str, CommMode] = {"allreduce": "AllReduce"}
 _ENGINES = ("auto", "graph", "tape")
 
 
@@ -49,20 +50,32 @@ class Executor:
     >>> result["loss"].shape
     torch.Size([])
 
-    With ``comm_mode="AllReduce"`` every worker passes its own shard of the batch, of any number of rows, and all end
-    with the parameters that one worker would have got from the whole batch. Rank 0's parameters are everyone's from the
-    start; buffers stay each worker's own.
+    With a ``comm_mode`` every worker passes its own shard of the batch, of any number of rows, and all end with the
+    parameters that one worker would have got from the whole batch. Rank 0's parameters are everyone's from the start;
+    buffers stay each worker's own.
+
+    On servers are those of the job (``anabranch run --servers N``, ``ANABRANCH_SERVERS``); a worker alone needs none,
+    and runs the same in its own process. While the executor lives, a table that is only looked up is replaced by a
+    stand-in without memory, and is no parameter of the model; a dense parameter on the servers has a copy here.
 
     Args:
         steps: steps by name, or a lone one, called ``"default"``.
-        comm_mode: ``None``: no communication, each process trains alone; ``"AllReduce"`` (in any case): gradients are
-            averaged over the rows of all workers.
+        comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
+            averaged over the rows of all workers; ``"PS"``: every parameter lives on the servers; ``"Hybrid"``:
+            embedding tables do, everything else is all-reduced.
         engine: how training steps are run: ``"tape"`` is PyTorch's autograd, ``"graph"`` captures the step once for
             each kind of batch and runs it as generated code, in which Python values that the loss reads (attributes,
             closures, globals) stay what they were at capture; ``"auto"`` is the tape.
         compile: hand the captured graph to Inductor, which rounds differently; with ``engine="graph"`` only.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
-        prefetch: fetch the next batch of a bound loader while a step runs.
+        consistency: how the workers' pushes to the servers are ordered. ``"bsp"``: merged, one optimizer step for all;
+            ``"ssp:K"``: each counts as it comes, and no worker is more than K steps ahead of the slowest; ``"asp"``:
+            each counts as it comes. If nothing is all-reduced, workers under the last two also run without waiting for
+            one another: the loss returned is the worker's own, and its epochs end by themselves.
+        cache: how the rows of tables are cached here; ``None`` reads them from the servers.
+        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also its missing rows.
+        use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
+        routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
         process_group: the workers; the job's by default, initialised here when nobody has.
         seed: seeds torch's generators with ``seed + rank``, once.
         log_path: where ``record_loads`` appends its lines.
@@ -70,8 +83,8 @@ class Executor:
         heartbeat: seconds between two looks at whether they are still there.
 
     Raises:
-        ValueError, TypeError: an argument that is none of the above, or models that differ between the workers; names
-            it and what would do.
+        ValueError, TypeError: an argument that is none of the above, models that differ between the workers, or what
+            servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
         PeerLost, DeadlineExceeded: the other workers did not come.
     """
 
@@ -83,7 +96,11 @@ class Executor:
         engine: Literal["auto", "graph", "tape"] = "auto",
         compile: bool = False,  # noqa: A002 - the field's own word
         dataloaders: Mapping[str, Iterable[Structure]] | None = None,
+        consistency: str = "bsp",
+        cache: Cache | None = None,
         prefetch: bool = True,
+        use_sparse_pull: bool = True,
+        routes: Mapping[str, str] | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int | None = None,
         log_path: str | os.PathLike[str] | None = None,
@@ -91,49 +108,72 @@ class Executor:
         heartbeat: float = 1.0,
     ) -> None:
         self._steps = named_steps(steps)
-        self.comm_mode = _comm_mode(comm_mode)
+        self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
+        Consistency.parse(consistency)
         if engine not in _ENGINES:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
         if compile and engine != "graph":
             raise ValueError(f"compile=True compiles the graph, and the engine is {engine!r}; give engine='graph'")
-        self._check_loaders(dataloaders or {})
+        for name in dataloaders or {}:
+            self._step(name)
+        self._models = distinct_models(self._steps)
+        self._routes = plan_routes(
+            self._steps,
+            self._models,
+            self.comm_mode,
+            routes,
+            use_sparse_pull=use_sparse_pull,
+            caches=cache is not None,
+        )
+        if self._routes.served and engine == "graph":
+            raise ValueError("what lives on servers runs on the tape engine; give engine='auto' or 'tape'")
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
         self._started = time.monotonic()
+        self._remote: RemotePart | None = None
+        self._batches = Batches({}, None)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
         try:
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
             self._devices = {name: _device_of(step.model) for name, step in self._steps.items()}
+            merges = Consistency.parse(consistency).merges
+            # With nothing to sum among themselves, workers whose pushes count as they come need not wait here either.
+            together = merges or not self._routes.served or self._routes.all_reduces
             self._runners = {
-                name: StepRunner(step, _engine_for(step, engine, compile), self._workers)
+                name: StepRunner(step, _engine_for(step, engine, compile), self._workers if together else None)
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
             self._share_parameters()
-            self._loaders = self._bind(dataloaders or {}, prefetch)
+            if self._routes.served:
+                self._remote = RemotePart(
+                    self._routes,
+                    self._steps,
+                    self._models,
+                    self._workers,
+                    consistency=consistency,
+                    cache=cache,
+                    timeout=timeout,
+                    heartbeat=heartbeat,
+                )
+                for runner in self._runners.values():
+                    runner.remote = RemoteWindow(self._remote, runner.step)
+            self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             for step in self._steps.values():
                 if isinstance(step, TrainStep):
                     step.model.train()
         except BaseException:
-            self.close()
+            self._end(clean=False)
             raise
         self._fetch_all = {name: Fetch(None, step.model) for name, step in self._steps.items()}
-        self._empty_epochs = 0
-        self._eval_runs: dict[str, int] = {}
-        self._patterns: dict[str, Structure] = {}
         self._runs = dict.fromkeys(self._steps, 0)
         self._rows = 0.0
         self._run_seconds = 0.0
-        self._load_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver = Saver(self._steps, self._runners, self._loaders, self._workers)
+        self._saver = Saver(self._steps, self._runners, self._batches.loaders, self._workers)
 
     # Construction.
-
-    def _check_loaders(self, dataloaders: Mapping[str, Iterable[Structure]]) -> None:
-        for name in dataloaders:
-            self._step(name)
 
     def _join_workers(self, group: dist.ProcessGroup | None, timeout: float, heartbeat: float) -> Workers | None:
         if self.comm_mode is None:
@@ -147,7 +187,8 @@ class Executor:
         if self._workers is None or self._workers.size == 1:
             return
         _check_alike(self._workers, self._steps)
-        unique = dict.fromkeys(p for step in self._steps.values() for p in step.model.parameters())
+        by_row = {route.tensor for route in self._routes.at(Place.ROWS)}
+        unique = dict.fromkeys(p for step in self._steps.values() for p in step.model.parameters() if p not in by_row)
         with torch.no_grad():
             # What is sent is memory, so a parameter with gaps, or in another order, is sent as a copy.
             sent = [parameter.detach().contiguous() for parameter in unique]
@@ -155,20 +196,6 @@ class Executor:
             for parameter, value in zip(unique, sent, strict=True):
                 if value.data_ptr() != parameter.data_ptr():
                     parameter.copy_(value)
-
-    def _bind(self, dataloaders: Mapping[str, Iterable[Structure]], prefetch: bool) -> dict[str, BoundLoader]:
-        rank, size = (self._workers.rank, self._workers.size) if self._workers else (0, 1)
-        bound: dict[str, BoundLoader] = {}
-        self._loaders = bound
-        for name, loader in dataloaders.items():
-            bound[name] = BoundLoader(loader, rank=rank, world_size=size, prefetch=prefetch)
-        self._lengths = {name: loader.length() for name, loader in bound.items()}
-        if self._workers is not None and size > 1 and bound:
-            mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()])
-            everyone = self._workers.all_gather(mine.to(self._workers.device), operation="all_gather of batch_num")
-            for name, lengths in zip(bound, everyone.t().tolist(), strict=True):
-                self._lengths[name] = None if -1 in lengths else max(lengths)
-        return bound
 
     # Running.
 
@@ -219,11 +246,11 @@ class Executor:
             step.model.train()
         ran = None
         while ran is None:
-            found = self._next_batch(name) if batch is None else batch
+            found = self._batches.next(name) if batch is None else batch
             if found is None:
                 ran = runner.run_idle()
                 if ran is None:
-                    self._start_epoch(name)
+                    self._batches.start_epoch(name)
                 continue
             found = as_tensors(found, self._devices[name])
             rows = float(count_rows(found) if step.rows is None else step.rows(found))
@@ -237,70 +264,16 @@ class Executor:
         return values
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
-        found = self._next_eval_batch(name) if batch is None else batch
+        found = self._batches.next_to_evaluate(name) if batch is None else batch
         found = as_tensors(found, self._devices[name])
+        if self._remote is not None:
+            self._remote.begin(training=False)
         with _eval_mode(step.model), torch.no_grad(), fetch.recording():
             returned = step.outputs(step.model, found)
         if not isinstance(returned, Mapping):
             raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
         fetch.check(returned)
         return cast("dict[str, Tensor]", fetch.collect(returned))
-
-    # Batches.
-
-    def _loader(self, name: str) -> BoundLoader:
-        if name not in self._loaders:
-            raise ValueError(
-                f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
-                f"dataloaders={{{name!r}: ...}}"
-            )
-        return self._loaders[name]
-
-    def _next_batch(self, name: str) -> Structure | None:
-        """The next batch of a training step's loader; ``None`` while it has ended and another worker's has not."""
-        loader = self._loader(name)
-        batch = self._take(loader)
-        if batch is ENDED and (self._workers is None or self._workers.size == 1):
-            loader.start_epoch()
-            batch = self._take(loader)
-            if batch is ENDED:
-                raise ValueError(f"the loader of {name!r} yields no batches")
-        if batch is ENDED:
-            return None
-        self._empty_epochs = 0
-        return batch
-
-    def _start_epoch(self, name: str) -> None:
-        """Every worker's loader has ended."""
-        self._empty_epochs += 1
-        if self._empty_epochs > 1:
-            raise ValueError(f"the loaders of {name!r} yield no batches on any worker")
-        self._loaders[name].start_epoch()
-
-    def _next_eval_batch(self, name: str) -> Structure:
-        """The next batch; a worker whose loader ended before the longest one's gets batches without rows till then."""
-        loader = self._loader(name)
-        batch = self._take(loader)
-        if batch is not ENDED:
-            self._patterns[name] = map_structure(_without_rows, batch)
-            self._eval_runs[name] = self._eval_runs.get(name, 0) + 1
-            return batch
-        if self._eval_runs.get(name, 0) < (self._lengths[name] or 0) and name in self._patterns:
-            self._eval_runs[name] += 1
-            return self._patterns[name]
-        self._eval_runs[name] = 0
-        loader.start_epoch()
-        batch = self._take(loader)
-        if batch is ENDED:
-            raise ValueError(f"the loader of {name!r} yields no batches")
-        self._eval_runs[name] = 1
-        return batch
-
-    def _take(self, loader: BoundLoader) -> Structure:
-        began = time.monotonic()
-        batch = loader.next_batch()
-        self._load_seconds += time.monotonic() - began
-        return batch
 
     def batch_num(self, name: str = "default") -> int:
         """How many batches an epoch of the step's loader has: the longest's over all workers.
@@ -309,11 +282,7 @@ class Executor:
             ValueError: the step has no loader, or it has no length.
         """
         self._step(name)
-        self._loader(name)
-        length = self._lengths[name]
-        if length is None:
-            raise ValueError(f"the loader of {name!r} has no length on every worker; give it __len__, or count runs")
-        return length
+        return self._batches.batch_num(name)
 
     # What there is.
 
@@ -339,6 +308,10 @@ class Executor:
             raise RuntimeError(f"step {name!r} does not run as a graph; give engine='graph'")
         return engine.program.graph
 
+    def routes(self) -> Routes:
+        """Where every parameter lives, and why; ``print`` shows a table."""
+        return self._routes
+
     def statistics(self) -> Statistics:
         """What was done since this executor was made."""
         workers = self._workers
@@ -349,7 +322,7 @@ class Executor:
             bytes=0 if workers is None else workers.bytes_sent,
             run_seconds=self._run_seconds,
             wait_seconds=0.0 if workers is None else workers.wait_seconds,
-            load_seconds=self._load_seconds,
+            load_seconds=self._batches.load_seconds,
         )
 
     def record_loads(self) -> Statistics:
@@ -428,14 +401,24 @@ class Executor:
             raise RuntimeError("this executor is closed")
 
     def close(self) -> None:
-        """Ends what was started here: loaders' threads, watching the other workers, the process group if made here."""
+        """Ends what was started here: loaders' threads, watching the other workers, the process group if made here.
+
+        Dense parameters whose home is on servers are then here as they were trained, and so are tables of servers in
+        this process; tables of other servers stay there. Every worker calls it.
+        """
+        self._end(clean=True)
+
+    def _end(self, *, clean: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        for loader in getattr(self, "_loaders", {}).values():
-            loader.close()
-        if self._workers is not None:
-            self._workers.close()
+        self._batches.close()
+        try:
+            if self._remote is not None:
+                self._remote.close(clean=clean)
+        finally:
+            if self._workers is not None:
+                self._workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -443,20 +426,11 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._end(clean=kind is None)
 
 
 def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002
     return GraphEngine(step, compile=compile) if engine == "graph" else TapeEngine(step)
-
-
-def _comm_mode(given: str | None) -> CommMode | None:
-    if given is None:
-        return None
-    mode = _COMM_MODES.get(given.lower()) if isinstance(given, str) else None
-    if mode is None:
-        raise ValueError(f"comm_mode is None or one of {sorted(_COMM_MODES.values())}, got {given!r}")
-    return mode
 
 
 def _check_alike(workers: Workers, steps: Mapping[str, Step]) -> None:
@@ -492,10 +466,6 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _without_rows(leaf: object) -> object:
-    return leaf.new_empty((0, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 def _as_numpy(value: object) -> object:

@@ -5,12 +5,13 @@
     engine: batch ─> loss ─────────────> gradient final ┐
     runner:           └ totals on their way             └> bucket ─> all_reduce ─> wait, divide, clip, optimizers
 
-With one worker and no accumulation there is nothing to sum, and the engine takes the whole step by itself.
+With one worker and no accumulation there is nothing to sum, and the engine takes the whole step by itself. What lives
+on servers goes its own way (``remote.py``): read before forward, pushed once backward has ended, beside the buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError
-from anabranch.executor.clipping import clip_gradients
+from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.remote import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
 from anabranch.tensors import Structure
@@ -35,7 +37,14 @@ class StepRunner:
         step: what to run.
         engine: how its gradients are computed.
         workers: whom to average with; ``None`` trains alone.
+
+    Attributes:
+        remote: what of the step is on servers, if anything is.
+        between: called between forward and backward, while there is time to ask for what the next step needs.
     """
+
+    remote: RemoteWindow | None = None
+    between: Callable[[], None] | None = None
 
     def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
         self.step = step
@@ -63,35 +72,66 @@ class StepRunner:
             return
         self._layout = layout
         named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
+        summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
         self._buckets = GradientBuckets(
-            named, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
+            summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
         )
-        self.engine.attach(named, self._buckets.ready)
+        self.engine.attach(named, self._buckets.ready if self.remote is None else self._ready)
+
+    def _ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        assert self._buckets is not None
+        if self.remote is not None and self.remote.holds(parameter):
+            self.remote.ready(parameter, gradient)
+            return None
+        return self._buckets.ready(parameter, gradient)
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
-        if self._workers is None and self.step.accumulate == 1 and rows > 0:
+        if self._workers is None and self.step.accumulate == 1 and rows > 0 and self.remote is None:
             return self._run_alone(batch, fetch)
         self._begin_run()
+        if self.remote is not None:
+            self.remote.part.begin(training=True, fresh=self._in_window == 0)
         if not rows > 0:
             ran = self._add_nothing(active=True)
             assert ran is not None
             return ran
         assert self._buckets is not None
-        weight = rows if self.step.reduction == "mean" else 1.0
+        weight = rows if self._averages else 1.0
         started: list[Totals] = []
         with self._window_kept_whole(started):
-            ran = self.engine.differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
+            ran = self.engine.differentiate(batch, fetch, lambda loss: self._go_between(started, loss, weight))
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
+            self._push()
             total = started[0].wait_for()
             self._finish_run(total)
         return ran if self._workers is None else Ran(self._loss_of(total), ran.returned)
+
+    @property
+    def _averages(self) -> bool:
+        """Whether gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
+        return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
+
+    def _go_between(self, started: list[Totals], loss: Tensor, weight: float) -> None:
+        """Between forward and backward."""
+        started.append(self._start_run(loss, weight))
+        if self.between is not None:
+            self.between()
+
+    def _push(self) -> None:
+        """What the run has for the servers, which are told once a window."""
+        if self.remote is not None:
+            self.remote.end_run()
+            if self._closes_window():
+                self.remote.push()
 
     def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
         assert self._buckets is not None
         last = self._closes_window()
+        if self.remote is not None:
+            self.remote.start_run(weight)
         share = header(loss, weight, run=self._calls, active=active, stopping=self.asked_to_stop, device=self._device)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
@@ -116,6 +156,7 @@ class StepRunner:
             if not total.active:
                 return None
             self._buckets.launch_rest()
+            self._push()
             self._finish_run(total)
         return Ran(self._loss_of(total), {})
 
@@ -156,6 +197,8 @@ class StepRunner:
             self._lay_out()
             assert self._buckets is not None
             self._buckets.start_window()
+            if self.remote is not None:
+                self.remote.start()
             self._window_rows = 0.0
         # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
         self._clear_gradients()
@@ -200,7 +243,7 @@ class StepRunner:
             self._in_window += 1
             return
         assert self._buckets is not None
-        divisor = self._window_rows if self.step.reduction == "mean" else 1.0
+        divisor = self._window_rows if self._averages else 1.0
         # Without any rows the sums are all zero, or there are none.
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
@@ -209,9 +252,16 @@ class StepRunner:
 
     def _update(self) -> None:
         if self.step.clip_grad_norm is not None:
-            clip_gradients(self._parameters, self.step.clip_grad_norm)
+            self._clip(self.step.clip_grad_norm)
         self.engine.update()
         self._step_schedulers()
+
+    def _clip(self, max_norm: float) -> None:
+        if self.remote is None:
+            clip_gradients(self._parameters, max_norm)
+            return
+        norm = clip_gradients(self._parameters, max_norm, elsewhere=self.remote.squared_norm())
+        self.remote.release(clip_scale(norm, max_norm).item())
 
     def _step_schedulers(self) -> None:
         for scheduler in self.step.schedulers:

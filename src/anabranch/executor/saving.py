@@ -32,7 +32,7 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
 from anabranch.executor.runner import StepRunner
-from anabranch.executor.steps import Step, TrainStep
+from anabranch.executor.steps import Step, TrainStep, distinct_models
 
 __all__ = ["Saver"]
 
@@ -55,7 +55,7 @@ class Saver:
         self._runners = engines
         self._loaders = loaders
         self._workers = workers
-        self._models = _distinct_models(steps)
+        self._models = distinct_models(steps)
 
     @property
     def _rank(self) -> int:
@@ -305,15 +305,6 @@ def _saved_sum(saved: object, parameter: Tensor) -> Tensor:
 
 def _add(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
-
-
-def _distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
-    """Every model once, by the prefix of its tensors' names: none when there is only one model."""
-    models: dict[str, nn.Module] = {}
-    for name, step in steps.items():
-        if not any(step.model is model for model in models.values()):
-            models[f"{name}."] = step.model
-    return {"": next(iter(models.values()))} if len(models) == 1 else models
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anabranch.tensors import Structure
 
-__all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "named_steps", "parameters_of"]
+__all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
 
 Loss: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
@@ -178,3 +178,12 @@ def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:
         if not isinstance(step, TrainStep | EvalStep):
             raise TypeError(f"step {name!r} is a {type(step).__name__}, not a TrainStep or EvalStep")
     return dict(steps)
+
+
+def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
+    """Every model once, by the prefix of its tensors' names: none when there is only one model."""
+    models: dict[str, nn.Module] = {}
+    for name, step in steps.items():
+        if not any(step.model is model for model in models.values()):
+            models[f"{name}."] = step.model
+    return {"": next(iter(models.values()))} if len(models) == 1 else models

@@ -13,13 +13,14 @@ from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
-from anabranch.parameter_server.remote_tables import RemoteTables
+from anabranch.parameter_server.remote_tables import RemoteTables, merge_rows, rule_of, users_of
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.serving import serve_parameters
 from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics, TableStatistics
 from anabranch.parameter_server.table_spec import TableSpec
+from anabranch.parameter_server.whole_parameters import WholeParameters
 
 __all__ = [
     "Cache",
@@ -47,6 +48,10 @@ __all__ = [
     "TableSpec",
     "TableStatistics",
     "Uniform",
+    "WholeParameters",
     "Worker",
+    "merge_rows",
+    "rule_of",
     "serve_parameters",
+    "users_of",
 ]

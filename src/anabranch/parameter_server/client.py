@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, NotFound, SchemaError
+from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, SchemaError
 from anabranch.job import job
 from anabranch.parameter_server.initial import Constant, Initial, table_key
 from anabranch.parameter_server.messages import (
@@ -114,8 +114,12 @@ class ParameterClient:
         worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
             once, and it reads what is there.
         timeout: seconds that a call may take.
+        watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
             started again is rejoined while there are retries and time.
+
+    Attributes:
+        in_process: whether the one shard is in this process, and ends with this client.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
@@ -130,6 +134,7 @@ class ParameterClient:
         *,
         worker: Worker | None = None,
         timeout: float = 60.0,
+        watch: Callable[[], None] | None = None,
         retries: int = 8,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -139,12 +144,16 @@ class ParameterClient:
         self._stack = ExitStack()
         self._timeout = timeout
         self._worker = worker
+        self.in_process = False
         self._barriers = 0
+        self._watch = watch
+        self._look_every = heartbeat
         self._holdings: dict[str, _Holding] = {}
         found = list(job().servers if endpoints is None else endpoints)
         if not found:
             transport = MemoryTransport()
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
+            self.in_process = True
         self._endpoints = found
         self._client = self._stack.enter_context(
             Client(
@@ -205,7 +214,7 @@ class ParameterClient:
         if kind == "rows":
             self._init_rows(name, shape, dtype, init, rule)
         elif kind == "dense":
-            self._init_dense(name, _first_value(init, shape, dtype), rule)
+            self.init_dense(name, _first_value(init, shape, dtype), rule)
         else:
             raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
 
@@ -258,10 +267,27 @@ class ParameterClient:
             ]  # fmt: skip
             self._restore_rows(name, parts, 0, torch.empty(0, CONSTANTS, dtype=torch.float64))
 
-    def _init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+    def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+        """Makes the dense parameter ``name`` with ``value`` on its shard; one that is there stays as it is."""
         message = pack(InitMessage(name, rule.to_dict()))
         self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
         self._holdings[name] = _Holding(None, value.dtype, tuple(value.shape))
+
+    def expect_dense(self, name: str, like: Tensor) -> None:
+        """Counts on a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        self._holdings[name] = _Holding(None, like.dtype, tuple(like.shape))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets those of ``names`` that the shards hold, so that others can take their place."""
+        wanted = set(names)
+        for shard, described in enumerate(self._describe()):
+            held = [entry["spec"]["name"] for entry in described["tables"]]
+            held += [entry["name"] for entry in described["dense"]]
+            for name in held:
+                if name in wanted:
+                    self._call(shard, "drop", pack(DropMessage(name)), once=True)
+        for name in wanted:
+            self._holdings.pop(name, None)
 
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
@@ -340,7 +366,7 @@ class ParameterClient:
                 if known is not None:
                     tensors.append(_joined([known[name].reshape(-1)[where] for name, where in asked]))
                 requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
-        answers = self._gather([request for _, request, _ in requests], deadline)
+        answers = self._in_turn([request for _, request, _ in requests], deadline)
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
             self._sort_in(answer, asked, arrived, widths or {})
@@ -439,7 +465,8 @@ class ParameterClient:
         """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
         rank, _ = self._turn(step)
         message = pack(NormMessage(rank, step))
-        answers = self._all([self._request(shard, "norm", message, step=step) for shard in range(self.shards)])
+        requests = [self._request(shard, "norm", message, step=step) for shard in range(self.shards)]
+        answers = self._in_turn(requests, Deadline.after(self._timeout))
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float) -> None:
@@ -469,7 +496,7 @@ class ParameterClient:
             return
         self._barriers += 1
         message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
-        self._call(0, "barrier", pack(message))
+        self._in_turn([self._request(0, "barrier", pack(message))], Deadline.after(self._timeout))
 
     def statistics(self) -> list[ShardStatistics]:
         """What each shard has done since it started."""
@@ -529,7 +556,7 @@ class ParameterClient:
         for entry in state["dense"]:
             tensors = groups(entry["group"])
             parts = [tensors[str(k)] for k in range(len(tensors))]
-            self._init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
+            self.init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
             message = pack(RestoreMessage(entry["name"], entry["step"]))
             self._call(self._home(entry["name"]), "restore", message, parts, once=True)
 
@@ -643,6 +670,22 @@ class ParameterClient:
             assert outcome is not None
             answers.append(outcome)
         return answers
+
+    def _in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
+        """As ``_gather``, for what may wait for other workers: looks in between whether they are still there.
+
+        Each look costs the request anew, so they come at growing intervals: one that is slow in itself gets through.
+        """
+        if self._watch is None:
+            return self._gather(requests, deadline)
+        patience = self._look_every
+        while patience < deadline.remaining():
+            try:
+                return self._gather(requests, deadline.sooner(patience))
+            except DeadlineExceeded:
+                self._watch()
+                patience *= 2
+        return self._gather(requests, deadline)
 
     def close(self) -> None:
         """Closes the connections, and the shard in this process if there is one."""

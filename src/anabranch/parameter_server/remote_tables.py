@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,7 +26,12 @@ from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_step import move_rows
 from anabranch.parameter_server.table_spec import TableSpec
 
-__all__ = ["RemoteTables"]
+__all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
+
+Use = tuple[nn.Module, str]
+"""A module that holds a parameter, and its name there."""
+Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
+"""Ids (none of a dense parameter), gradients and optimizers of what a push carries beside the looked-up tables."""
 
 
 class RemoteTables:
@@ -54,6 +59,7 @@ class RemoteTables:
         self._client = client
         self._cache = cache
         self._sources: dict[str, _Source] = {}
+        self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
         self._training = True
         self._fetcher: ThreadPoolExecutor | None = None
@@ -79,21 +85,29 @@ class RemoteTables:
             ValueError: one that is no table of two dimensions, or an optimizer that tables cannot run.
         """
         parameters = dict(model.named_parameters())
+        found: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
         for name in names:
             parameter = parameters.get(name)
             if parameter is None:
                 raise NotFound(f"the model has no parameter {name!r}; it has: {', '.join(parameters)}")
             if parameter.ndim != 2:
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
-            self._adopt(model, name, parameter, _numbers_of(optimizer, parameter, name))
+            found[name] = (parameter, rule_of(optimizer, parameter, name))
+        for name, (parameter, rule) in found.items():
+            self.take_over(name, parameter, users_of(parameter, [model]), rule)
+        self._client.barrier()
 
-    def _adopt(self, model: nn.Module, name: str, parameter: nn.Parameter, rule: Callable[[], RowOptimizer]) -> None:
-        users = [
-            (module, label)
-            for module in model.modules()
-            for label, value in module._parameters.items()
-            if value is parameter
-        ]
+    def take_over(
+        self, name: str, parameter: nn.Parameter, users: Sequence[Use], rule: Callable[[], RowOptimizer]
+    ) -> None:
+        """Moves one parameter to the servers, under ``name``: rank 0's values, which are there after a barrier.
+
+        Args:
+            name: of the table.
+            parameter: two-dimensional; its memory is freed.
+            users: the modules that hold it, and under which names; each gets the stand-in.
+            rule: its optimizer, with the numbers that it has at the time of the call.
+        """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
             getattr(module, "sparse", False) is True for module, _ in users
         )
@@ -102,12 +116,21 @@ class RemoteTables:
         source = self._add(spec, rule)
         if self._client.rank == 0:
             self._client.write_rows(name, parameter, rule())
-        self._client.barrier()
         for module, label in users:
             del module._parameters[label]
             setattr(module, label, RemoteWeight(source, parameter.shape, parameter.dtype))
         parameter.data = parameter.data.new_empty(0)
         parameter.grad = None
+        self._taken[name] = (parameter, list(users))
+
+    def give_back(self) -> None:
+        """Puts the parameters back where they were, with the values that they have come to."""
+        for name, (parameter, users) in self._taken.items():
+            parameter.data = self._client.pull(name).to(parameter.device)
+            for module, label in users:
+                delattr(module, label)
+                module.register_parameter(label, parameter)
+        self._taken.clear()
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes this the side of all ``RemoteEmbedding`` in ``model``; ``optimizer`` moves those without one."""
@@ -214,28 +237,44 @@ class RemoteTables:
         elif self._fetcher is not None:
             self._fetcher.shutdown()
 
-    def push(self, weight: float = 1.0, *, mean: bool = True, hold: bool = False) -> None:
-        """Sends the step's gradients to the servers.
+    def take(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What backward has left since ``begin``: by table, distinct ids and their gradients; empty if it left none."""
+        taken = {name: source.take() for name, source in self._sources.items()}
+        return {name: given for name, given in taken.items() if given is not None}
+
+    def push(
+        self,
+        weight: float = 1.0,
+        *,
+        mean: bool = True,
+        hold: bool = False,
+        given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        """Sends the step's gradients to the servers, all that concerns one of them in one message.
 
         Args:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
             hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
+            given: what ``take`` gave, if it was taken already.
+            beside: of what else lies on the servers, ids, gradients and the optimizer.
 
         Raises:
             ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
         """
         if hold and self._cache is not None and self._cache.push_bound:
             raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+        given = self.take() if given is None else given
         due: dict[str, tuple[Tensor, Tensor]] = {}
         for name, source in self._sources.items():
-            given = source.take()
-            if given is None:
-                continue
-            ids, grads = source.cache.write(*given, self._step) if source.cache is not None else given
-            due[name] = _together([(ids, grads), *source.leaving])
-            source.leaving.clear()
-        self._send(due, weight, mean, hold)
+            if source.cache is not None and (name in given or source.cache.cache.push_bound):
+                ids, grads = source.cache.write(*given.get(name, source.nothing()), self._step)
+                due[name] = _together([(ids, grads), *source.leaving])
+                source.leaving.clear()
+            elif name in given:
+                due[name] = given[name]
+        self._send(due, weight, mean, hold, beside or {})
 
     def squared_norm(self) -> float:
         """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
@@ -272,8 +311,12 @@ class RemoteTables:
         """What each table's cache has done; nothing without caches."""
         return {name: source.cache.statistics() for name, source in self._sources.items() if source.cache is not None}
 
-    def _send(self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool, hold: bool) -> None:
+    def _send(
+        self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool, hold: bool, beside: Beside
+    ) -> None:
         rules = {name: self._sources[name].rule() for name in due}
+        rules |= {name: rule for name, (_, _, rule) in beside.items()}
+        due = {**due, **{name: (ids, grads) for name, (ids, grads, _) in beside.items()}}
         step = self._step if self._client.worker is not None else None
         self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean, hold=hold)
 
@@ -320,13 +363,11 @@ class _Source:
         """The step's gradients, one of each row; ``None`` if backward reached none."""
         given, self.gradients = self.gradients, []
         if not given:
-            empty = (torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype))
-            return empty if self.cache is not None and self.cache.cache.push_bound else None
-        if len(given) == 1:
-            return given[0]
-        ids, grads = _together(given)
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype).index_add_(0, inverse, grads)
+            return None
+        return given[0] if len(given) == 1 else merge_rows(given)
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
 
     # The far side, for the cache.
 
@@ -337,13 +378,31 @@ class _Source:
         self.leaving.append((ids, grads))  # with the rest of the step, so that a step stays one message
 
 
+def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Distinct ids and the sums of their gradients."""
+    ids, grads = _together(parts)
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype).index_add_(0, inverse, grads)
+
+
 def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
 
 
-def _numbers_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
+def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
+    """All modules that hold ``parameter``, and under which names."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
+
+
+def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
+    """The numbers by which ``optimizer`` moves ``parameter``, read anew at each call.
+
+    Raises:
+        ValueError: it does not have the parameter, or servers cannot run it.
+    """
     for number, group in enumerate(optimizer.param_groups):
         if any(held is parameter for held in group["params"]):
             RowOptimizer.from_torch(optimizer, number)

@@ -210,6 +210,7 @@ class Shard:
             raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
         Consistency.parse(message.consistency)
         with self._state:
+            self._barriers.pop(message.rank, None)  # a new client counts them from 1 again
             job = self._job
             fresh = job is None or message.step != job.clocks[message.rank] or job.world != message.world
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):

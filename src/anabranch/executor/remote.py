@@ -1,0 +1,251 @@
+"""An executor's side of the servers: what a step reads there before and during its forward, and pushes after backward.
+
+::
+
+    begin ──> copies refreshed ──> forward: lookups pull rows ──> backward ──> RemoteWindow ──> push ──> (norm, release)
+      └ whose turn it is: bsp, ssp, asp                                            └ sums over accumulated runs
+
+The clock counts pushes, over all training steps of the executor: every worker makes the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from anabranch.collectives import Workers
+from anabranch.executor.routes import Place, Route, Routes
+from anabranch.executor.steps import Step, TrainStep
+from anabranch.job import job
+from anabranch.parameter_server import (
+    Cache,
+    Consistency,
+    ParameterClient,
+    RemoteEmbedding,
+    RemoteTables,
+    WholeParameters,
+    Worker,
+    merge_rows,
+    users_of,
+)
+
+__all__ = ["RemotePart", "RemoteWindow"]
+
+
+class RemotePart:
+    """The parameters of an executor that live on the servers.
+
+    Args:
+        routes: where everything lives; what is on the servers is taken over at once.
+        steps, models: whose parameters these are.
+        workers: whose steps are ordered with this one's; ``None`` is alone.
+        consistency: how.
+        cache: how looked-up rows are cached here, if at all.
+        timeout, heartbeat: as the executor's.
+
+    Raises:
+        ValueError: several workers and no servers; clipping or a cache that does not go with the consistency.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        steps: Mapping[str, Step],
+        models: Mapping[str, nn.Module],
+        workers: Workers | None,
+        *,
+        consistency: str = "bsp",
+        cache: Cache | None = None,
+        timeout: float = 600.0,
+        heartbeat: float = 1.0,
+    ) -> None:
+        self.consistency = Consistency.parse(consistency)
+        self.clock = 0
+        self._read_at = 0
+        self._workers = workers if workers is not None and workers.size > 1 else None
+        self._routes = routes
+        self._models = models
+        _check_steps(steps, self.consistency, cache)
+        world = 1 if self._workers is None else self._workers.size
+        if world > 1 and not job().servers:
+            raise ValueError(
+                f"{world} workers share parameters on servers, and this job has none; start it with `anabranch run "
+                f"--workers {world} --servers 1`, or name running ones in ANABRANCH_SERVERS"
+            )
+        rank = 0 if self._workers is None else self._workers.rank
+        self.client = ParameterClient(
+            worker=Worker(rank, world, consistency),
+            timeout=timeout,
+            heartbeat=heartbeat,
+            watch=None if self._workers is None else self._workers.check_present,
+        )
+        try:
+            self.tables = RemoteTables(self.client, cache=cache)
+            self.whole = WholeParameters(self.client)
+            self._meet()
+            if rank == 0:
+                self.client.drop(route.parameter for route in routes if route.place.served)
+            self._meet()
+            self._take_over(steps)
+            self._meet()
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _take_over(self, steps: Mapping[str, Step]) -> None:
+        everyone = list(self._models.values())
+        for route in self._routes.at(Place.WHOLE, Place.WHOLE_TABLE):
+            parameter, rule = _moved(route)
+            users = users_of(parameter, everyone)
+            sparse = None
+            if route.place is Place.WHOLE_TABLE:
+                sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
+            self.whole.take_over(route.parameter, parameter, rule, sparse=sparse)
+        for step in steps.values():
+            optimizers = step.optimizers if isinstance(step, TrainStep) else []
+            self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
+        for route in self._routes.at(Place.ROWS):
+            if route.tensor is not None:
+                parameter, rule = _moved(route)
+                self.tables.take_over(route.parameter, parameter, users_of(parameter, everyone), rule)
+
+    def _meet(self) -> None:
+        if self._workers is not None:
+            self._workers.barrier(operation="meet at the servers")
+
+    @property
+    def whole_parameters(self) -> dict[Tensor, str]:
+        """The parameters of which a copy is here, and their names."""
+        return {
+            route.tensor: route.parameter
+            for route in self._routes.at(Place.WHOLE, Place.WHOLE_TABLE)
+            if route.tensor is not None
+        }
+
+    def begin(self, *, training: bool, fresh: bool = True) -> None:
+        """What follows reads the servers as of now; the copies here are refreshed if they may have changed.
+
+        Args:
+            training: else nothing is changed, and no ids are admitted.
+            fresh: the first run of a window; the others go on with the same copies.
+        """
+        self.tables.begin(self.clock, training=training)
+        if self._read_at != self.clock or (fresh and not self.consistency.merges):
+            self.whole.refresh(self.clock)
+            self._read_at = self.clock
+
+    def close(self, *, clean: bool = True) -> None:
+        """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""
+        try:
+            if clean:
+                self.tables.close()
+                self.begin(training=False)
+                if self.client.in_process:
+                    self.tables.give_back()
+                for model in self._models.values():
+                    for module in model.modules():
+                        if isinstance(module, RemoteEmbedding):
+                            module.close()
+        finally:
+            self.client.close()
+
+
+class RemoteWindow:
+    """What one training step's window has for the servers."""
+
+    def __init__(self, part: RemotePart, step: TrainStep) -> None:
+        self.part = part
+        self._step = step
+        mine = set(step.model.parameters())
+        self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
+        self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
+        self._weight = 1.0
+        self.start()
+
+    def start(self) -> None:
+        """Begins a new sum."""
+        self._total = 0.0
+        self._dense: dict[str, Tensor] = {}
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def start_run(self, weight: float) -> None:
+        """Begins a run whose gradients count ``weight`` times."""
+        self._weight = weight
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` belongs here."""
+        return parameter in self._names
+
+    def ready(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Takes a final gradient of a copy."""
+        name = self._names[parameter]
+        if self._alone:
+            self._dense[name] = gradient
+        elif name in self._dense:
+            self._dense[name] = self._dense[name] + gradient * self._weight
+        else:
+            self._dense[name] = gradient * self._weight
+
+    @property
+    def _alone(self) -> bool:
+        """A window of one run sums nothing, so its gradients go as they are."""
+        return self._step.accumulate == 1
+
+    def end_run(self) -> None:
+        """Takes what backward has left of the looked-up tables."""
+        self._total += self._weight
+        for name, (ids, grads) in self.part.tables.take().items():
+            self._rows.setdefault(name, []).append((ids, grads if self._alone else grads * self._weight))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def push(self) -> None:
+        """Sends the window's gradients; with clipping they wait for ``release``."""
+        mean = self._step.reduction == "mean"
+        divisor = self._total if mean and not self._alone and self._total else 1.0
+        given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
+        dense = self._dense
+        if divisor != 1.0:
+            given = {name: (ids, grads / divisor) for name, (ids, grads) in given.items()}
+            dense = {name: gradient / divisor for name, gradient in dense.items()}
+        self.part.tables.push(
+            self._total if mean else 1.0,
+            mean=mean,
+            hold=self._step.clip_grad_norm is not None,
+            given=given,
+            beside=self.part.whole.beside(dense),
+        )
+        self.start()
+        self.part.clock += 1
+
+    def squared_norm(self) -> float:
+        """The sum of squares of the gradients just pushed, of all workers together."""
+        return self.part.client.squared_norm(self.part.clock - 1)
+
+    def release(self, scale: float) -> None:
+        """Applies the gradients just pushed, times ``scale``."""
+        self.part.client.release(self.part.clock - 1, scale)
+
+
+def _moved(route: Route) -> tuple[nn.Parameter, Callable[[], Any]]:
+    assert route.tensor is not None
+    assert route.rule is not None
+    return route.tensor, route.rule
+
+
+def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
+    for name, step in steps.items():
+        if not isinstance(step, TrainStep) or step.clip_grad_norm is None:
+            continue
+        if not consistency.merges:
+            raise ValueError(
+                f"step {name!r} clips gradients, and under {consistency.name!r} each worker's push counts as it comes, "
+                "so there is no gradient of the step to take a norm of; use consistency='bsp', or no clip_grad_norm"
+            )
+        if cache is not None and cache.push_bound:
+            raise ValueError(
+                f"step {name!r} clips gradients, and a cache with push_bound={cache.push_bound} keeps some back, so a "
+                "step has no norm; use push_bound=0, or no clip_grad_norm"
+            )

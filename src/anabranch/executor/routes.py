@@ -1,0 +1,253 @@
+"""Where every parameter lives: decided once, from the mode and the model, and shown by ``Executor.routes()``.
+
+::
+
+    mode          tables that are only looked up      everything else
+    None          here                                here
+    AllReduce     workers                             workers
+    Hybrid        servers, by row                     workers
+    PS            servers, by row                     servers, whole
+    (any)         what is frozen or in no optimizer: workers;  RemoteEmbedding: servers, by row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anabranch.executor.steps import Step, TrainStep, parameters_of
+from anabranch.parameter_server import RemoteEmbedding, RowOptimizer, rule_of, users_of
+
+__all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
+
+CommMode = Literal["AllReduce", "PS", "Hybrid"]
+_COMM_MODES: dict[str, CommMode] = {"allreduce": "AllReduce", "ps": "PS", "hybrid": "Hybrid"}
+_SERVED = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def comm_mode_of(given: str | None) -> CommMode | None:
+    """The mode that ``given`` names, in any case.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if given is None:
+        return None
+    mode = _COMM_MODES.get(given.lower()) if isinstance(given, str) else None
+    if mode is None:
+        raise ValueError(f"comm_mode is None or one of {sorted(_COMM_MODES.values())}, got {given!r}")
+    return mode
+
+
+class Place(StrEnum):
+    """Where a parameter lives, as ``Executor.routes()`` says it."""
+
+    HERE = "this process"
+    WORKERS = "workers"
+    ROWS = "servers, by row"
+    WHOLE_TABLE = "servers, table read whole"
+    WHOLE = "servers, whole"
+
+    @property
+    def served(self) -> bool:
+        """Whether it lives on the servers."""
+        return self not in (Place.HERE, Place.WORKERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One parameter: where it lives, and why. ``str`` of it is a line of the table.
+
+    Attributes:
+        parameter: its name in the model.
+        shape: of the whole; a dynamic vocabulary has -1 rows.
+        bytes: of its values; 0 for a dynamic vocabulary.
+        place: where.
+        why: the reason.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    bytes: int
+    place: Place
+    why: str
+    tensor: nn.Parameter | None = field(default=None, repr=False, compare=False)
+    rule: Callable[[], RowOptimizer] | None = field(default=None, repr=False, compare=False)
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """What the table says of it."""
+        return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why
+
+    def __str__(self) -> str:
+        return "  ".join(self.cells())
+
+
+class Routes(tuple[Route, ...]):
+    """All parameters' routes; ``str`` of them is a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "bytes", "where it lives", "why"), *(route.cells() for route in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {size:>{widths[2]}}  {place:<{widths[3]}}  {why}"
+            for name, shape, size, place, why in rows
+        )
+
+    def at(self, *places: Place) -> list[Route]:
+        """Those that live at one of ``places``."""
+        return [route for route in self if route.place in places]
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether there are gradients that the workers sum among themselves."""
+        return any(route.tensor is not None and route.tensor.requires_grad for route in self.at(Place.WORKERS))
+
+    @property
+    def served(self) -> bool:
+        """Whether anything lives on the servers."""
+        return any(route.place.served for route in self)
+
+
+def plan_routes(
+    steps: Mapping[str, Step],
+    models: Mapping[str, nn.Module],
+    mode: CommMode | None,
+    overrides: Mapping[str, str] | None,
+    *,
+    use_sparse_pull: bool = True,
+    caches: bool = False,
+) -> Routes:
+    """Where each parameter of ``models`` (by the prefix of its names) lives.
+
+    Raises:
+        ValueError: a route of an unknown parameter or to an unknown place, a parameter or an optimizer that servers
+            cannot run, or options that exclude one another; names it and the cure.
+    """
+    named = {
+        f"{prefix}{name}": parameter for prefix, model in models.items() for name, parameter in model.named_parameters()
+    }
+    overrides = _checked_overrides(overrides or {}, named, mode)
+    owners = _owners(steps)
+    routes = []
+    for name, parameter in named.items():
+        users = users_of(parameter, models.values())
+        place, why = _place(name, parameter, users, mode, overrides.get(name), owned=parameter in owners)
+        rule = None
+        if place.served:
+            _check_served(name, parameter, users)
+            rule = _rule(name, parameter, owners[parameter])
+        if place is Place.ROWS and not use_sparse_pull:
+            if caches:
+                raise ValueError(
+                    "use_sparse_pull=False refreshes whole tables, which leaves nothing to cache; give one of "
+                    "use_sparse_pull=False and cache="
+                )
+            place = Place.WHOLE_TABLE
+        routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule))
+    return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
+
+
+def _checked_overrides(
+    given: Mapping[str, str], named: Mapping[str, nn.Parameter], mode: CommMode | None
+) -> dict[str, CommMode]:
+    if given and mode is None:
+        raise ValueError("routes= makes exceptions from a comm_mode; give comm_mode='AllReduce', 'PS' or 'Hybrid'")
+    found = {}
+    for name, where in given.items():
+        if name not in named:
+            raise ValueError(f"routes= names {name!r}; the parameters are: {', '.join(named)}")
+        place = _COMM_MODES.get(where.lower()) if isinstance(where, str) else None
+        if place is None:
+            raise ValueError(f"routes={{{name!r}: {where!r}}}: a parameter's route is 'AllReduce', 'PS' or 'Hybrid'")
+        found[name] = place
+    return found
+
+
+def _owners(steps: Mapping[str, Step]) -> dict[nn.Parameter, list[torch.optim.Optimizer]]:
+    """The optimizers that hold each parameter."""
+    owners: dict[nn.Parameter, list[torch.optim.Optimizer]] = {}
+    for step in steps.values():
+        if isinstance(step, TrainStep):
+            for optimizer in step.optimizers:
+                for parameter in parameters_of(optimizer):
+                    held = owners.setdefault(parameter, [])  # type: ignore[arg-type]
+                    if not any(other is optimizer for other in held):
+                        held.append(optimizer)
+    return owners
+
+
+def _place(
+    name: str,
+    parameter: nn.Parameter,
+    users: Iterable[tuple[nn.Module, str]],
+    mode: CommMode | None,
+    override: CommMode | None,
+    *,
+    owned: bool,
+) -> tuple[Place, str]:
+    looked_up = all(isinstance(module, nn.Embedding | nn.EmbeddingBag) and label == "weight" for module, label in users)
+    why = "" if override is None else f"routes={{...: {override!r}}}"
+    if mode is None:
+        return Place.HERE, "comm_mode=None"
+    if not parameter.requires_grad:
+        return Place.WORKERS, "frozen"
+    if not owned:
+        return Place.WORKERS, "no optimizer moves it"
+    chosen = override or mode
+    if chosen == "AllReduce":
+        return Place.WORKERS, why or "comm_mode='AllReduce'"
+    if looked_up:
+        return Place.ROWS, why or f"an embedding's table under {mode}"
+    if chosen == "PS":
+        return Place.WHOLE, why or "comm_mode='PS'"
+    shared = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in users)
+    return Place.WORKERS, why or ("a table that is more than looked up" if shared else "dense under Hybrid")
+
+
+def _check_served(name: str, parameter: nn.Parameter, users: Iterable[tuple[nn.Module, str]]) -> None:
+    cure = f"keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+    if parameter.dtype not in _SERVED:
+        raise ValueError(f"{name} is {parameter.dtype}; servers hold float32, float64 and bfloat16. Or {cure}")
+    for module, _ in users:
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"{name}: max_norm={module.max_norm} shrinks rows in place whenever they are looked up, which the "
+                f"servers' copy would not see; leave it None, or {cure}"
+            )
+
+
+def _rule(name: str, parameter: nn.Parameter, optimizers: list[torch.optim.Optimizer]) -> Callable[[], RowOptimizer]:
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"{name} is held by {len(optimizers)} optimizers of different steps, and a parameter on the servers has "
+            f"one; share one optimizer, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+        )
+    try:
+        return rule_of(optimizers[0], parameter, name)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; or keep it on the workers: routes={{{name!r}: 'AllReduce'}}") from None
+
+
+def _remote_embeddings(steps: Mapping[str, Step], use_sparse_pull: bool) -> list[Route]:
+    found: dict[str, Route] = {}
+    for step in steps.values():
+        for module in step.model.modules():
+            if not isinstance(module, RemoteEmbedding) or module.name in found:
+                continue
+            if not use_sparse_pull:
+                raise ValueError(
+                    f"use_sparse_pull=False holds whole tables on the workers, and RemoteEmbedding {module.name!r} "
+                    "never lies whole on one; leave use_sparse_pull=True"
+                )
+            rows, width = module.spec.rows, module.spec.width
+            size = (rows or 0) * width * module.spec.dtype.itemsize
+            shape = (-1 if rows is None else rows, width)
+            found[module.name] = Route(module.name, shape, size, Place.ROWS, "RemoteEmbedding")
+    return list(found.values())
