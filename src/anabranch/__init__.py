@@ -16,7 +16,10 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
-from anabranch import testing
+from anabranch import (
+    launch,  # noqa: F401  provides what ab.job() can do
+    testing,
+)
 from anabranch.autodiff import (
     Grad,
     GradManager,

@@ -1,19 +1,86 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
+What a job can do, ``serve`` and ``grid``, stands on packages that stand on this module: ``launch`` provides it.
 ``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-__all__ = ["Job", "Role", "job"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DirectoryLike", "Grid", "Job", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
+
+
+class DirectoryLike(Protocol):
+    """What every directory of the job's services can do, wherever its table is."""
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+
+    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+        """``endpoint`` does not serve ``uids`` any more."""
+
+    def lookup(self, uids: Iterable[str]) -> dict[str, str]:
+        """The endpoint of each uid that somebody serves."""
+
+    def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
+        """The indices that follow each prefix in the uids that somebody serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The workers as pipelines side by side, made by ``Job.grid``: rank ``d * pipeline + p`` is stage p of pipeline d.
+
+    Attributes:
+        data: how many pipelines there are.
+        pipeline: how many stages each has.
+        data_rank: which pipeline this worker is in.
+        pipeline_rank: which stage of it it is.
+        data_group: the workers that are the same stage as this one, of all pipelines.
+        pipeline_group: the workers of this one's pipeline.
+    """
+
+    data: int
+    pipeline: int
+    data_rank: int
+    pipeline_rank: int
+    data_group: ProcessGroup
+    pipeline_group: ProcessGroup
+
+
+class Serve(Protocol):
+    """The function behind ``Job.serve``."""
+
+    def __call__(
+        self,
+        job: Job,
+        make_backends: Callable[[int, int], Sequence[object]],
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None,
+        listen: str | None,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+        heartbeat: float,
+        timeout: float,
+    ) -> DirectoryLike: ...
+
+
+_provided: tuple[Serve, Callable[[Job, int, int], Grid]] | None = None
+
+
+def provide(serve: Serve, grid: Callable[[Job, int, int], Grid]) -> None:
+    """Says what ``Job.serve`` and ``Job.grid`` do; called by ``anabranch.launch``, which stands above all they need."""
+    global _provided
+    _provided = serve, grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +104,78 @@ class Job:
     servers: tuple[str, ...] = ()
     experts: int = 0
     directory: str | None = None
+
+    def serve(
+        self,
+        make_backends: Callable[[int, int], Sequence[object]],
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        listen: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        timeout: float = 120.0,
+    ) -> DirectoryLike:
+        r"""In an expert process: serves experts until the job ends, then exits with 0. In a worker: where they are.
+
+        >>> import torch, anabranch as ab
+        >>> def make_backends(index, count):
+        ...     return [ab.ExpertBackend(f"double.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
+        >>> directory = ab.job().serve(make_backends)  # alone: served by threads of this process, until it ends
+        >>> directory.active(["double"])
+        {'double': [0]}
+
+        Call it at the same place in all processes, before anything that the workers do together: an expert process
+        never comes back from it. It ends on SIGTERM, once it has answered what it was asked and has saved.
+
+        Args:
+            make_backends: called as ``make_backends(index, count)`` in the expert process ``index`` of ``count``;
+                returns its ``ExpertBackend``\ s. Not called in workers, unless the job is one process alone: then with
+                ``(0, 1)``.
+            checkpoint_dir: where experts are saved, and found again when they are started again.
+            listen: the endpoint of an expert process; by default a socket beside the directory's.
+            keys: the directory of certificates, for TCP; by default that of ``ANABRANCH_KEYS``.
+            insecure: allow TCP without certificates.
+            heartbeat: seconds between the beats of an expert process.
+            timeout: seconds that a worker waits for all expert processes of the job.
+
+        Returns:
+            The directory that ``RemoteExpert`` and the mixtures take.
+
+        Raises:
+            DeadlineExceeded: an expert process has not announced itself in time; names it.
+            PeerLost: the directory does not answer.
+            ValueError: several workers, and nobody who serves.
+        """
+        assert _provided is not None, "importing anabranch provides it"
+        return _provided[0](
+            self,
+            make_backends,
+            checkpoint_dir=checkpoint_dir,
+            listen=listen,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            timeout=timeout,
+        )
+
+    def grid(self, data: int = 1, pipeline: int = 1) -> Grid:
+        """The workers as ``data`` pipelines of ``pipeline`` stages, with the process groups of both directions.
+
+        >>> import torch, anabranch as ab
+        >>> grid = ab.job().grid(data=1, pipeline=1)  # a lone process is a grid of its own
+        >>> grid.data_group.size(), grid.pipeline_group.size()
+        (1, 1)
+        >>> torch.distributed.destroy_process_group()  # or leave that to the end of the process
+
+        Joins ``torch.distributed`` if the script has not; all workers call it at the same place.
+
+        Raises:
+            ValueError: ``data * pipeline`` is not the number of workers.
+            DeadlineExceeded, PeerLost: not everyone came.
+        """
+        assert _provided is not None, "importing anabranch provides it"
+        return _provided[1](self, data, pipeline)
 
 
 def job(environment: Mapping[str, str] | None = None) -> Job:

@@ -18,6 +18,7 @@ from anabranch.launch.worker import Worker
 class Undying:
     """A worker in an uninterruptible system call: signals do nothing."""
 
+    role = "worker"
     rank = 3
     pid = 4711
     running = True

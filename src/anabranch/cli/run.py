@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.launch import Outcome, launch
+from anabranch.launch import Durability, Outcome, launch
 
 __all__ = ["run"]
 
@@ -18,7 +18,7 @@ def run(
     script: Annotated[
         Path,
         typer.Argument(
-            metavar="SCRIPT", help="The Python file that every worker runs.", exists=True, show_default=False
+            metavar="SCRIPT", help="The Python file that every worker and expert runs.", exists=True, show_default=False
         ),
     ],
     arguments: Annotated[
@@ -26,28 +26,47 @@ def run(
         typer.Argument(metavar="ARGS", help="What the script finds in sys.argv, untouched.", show_default=False),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many worker processes to start.")] = 1,
+    servers: Annotated[int, typer.Option(min=0, metavar="N", help="How many parameter servers to start.")] = 0,
+    experts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="How many more processes run SCRIPT to serve experts.")
+    ] = 0,
+    durability: Annotated[
+        Durability, typer.Option(help="What comes back when a parameter server dies; `none` ends the job.")
+    ] = "none",
     log_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             file_okay=False,
             writable=True,
-            help="Keep each worker's output here, as worker-RANK.log. Without it logs are kept only after a failure.",
+            help="Keep each process's output here, as ROLE-RANK.log. Without it logs are kept only after a failure.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run SCRIPT in N processes that form one torch.distributed job.
+    """Run SCRIPT in N processes that form one torch.distributed job, with the servers it uses.
 
-    The workers find the same environment as under torchrun. Rank 0 is live on the screen. When a worker fails, its
+    The workers find the same environment as under torchrun. Rank 0 is live on the screen. When a process fails, its
     rank and traceback are shown and the others stopped; Ctrl-C stops all. No process is left behind.
 
-    Exit code: 0 if every worker succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
+    An expert process that dies is started again, and the job goes on meanwhile with those that answer.
+
+    Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
     directory = _log_directory(log_dir)
     outcome: Outcome | None = None
     try:
-        outcome = launch(script, arguments or [], workers=workers, log_dir=directory, live=True, tell=_tell)
+        outcome = launch(
+            script,
+            arguments or [],
+            workers=workers,
+            servers=servers,
+            experts=experts,
+            durability=durability,
+            log_dir=directory,
+            live=True,
+            tell=_tell,
+        )
         _show_failure(outcome)
     finally:
         failed = outcome is not None and outcome.first_failure is not None
@@ -76,7 +95,7 @@ def _show_failure(outcome: Outcome) -> None:
     _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
     if words:
         typer.echo(f"\n{words}\n", err=True)
-    _tell(f"the log of rank {failure.rank}: {failure.log}")
+    _tell(f"the log of {failure.who}: {failure.log}")
 
 
 def _tell(line: str) -> None:

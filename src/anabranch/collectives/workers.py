@@ -30,7 +30,7 @@ from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.events import report
 from anabranch.transport.beats import Beats, Identity, Store
 
-__all__ = ["Pending", "Workers"]
+__all__ = ["Pending", "Workers", "meet_peers"]
 
 _IDENTITY_BYTES = 256
 _BACKEND_GRACE = 60.0
@@ -88,7 +88,7 @@ class Workers:
         if self._owns_job:
             backend = "gloo" if self.on_host else "nccl"
             # Waits end here, at `timeout`, with a name; the backend's own, nameless end comes only after that.
-            _meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
+            meet_peers(backend, timedelta(seconds=timeout + _BACKEND_GRACE))
         self._group: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
         self.device = torch.device("cpu") if device is None else device
         self.rank = dist.get_rank(self._group)
@@ -279,7 +279,7 @@ class Workers:
 _meetings = itertools.count()
 
 
-def _meet_peers(backend: str, timeout: timedelta) -> None:
+def meet_peers(backend: str, timeout: timedelta) -> None:
     """Initialises the job's process group from the environment, as ``init_process_group`` does, under keys of its own.
 
     Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the

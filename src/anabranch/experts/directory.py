@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from anabranch.deadline import Deadline
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
+from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Request, Server, Transport, Verb, pack, unpack
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory"]
@@ -25,22 +26,6 @@ __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory"]
 _NAMES_A_REQUEST = 500
 _SERVICES = frozenset({"experts", "parameters", "directory"})
 _T = TypeVar("_T")
-
-
-class DirectoryLike(Protocol):
-    """What every directory can do, wherever its table is."""
-
-    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
-
-    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
-
-    def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """The endpoint of each uid that somebody serves."""
-
-    def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """The indices that follow each prefix in the uids that somebody serves."""
 
 
 @dataclass(slots=True)
@@ -260,6 +245,13 @@ class DirectoryServer:
     def endpoint(self) -> str:
         """Where ``Directory(endpoint)`` finds it."""
         return self._server.endpoint
+
+    @property
+    def directory(self) -> Directory:
+        """The same table, for this process."""
+        mine = Directory()
+        mine._table = self._table
+        return mine
 
     def __enter__(self) -> DirectoryServer:
         self._server.__enter__()

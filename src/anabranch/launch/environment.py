@@ -1,16 +1,69 @@
-"""What a worker finds in its environment: torchrun's variables, so that a script cannot tell who started it."""
+"""What a process finds in its environment: torchrun's variables, so that a script cannot tell who started it, and where
+the services of the job are.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["worker_environment"]
+__all__ = ["expert_environment", "service_environment", "threads_each", "worker_environment"]
+
+# What makes a process a member of the workers' process group: an expert has no part in it.
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def service_environment(
+    servers: Sequence[str], directory: str | None, experts: int, *, base: Mapping[str, str]
+) -> dict[str, str]:
+    """``base``, and where the services of the job are; unchanged for a job without services of its own.
+
+    >>> service_environment(["unix:/run/a"], None, 0, base={})
+    {'ANABRANCH_SERVERS': 'unix:/run/a', 'ANABRANCH_EXPERTS': '0'}
+    """
+    env = dict(base)
+    if not servers and directory is None:
+        return env
+    if servers:
+        env["ANABRANCH_SERVERS"] = ",".join(servers)
+    if directory is not None:
+        env["ANABRANCH_DIRECTORY"] = directory
+    env["ANABRANCH_EXPERTS"] = str(experts)
+    return env
+
+
+def expert_environment(
+    index: int, experts: int, *, run_id: str, threads: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The whole environment of the expert process ``index``: it knows its place among the experts, and no worker.
+
+    >>> env = expert_environment(1, 2, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
+    >>> env["ANABRANCH_ROLE"], env["RANK"], env["WORLD_SIZE"], "MASTER_PORT" in env
+    ('expert', '1', '2', False)
+    """
+    env = {name: value for name, value in base.items() if name not in _RENDEZVOUS}
+    env |= {
+        "ANABRANCH_ROLE": "expert",
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(experts),
+        "LOCAL_WORLD_SIZE": str(experts),
+        "TORCHELASTIC_RUN_ID": run_id,
+    }
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    return env
 
 
 def worker_environment(
-    rank: int, workers: int, *, run_id: str, store_port: int, error_file: Path, base: Mapping[str, str]
+    rank: int,
+    workers: int,
+    *,
+    run_id: str,
+    store_port: int,
+    error_file: Path,
+    base: Mapping[str, str],
+    experts: int = 0,
 ) -> dict[str, str]:
     """The whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
 
@@ -18,8 +71,9 @@ def worker_environment(
     >>> env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["MASTER_PORT"]
     ('1', '2', '1', '29500')
 
-    ``OMP_NUM_THREADS`` stays as the user set it. Otherwise several workers share the cores evenly, where torch would
-    give each of them all cores, and torchrun one. A lone worker is left to torch, as under plain ``python``.
+    ``OMP_NUM_THREADS`` stays as the user set it. Otherwise several workers and experts share the cores evenly, where
+    torch would give each of them all cores, and torchrun one. A lone worker is left to torch, as under plain
+    ``python``.
     """
     env = dict(base)
     env |= {
@@ -41,6 +95,11 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if workers > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+    if workers + experts > 1:
+        env.setdefault("OMP_NUM_THREADS", str(threads_each(workers + experts)))
     return env
+
+
+def threads_each(processes: int) -> int:
+    """How many threads each of so many processes computes with."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -1,4 +1,14 @@
-"""Runs a script as the workers of one job on this machine."""
+"""Runs a script as one job on this machine: its workers, its expert processes, and the servers they use.
+
+::
+
+    launcher ── directory (in the launcher itself, so that it is there before all others and outlives them)
+        ├── worker 0..W-1       SCRIPT, a torch.distributed job
+        ├── expert 0..N-1       SCRIPT, up to job.serve()
+        └── parameters 0..S-1   anabranch serve parameters
+
+All sockets lie in one private folder, known before anybody listens, so everybody starts at once.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +20,26 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from anabranch.launch.environment import worker_environment
+from anabranch.experts import Directory, DirectoryServer
+from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.outcome import Exit, Outcome
+from anabranch.launch.outcome import Outcome
+from anabranch.launch.roles import expert_mark
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import collect_signals
 from anabranch.launch.store import host_store
 from anabranch.launch.supervisor import Patience, Supervisor
-from anabranch.launch.worker import Worker
+from anabranch.launch.worker import Recipe, Worker
 
-__all__ = ["launch"]
+__all__ = ["Durability", "launch"]
+
+Durability = Literal["none", "checkpoint", "log"]
+_RESTARTS = 3
+_LONGEST_SOCKET_FOLDER = 80  # of the 107 bytes that the kernel takes for a socket's path
 
 
 def launch(
@@ -29,6 +47,9 @@ def launch(
     arguments: Sequence[str] = (),
     *,
     workers: int = 1,
+    servers: int = 0,
+    experts: int = 0,
+    durability: Durability = "none",
     log_dir: Path,
     live: bool = False,
     environment: Mapping[str, str] | None = None,
@@ -38,13 +59,21 @@ def launch(
 ) -> Outcome:
     """Runs ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and waits for all of them.
 
+    Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
+    it has served is started again, three times; then the job goes on without it. A parameter server that dies is
+    started again if ``durability`` lets it come back, and ends the job otherwise.
+
     When it returns, no process that the job started is left.
 
     Args:
         script: the Python file.
         arguments: what it finds in ``sys.argv[1:]``.
-        workers: how many processes; at least 1.
-        log_dir: an existing directory; rank r's output goes to ``worker-<r>.log`` there.
+        workers: how many workers; at least 1.
+        servers: how many parameter servers.
+        experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
+        durability: what a parameter server that is started again finds: nothing, so it is not; its last checkpoint; all
+            that it had acknowledged.
+        log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there.
         live: show rank 0's output on this process's stdout and stderr, too.
         environment: what the workers' environment is made from; ``os.environ`` by default.
         patience: how long workers may take to end after a failure or a signal.
@@ -52,10 +81,12 @@ def launch(
         tell: called with each line that a user should see at once.
 
     Raises:
-        ValueError: ``workers`` is below 1, or there is no such script.
+        ValueError: a number of processes that cannot be, or there is no such script.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")
+    if servers < 0 or experts < 0:
+        raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
     if not script.exists():
         raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
     run_id = uuid.uuid4().hex
@@ -65,21 +96,72 @@ def launch(
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch())
         store = host_store()
-        logs = [log_dir / f"worker-{rank}.log" for rank in range(workers)]
-        screen = stack.enter_context(Screen(logs[0])) if live else None
+        sockets = _socket_folder(stack, scratch)
+        directory = None
+        if servers or experts:
+            directory = stack.enter_context(DirectoryServer(f"unix:{sockets / 'directory'}"))
+        endpoints = [f"unix:{sockets / f'parameters-{shard}'}" for shard in range(servers)]
+        base = service_environment(endpoints, None if directory is None else directory.endpoint, experts, base=base)
+        screen = stack.enter_context(Screen(log_dir / "worker-0.log")) if live else None
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
+        services: list[Worker] = []
+        sessions: set[int] = set()
         stack.enter_context(adopt_orphans())
-        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", {worker.pid for worker in running}))
+        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", sessions))
 
         def say(line: str) -> None:
             if screen:
                 screen.finish_line()
             tell(line)
 
-        supervisor = Supervisor(running, signals, screen=screen, patience=patience, seconds=seconds, tell=say)
+        def start(recipe: Recipe, restarted: int = 0) -> Worker:
+            process = Worker(recipe, restarted)
+            sessions.add(process.pid)
+            return process
+
+        supervisor = Supervisor(
+            running,
+            signals,
+            services=services,
+            start=start,
+            screen=screen,
+            patience=patience,
+            seconds=seconds,
+            tell=say,
+        )
         stack.callback(supervisor.kill)
-        for rank, log in enumerate(logs):
+        threads = threads_each(workers + experts)
+        for shard, endpoint in enumerate(endpoints):
+            services.append(
+                start(
+                    Recipe(
+                        "parameters",
+                        shard,
+                        _serve_parameters(shard, servers, endpoint, durability, scratch / "parameters"),
+                        {**base, "TORCHELASTIC_RUN_ID": run_id},
+                        log_dir / f"parameters-{shard}.log",
+                        restarts=0 if durability == "none" else _RESTARTS,
+                        has_served=lambda: True,
+                    )
+                )
+            )
+        for index in range(experts):
+            assert directory is not None
+            services.append(
+                start(
+                    Recipe(
+                        "expert",
+                        index,
+                        command,
+                        expert_environment(index, experts, run_id=run_id, threads=threads, base=base),
+                        log_dir / f"expert-{index}.log",
+                        restarts=_RESTARTS,
+                        has_served=partial(_is_announced, directory.directory, expert_mark(index)),
+                    )
+                )
+            )
+        for rank in range(workers):
             env = worker_environment(
                 rank,
                 workers,
@@ -87,22 +169,45 @@ def launch(
                 store_port=store.port,
                 error_file=scratch / f"error-{rank}.json",
                 base=base,
+                experts=experts,
             )
-            running.append(Worker(rank, command, env, log, screen if rank == 0 else None))
+            running.append(
+                start(
+                    Recipe("worker", rank, command, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None)
+                )
+            )
         if screen:
             screen.started()
         supervisor.run()
     return Outcome(
-        exits=tuple(Exit(w.rank, w.pid, w.exit_code or 0, w.ended_at, w.stopped, w.log) for w in running),
+        exits=tuple(process.exit for process in running),
         interrupted=supervisor.interrupted,
         timed_out=supervisor.timed_out,
         seconds=time.monotonic() - started,
+        services=tuple(process.exit for process in services),
     )
 
 
+def _serve_parameters(shard: int, shards: int, endpoint: str, durability: Durability, state: Path) -> list[str]:
+    command = [sys.executable, "-u", "-P", "-m", "anabranch.cli", "serve", "parameters", "--listen", endpoint]
+    command += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
+    return command if durability == "none" else [*command, "--checkpoint-dir", str(state)]
+
+
+def _is_announced(directory: Directory, uid: str) -> bool:
+    return bool(directory.lookup([uid]))
+
+
+def _socket_folder(stack: ExitStack, scratch: Path) -> Path:
+    """A private folder whose path is short enough for sockets: the scratch folder, unless TMPDIR lies deep."""
+    if len(os.fsencode(scratch)) <= _LONGEST_SOCKET_FOLDER:
+        return scratch
+    return stack.enter_context(_scratch("/tmp"))  # noqa: S108  mkdtemp makes it, with mode 0700
+
+
 @contextmanager
-def _scratch() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="anabranch-"))
+def _scratch(parent: str | None = None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="anabranch-", dir=parent))
     try:
         yield path
     finally:

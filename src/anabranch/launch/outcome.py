@@ -1,12 +1,16 @@
-"""How a job ended: each worker's exit, which failed first, and the words for it."""
+"""How a job ended: each process's exit, which failed first, and the words for it."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["Exit", "Outcome"]
+__all__ = ["Exit", "Outcome", "Role", "called"]
+
+Role = Literal["worker", "parameters", "expert"]
+"""What a process of a job does."""
 
 _TAIL_LINES = 20
 _MOST_LINES = 200
@@ -19,17 +23,29 @@ _CHAINED = (
 )
 
 
+def called(role: Role, rank: int) -> str:
+    """What users read of a process: workers are known by their rank alone, as elsewhere in torch.
+
+    >>> called("worker", 1), called("expert", 0)
+    ('rank 1', 'expert 0')
+    """
+    return f"rank {rank}" if role == "worker" else f"{role} {rank}"
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How one worker ended.
+    """How one process ended.
 
     Attributes:
-        rank: which worker.
+        rank: which of its role.
         pid: its process.
         code: its exit code, or minus the signal that killed it.
         ended_at: when, in seconds since the epoch.
         stopped: whether it was asked to stop, because another failed or the job was interrupted.
         log: the file with its output.
+        role: what it did.
+        forgiven: whether the job went on without it.
+        early: whether it ended although there was still something to do for it, a service while workers run.
     """
 
     rank: int
@@ -38,17 +54,35 @@ class Exit:
     ended_at: float
     stopped: bool
     log: Path
+    role: Role = "worker"
+    forgiven: bool = False
+    early: bool = False
+
+    @property
+    def who(self) -> str:
+        """What users call it."""
+        return called(self.role, self.rank)
+
+    @property
+    def well(self) -> bool:
+        """Whether it is no reason to call the job a failure.
+
+        A service that was told to stop while it was still starting has had no chance to say so by its exit code.
+        """
+        told_early = self.role != "worker" and self.stopped and self.code == -signal.SIGTERM
+        return (self.code == 0 and not self.early) or self.forgiven or told_early
 
     def describe(self) -> str:
         """One line: who, and how it ended."""
         if self.code >= 0:
-            return f"rank {self.rank} (pid {self.pid}) exited with code {self.code}"
+            when = " while workers still ran" if self.early else ""
+            return f"{self.who} (pid {self.pid}) exited with code {self.code}{when}"
         try:
             name = signal.Signals(-self.code).name
         except ValueError:
             name = f"signal {-self.code}"
         hint = " (the kernel sends it when memory runs out)" if name == "SIGKILL" and not self.stopped else ""
-        return f"rank {self.rank} (pid {self.pid}) was killed by {name}{hint}"
+        return f"{self.who} (pid {self.pid}) was killed by {name}{hint}"
 
     def last_words(self) -> str:
         """The traceback at the end of its log, with the exceptions that led to it; without one, the last lines."""
@@ -83,6 +117,8 @@ class Outcome:
 
     Attributes:
         exits: one for each worker, by rank.
+        services: one for each parameter server, then one for each expert process; of one that was started again, the
+            last.
         interrupted: the signal that ended the job, ``None`` if it ended by itself.
         timed_out: whether it was ended because its time was over.
         seconds: how long it ran.
@@ -92,14 +128,15 @@ class Outcome:
     interrupted: signal.Signals | None
     timed_out: bool
     seconds: float
+    services: tuple[Exit, ...] = ()
 
     @property
     def first_failure(self) -> Exit | None:
-        """The worker that failed first, by itself; ``None`` if all succeeded or were stopped.
+        """The process that failed first, by itself; ``None`` if all succeeded or were stopped.
 
-        Clocks decide, but for a worker that failed because another was lost: it may be reaped before that one is.
+        Clocks decide, but for one that failed because another was lost: it may be reaped before that one is.
         """
-        failures = [exit_ for exit_ in self.exits if exit_.code != 0 and not exit_.stopped]
+        failures = [exit_ for exit_ in (*self.exits, *self.services) if not exit_.well and not exit_.stopped]
         return min(failures, key=lambda exit_: (exit_.blames_another(), exit_.failed_at()), default=None)
 
     @property
@@ -108,7 +145,7 @@ class Outcome:
 
         Workers that meet SIGTERM by finishing what they were at and exiting with 0 have succeeded.
         """
-        failed = any(exit_.code != 0 for exit_ in self.exits)
+        failed = any(not exit_.well for exit_ in (*self.exits, *self.services))
         if self.interrupted is not None and (failed or self.interrupted == signal.SIGINT):
             return 128 + self.interrupted
         return int(failed)

@@ -1,6 +1,6 @@
-"""Watches a job's workers until the last has ended, and ends them in time when one fails or a signal asks for it.
+"""Watches a job's processes until the last has ended, and ends them in time when one fails or a signal asks for it.
 
-One thread, one selector, no polling: a worker's end, rank 0's output and the launcher's signals are all descriptors.
+One thread, one selector, no polling: a process's end, rank 0's output and the launcher's signals are all descriptors.
 
 ::
 
@@ -10,6 +10,10 @@ One thread, one selector, no polling: a worker's end, rank 0's output and the la
                         v                                │                        │
                      SIGTERM                             │                        │ the same signal again: at once
                         └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
+
+Services (parameter servers, experts) are stopped when the last worker has ended, however it did, so that workers that
+drain still find them. A service that dies earlier is started again as often as its recipe says. One that has no restart
+left ends the job, but for an expert that has served: mixtures go on with the experts that answer.
 
 torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
 the moment one fails, before they can name the peer they lost, waits 30 seconds for a frozen worker, and forgets
@@ -22,13 +26,14 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from anabranch.launch.outcome import called
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import SignalBox
-from anabranch.launch.worker import Worker
+from anabranch.launch.worker import Recipe, Worker
 
 __all__ = ["Patience", "Supervisor"]
 
@@ -40,12 +45,13 @@ _ECHO_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the launcher waits for workers to end by themselves, in seconds.
+    """How long the launcher waits for processes to end by themselves, in seconds.
 
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
         stop: for those asked to stop, before they and all they have started are killed.
-        drain: the same when the launcher itself was sent SIGTERM: time to finish a step and save.
+        drain: the same when the launcher itself was sent SIGTERM: time to finish a step and save. Services have it
+            too when the workers have ended well.
     """
 
     failure: float = 3.0
@@ -53,14 +59,65 @@ class Patience:
     drain: float = 25.0
 
 
+class _Ending:
+    """How some processes are brought to their end: what is still to be sent to those that run on, and when."""
+
+    def __init__(self, processes: Sequence[Worker], tell: Callable[[str], None]) -> None:
+        self.processes = processes
+        self._tell = tell
+        self._steps: deque[tuple[float, signal.Signals]] = deque()  # the last is always SIGKILL
+        self._given_up_at: float | None = None
+
+    @property
+    def planned(self) -> bool:
+        return bool(self._steps) or self._given_up_at is not None
+
+    def running(self) -> list[Worker]:
+        return [process for process in self.processes if process.running]
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self.running():
+            process.signal(number)
+
+    def plan(self, moment: float, number: signal.Signals) -> None:
+        """Sends ``number`` then."""
+        self._steps.append((moment, number))
+
+    def end_by(self, moment: float) -> None:
+        """Kills those that still run then."""
+        self._steps.append((moment, signal.SIGKILL))
+        self._given_up_at = moment + _KERNEL_SECONDS
+
+    def clear(self) -> None:
+        self._steps.clear()
+        self._given_up_at = None
+
+    def moments(self) -> list[float]:
+        """When ``act`` has something to do."""
+        found = [moment for moment, _ in self._steps]
+        return found if self._given_up_at is None else [*found, self._given_up_at]
+
+    def act(self, now: float) -> None:
+        while self._steps and now >= self._steps[0][0]:
+            self.send(self._steps.popleft()[1])
+        if self._given_up_at is not None and now >= self._given_up_at:
+            for process in self.running():
+                who = called(process.role, process.rank)
+                self._tell(f"{who} (pid {process.pid}) does not die of SIGKILL: it hangs in the kernel")
+                process.abandon()
+            self._given_up_at = None
+
+
 class Supervisor:
-    """Watches ``workers`` until all have ended.
+    """Watches ``workers`` until all have ended, then ends ``services``.
 
     Args:
         workers: the running workers, by rank.
         signals: what the launcher received.
+        services: the running services; one that is started again takes its predecessor's place here.
+        start: starts one again.
         screen: rank 0's output, if it is shown.
-        patience: how long workers may take to end.
+        patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
 
@@ -74,6 +131,8 @@ class Supervisor:
         workers: Sequence[Worker],
         signals: SignalBox,
         *,
+        services: MutableSequence[Worker] | None = None,
+        start: Callable[[Recipe, int], Worker] = Worker,
         screen: Screen | None = None,
         patience: Patience | None = None,
         seconds: float | None = None,
@@ -81,7 +140,10 @@ class Supervisor:
     ) -> None:
         self.interrupted: signal.Signals | None = None
         self.timed_out = False
-        self._workers = workers
+        self._services: MutableSequence[Worker] = [] if services is None else services
+        self._start = start
+        self._workers = _Ending(workers, tell)
+        self._service_ending = _Ending(self._services, tell)
         self._signals = signals
         self._screen = screen
         self._patience = patience or Patience()
@@ -89,30 +151,29 @@ class Supervisor:
         self._tell = tell
         self._failed = False
         self._interrupted_at = 0.0
-        self._given_up_at: float | None = None
-        # What is still to be sent to the workers that run on, each with its moment; the last is always SIGKILL.
-        self._plan: deque[tuple[float, signal.Signals]] = deque()
 
     def run(self) -> None:
-        """Returns when every worker has ended and was reaped."""
+        """Returns when every process has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
             for source in self._screen.targets if self._screen else ():
                 selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
-            for worker in self._workers:
-                selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, worker))
-            while self._running():
+            for process in (*self._workers.processes, *self._services):
+                self._watch(selector, process)
+            while self._workers.running() or self._service_ending.running():
+                if not self._workers.running() and not self._service_ending.planned:
+                    self._stop_services()
                 for key, _ in selector.select(self._next_moment()):
                     key.data()
                 self._act()
 
     def kill(self) -> None:
-        """Ends all workers at once."""
-        for worker in self._running():
-            worker.signal(signal.SIGKILL)
+        """Ends all processes at once."""
+        self._workers.send(signal.SIGKILL)
+        self._service_ending.send(signal.SIGKILL)
 
-    def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.running]
+    def _watch(self, selector: selectors.BaseSelector, process: Worker) -> None:
+        selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
 
     def _on_output(self, selector: selectors.BaseSelector, source: int) -> None:
         assert self._screen
@@ -128,19 +189,54 @@ class Supervisor:
         selector.unregister(self._screen.targets[source])
         selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
 
-    def _on_end(self, selector: selectors.BaseSelector, worker: Worker) -> None:
-        selector.unregister(worker.pidfd)
-        worker.reap()
-        if worker.exit_code == 0 or worker.stopped or self._failed:
+    def _on_end(self, selector: selectors.BaseSelector, process: Worker) -> None:
+        selector.unregister(process.pidfd)
+        process.reap()
+        if process.role != "worker":
+            self._on_service_end(selector, process)
+        elif process.exit_code != 0 and not process.stopped:
+            self._fail(process)
+
+    def _on_service_end(self, selector: selectors.BaseSelector, service: Worker) -> None:
+        if service.stopped or self._failed or not self._workers.running():
+            return
+        recipe, exit_ = service.recipe, service.exit
+        if self.interrupted:  # the workers drain: too late for another
+            service.forgiven = True
+            self._tell(exit_.describe())
+        elif service.restarted < recipe.restarts and (recipe.has_served() or service.restarted):
+            again = service.restarted + 1
+            self._tell(f"{exit_.describe()}; started again ({again} of {recipe.restarts})")
+            successor = self._start(recipe, again)
+            self._services[self._services.index(service)] = successor
+            self._watch(selector, successor)
+        elif recipe.role == "expert" and (recipe.has_served() or service.restarted):
+            service.forgiven = True
+            self._tell(f"{exit_.describe()}; the job goes on without it")
+        else:
+            service.early = True
+            self._fail(service)
+
+    def _fail(self, process: Worker) -> None:
+        """The job ends because of ``process``: the others have a moment to say what they saw."""
+        if self._failed:
             return
         self._failed = True
-        others = len(self._running())
-        if others and not self._plan:
-            whom = "the other worker" if others == 1 else f"the {others} other workers"
-            self._tell(f"rank {worker.rank} failed; stopping {whom}")
+        others = len(self._workers.running())
+        if others and not self._workers.planned:
+            other = "other " if process.role == "worker" else ""
+            whom = f"the {other}worker" if others == 1 else f"the {others} {other}workers"
+            self._tell(f"{called(process.role, process.rank)} failed; stopping {whom}")
             now = time.monotonic()
-            self._plan.append((now + self._patience.failure, signal.SIGTERM))
-            self._end_by(now + self._patience.failure + self._patience.stop)
+            self._workers.plan(now + self._patience.failure, signal.SIGTERM)
+            self._workers.end_by(now + self._patience.failure + self._patience.stop)
+
+    def _stop_services(self) -> None:
+        """Asks them to finish what they are at, to save, and to end: nobody is left to ask them anything."""
+        self._service_ending.send(signal.SIGTERM)
+        hurried = self._failed or self.timed_out or self.interrupted not in (None, signal.SIGTERM)
+        patience = self._patience.stop if hurried else self._patience.drain
+        self._service_ending.end_by(time.monotonic() + patience)
 
     def _on_signal(self) -> None:
         for number in self._signals.take():
@@ -151,21 +247,20 @@ class Supervisor:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
-                self._plan.clear()
-                self._end_by(time.monotonic())
+                for ending in (self._workers, self._service_ending):
+                    ending.clear()
+                    ending.end_by(time.monotonic())
             else:
                 self.interrupted = number
                 self._interrupted_at = time.monotonic()
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
-                self._send(number)
-                self._plan.clear()
+                self._workers.send(number)
+                self._workers.clear()
                 patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
-                self._end_by(time.monotonic() + patience)
+                self._workers.end_by(time.monotonic() + patience)
 
     def _next_moment(self) -> float | None:
-        moments = [moment for moment, _ in self._plan]
-        if self._given_up_at is not None:
-            moments.append(self._given_up_at)
+        moments = [*self._workers.moments(), *self._service_ending.moments()]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
@@ -174,20 +269,8 @@ class Supervisor:
         now = time.monotonic()
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
-            self._send(signal.SIGABRT)
-            self._plan.clear()
-            self._end_by(now + self._patience.stop)
-        while self._plan and now >= self._plan[0][0]:
-            self._send(self._plan.popleft()[1])
-        if self._given_up_at is not None and now >= self._given_up_at:
-            for worker in self._running():
-                self._tell(f"rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL: it hangs in the kernel")
-                worker.abandon()
-
-    def _end_by(self, moment: float) -> None:
-        self._plan.append((moment, signal.SIGKILL))
-        self._given_up_at = moment + _KERNEL_SECONDS
-
-    def _send(self, number: signal.Signals) -> None:
-        for worker in self._running():
-            worker.signal(number)
+            self._workers.send(signal.SIGABRT)
+            self._workers.clear()
+            self._workers.end_by(now + self._patience.stop)
+        self._workers.act(now)
+        self._service_ending.act(now)

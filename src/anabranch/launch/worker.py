@@ -1,4 +1,4 @@
-"""One worker process: how it is started, signalled and reaped."""
+"""One process of a job, a worker or a service: how it is started, signalled and reaped."""
 
 from __future__ import annotations
 
@@ -7,43 +7,85 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.launch import leash
+from anabranch.launch.outcome import Exit, Role
 from anabranch.launch.screen import Screen
 
-__all__ = ["Worker"]
+__all__ = ["Recipe", "Worker"]
 
 _REAP_SECONDS = 5.0
 
 
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a process of the job is started, the first time and again.
+
+    Attributes:
+        role: what it does.
+        rank: which of its role it is.
+        command: its command line.
+        environment: the whole of it.
+        log: the file for its output.
+        screen: shows the output, too.
+        restarts: how often it is started again when it dies.
+        has_served: whether it has been of use once: a service that never was is not started again.
+    """
+
+    role: Role
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    screen: Screen | None = None
+    restarts: int = 0
+    has_served: Callable[[], bool] = _never
+
+
 class Worker:
-    """A running worker, the leader of a session and process group of its own.
+    """A running process of the job, the leader of a session and process group of its own.
 
     Own sessions keep the terminal's Ctrl-C to the launcher, which passes it on and then sees to it that all end.
 
+    Args:
+        recipe: what to start.
+        restarted: how often that was started before; its output follows what they wrote.
+
     Attributes:
-        rank: which worker it is.
+        role: what it does.
+        rank: which of its role it is.
         log: the file that holds its output.
         exit_code: ``None`` while it runs, then its exit code, or minus the signal that killed it.
         ended_at: when it ended, in seconds since the epoch; 0.0 while it runs.
         stopped: whether the launcher had asked it to stop before it ended.
+        forgiven: whether the job goes on without it.
+        early: whether it ended although there was still something to do for it.
     """
 
-    def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, screen: Screen | None = None
-    ) -> None:
-        self.rank = rank
-        self.log = log
+    def __init__(self, recipe: Recipe, restarted: int = 0) -> None:
+        self.recipe = recipe
+        self.restarted = restarted
+        self.role = recipe.role
+        self.rank = recipe.rank
+        self.log = recipe.log
         self.exit_code: int | None = None
         self.ended_at = 0.0
         self.stopped = False
-        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-        with log.open("ab" if screen else "wb") as file:
+        self.forgiven = False
+        self.early = False
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *recipe.command]
+        screen = recipe.screen
+        with self.log.open("ab" if screen or restarted else "wb") as file:
             self._process = subprocess.Popen(
                 leashed,
-                env=dict(environment),
+                env=dict(recipe.environment),
                 stdin=None if screen else subprocess.DEVNULL,
                 stdout=screen.stdout if screen else file,
                 stderr=screen.stderr if screen else file,
@@ -51,6 +93,21 @@ class Worker:
             )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def exit(self) -> Exit:
+        """How it ended."""
+        return Exit(
+            self.rank,
+            self.pid,
+            self.exit_code or 0,
+            self.ended_at,
+            self.stopped,
+            self.log,
+            role=self.role,
+            forgiven=self.forgiven,
+            early=self.early,
+        )
 
     @property
     def running(self) -> bool:

@@ -135,7 +135,7 @@ class ParameterClient:
         worker: Worker | None = None,
         timeout: float = 60.0,
         watch: Callable[[], None] | None = None,
-        retries: int = 8,
+        retries: int = 60,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         heartbeat: float = 1.0,

@@ -6,12 +6,12 @@ import json
 import os
 import tempfile
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from anabranch.errors import DeadlineExceeded, RemoteError
-from anabranch.launch import Outcome, Patience, launch
+from anabranch.launch import Durability, Outcome, Patience, launch
 
 __all__ = ["JobResult", "LocalJob"]
 
@@ -27,6 +27,9 @@ class JobResult:
             so that they read back bit for bit.
         first_failure: the rank that failed first; ``None`` if none did by itself.
         seconds: how long the job ran.
+        first_failed: who that was, or which service: ``"rank 1"``, ``"parameters 0"``, ``"expert 1"``.
+        service_logs: what each service wrote, by ``"parameters-0"``, ``"expert-0"``.
+        told: what a user of ``anabranch run`` would have been told meanwhile.
     """
 
     exit_codes: tuple[int, ...]
@@ -34,13 +37,24 @@ class JobResult:
     results: tuple[dict[str, object] | None, ...]
     first_failure: int | None
     seconds: float
+    first_failed: str | None = None
+    service_logs: Mapping[str, str] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
 
     def check(self) -> JobResult:
-        """Returns itself if every worker exited with 0.
+        """Returns itself if every worker exited with 0, and no service ended the job.
 
         Raises:
-            RemoteError: names the worker that failed first, and carries its log.
+            RemoteError: names the process that failed first, and carries its log.
         """
+        if self.first_failed is not None and not self.first_failed.startswith("rank "):
+            raise RemoteError(
+                f"{self.first_failed} failed",
+                peer=self.first_failed,
+                operation="run",
+                elapsed=self.seconds,
+                remote_traceback=self.service_logs[self.first_failed.replace(" ", "-")],
+            )
         if any(self.exit_codes):
             rank = self.first_failure
             if rank is None:
@@ -66,21 +80,30 @@ class LocalJob:
     No process of the job outlives a call. Each worker computes with one thread unless ``environment`` says otherwise.
 
     Args:
-        workers: how many processes; at least 1.
+        workers: how many workers; at least 1.
+        servers: how many parameter servers.
+        experts: how many processes of the script serve experts, in ``job.serve()``.
         timeout: seconds a run may take. Workers that still run then write every thread's stack to their log.
         environment: added to this process's environment for the workers.
-        patience: how long workers may take to end after one of them failed.
+        patience: how long processes may take to end after one of them failed.
+        durability: what a parameter server that died comes back with; ``"none"`` ends the job.
     """
 
     def __init__(
         self,
         workers: int = 1,
+        servers: int = 0,
+        experts: int = 0,
         *,
         timeout: float = 60.0,
         environment: Mapping[str, str] | None = None,
         patience: Patience | None = None,
+        durability: Durability = "none",
     ) -> None:
         self.workers = workers
+        self.servers = servers
+        self.experts = experts
+        self._durability = durability
         self.timeout = timeout
         self._environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._patience = patience
@@ -93,16 +116,21 @@ class LocalJob:
             ValueError: there is no such file, or ``workers`` is below 1.
         """
         with tempfile.TemporaryDirectory(prefix="anabranch-job-") as directory:
+            told: list[str] = []
             outcome = launch(
                 Path(script),
                 arguments,
                 workers=self.workers,
+                servers=self.servers,
+                experts=self.experts,
+                durability=self._durability,
                 log_dir=Path(directory),
                 environment={**os.environ, **self._environment},
                 patience=self._patience,
                 seconds=self.timeout,
+                tell=told.append,
             )
-            return _result(outcome)
+            return _result(outcome, told)
 
     def run_source(self, source: str, *arguments: str) -> JobResult:
         """Runs Python source text in every worker; common indentation is removed first. Else like ``run``."""
@@ -112,7 +140,7 @@ class LocalJob:
             return self.run(script, *arguments)
 
 
-def _result(outcome: Outcome) -> JobResult:
+def _result(outcome: Outcome, told: Sequence[str]) -> JobResult:
     logs = tuple(exit_.log.read_text(errors="replace") for exit_ in outcome.exits)
     if outcome.timed_out:
         late = [exit_.rank for exit_ in outcome.exits if exit_.stopped]
@@ -132,8 +160,11 @@ def _result(outcome: Outcome) -> JobResult:
         exit_codes=tuple(exit_.code for exit_ in outcome.exits),
         logs=logs,
         results=tuple(_last_json_object(log) for log in logs),
-        first_failure=None if first is None else first.rank,
+        first_failure=first.rank if first is not None and first.role == "worker" else None,
         seconds=outcome.seconds,
+        first_failed=None if first is None else first.who,
+        service_logs={exit_.log.stem: exit_.log.read_text(errors="replace") for exit_ in outcome.services},
+        told=tuple(told),
     )
 
 

@@ -1,0 +1,72 @@
+"""The function behind ``job.grid``: the workers as a grid of pipelines, and the process groups of its lines.
+
+::
+
+    data=2, pipeline=3       stage 0   stage 1   stage 2
+                  pipeline 0:  rank 0 ── rank 1 ── rank 2      pipeline_group
+                  pipeline 1:  rank 3 ── rank 4 ── rank 5
+                                 │         │         │
+                                 └ data_group        └ data_group
+"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
+
+from anabranch.collectives.workers import meet_peers
+from anabranch.job import Grid, Job
+
+__all__ = ["make_grid"]
+
+_TIMEOUT = timedelta(seconds=660)  # the waits of whoever uses the groups end before it, with a name
+
+
+def make_grid(job: Job, data: int, pipeline: int) -> Grid:
+    """What ``Job.grid`` says."""
+    if data < 1 or pipeline < 1 or data * pipeline != job.world_size:
+        raise ValueError(
+            f"data={data} times pipeline={pipeline} is {data * pipeline}, but the job has {job.world_size} "
+            f"worker{'s' * (job.world_size != 1)}; choose degrees of at least 1 whose product is {job.world_size}"
+        )
+    if job.role != "worker":
+        raise ValueError(f"the grid is the workers'; this process has the role {job.role!r}")
+    _meet(job)
+    rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
+    columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
+    return Grid(
+        data=data,
+        pipeline=pipeline,
+        data_rank=job.rank // pipeline,
+        pipeline_rank=job.rank % pipeline,
+        data_group=_own_group(columns, job.rank),
+        pipeline_group=_own_group(rows, job.rank),
+    )
+
+
+def _meet(job: Job) -> None:
+    """Initialises ``torch.distributed`` if nobody has."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if job.world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    else:
+        meet_peers(backend, _TIMEOUT)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_group(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
+    # Every rank makes every group, in the same order, as torch wants it.
+    groups = {tuple(line): dist.new_group(line, timeout=_TIMEOUT) for line in lines}
+    return cast(dist.ProcessGroup, next(group for line, group in groups.items() if rank in line))

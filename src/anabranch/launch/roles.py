@@ -1,0 +1,147 @@
+"""What a script does in the role it was given: the functions behind ``job.serve`` and ``job.grid``.
+
+``job`` lies below everything that serves and may not import it; importing this module hands it both functions.
+
+::
+
+    expert process   make_backends(index, count) ──> served, announced ──> until SIGTERM: drain, save, exit 0
+    worker           waits until every expert process has announced itself ──> the directory
+    neither (alone)  make_backends(0, 1) ──> served by threads of this process, until it ends ──> the directory
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn, cast
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded
+from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
+from anabranch.job import DirectoryLike, Job, provide
+from anabranch.launch.grid import make_grid
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+
+__all__ = ["expert_mark", "serve"]
+
+_MARK = "anabranch-expert"
+_FOR_EVER = 1e9  # seconds
+_LOOK_EVERY = 0.05
+
+MakeBackends = Callable[[int, int], Sequence[ExpertBackend]]
+
+_alone = ExitStack()
+atexit.register(_alone.close)
+
+
+def expert_mark(index: int) -> str:
+    """The uid under which the expert process ``index`` itself is announced, beside its experts.
+
+    >>> expert_mark(0)
+    'anabranch-expert.0'
+    """
+    return f"{_MARK}.{index}"
+
+
+def serve(
+    job: Job,
+    make_backends: Callable[[int, int], Sequence[object]],
+    *,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    listen: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    heartbeat: float = 1.0,
+    timeout: float = 120.0,
+) -> DirectoryLike:
+    """What ``Job.serve`` says."""
+    make = cast(MakeBackends, make_backends)
+    if job.role == "expert":
+        _serve_here(job, make, checkpoint_dir, listen, keys, insecure, heartbeat)
+    if job.directory is not None:
+        directory = Directory(job.directory, keys=keys, insecure=insecure)
+        _wait_for_experts(directory, job.experts, Deadline.after(timeout))
+        return directory
+    if job.world_size > 1:
+        raise ValueError(
+            f"this job has {job.world_size} workers and no process that serves experts; start it with "
+            "`anabranch run --experts N`, or name a directory in ANABRANCH_DIRECTORY"
+        )
+    directory = Directory()
+    _alone.enter_context(
+        ExpertServer(make(0, 1), directory=directory, checkpoint_dir=checkpoint_dir, heartbeat=heartbeat)
+    )
+    return directory
+
+
+def _serve_here(
+    job: Job,
+    make: MakeBackends,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    listen: str | None,
+    keys: str | os.PathLike[str] | None,
+    insecure: bool,
+    heartbeat: float,
+) -> NoReturn:
+    if job.directory is None:
+        raise ValueError("an expert process announces itself in a directory; name one in ANABRANCH_DIRECTORY")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("job.serve() serves until SIGTERM, which the main thread alone hears of; call it there")
+    directory = Directory(job.directory, role="experts", keys=keys, insecure=insecure)
+    endpoint = listen or _beside(job.directory, job.rank)
+
+    def announce(text: str) -> None:
+        print(text, flush=True)
+        directory.announce([expert_mark(job.rank)], text.removeprefix("listening on "), _FOR_EVER)
+
+    with stopped_by_signals() as stop:
+        backends = make(job.rank, job.world_size)
+        serve_experts(
+            backends,
+            stop,
+            listen=endpoint,
+            directory=directory,
+            checkpoint_dir=checkpoint_dir,
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            say=announce,
+        )
+    sys.exit(0)
+
+
+def _beside(directory: str, index: int) -> str:
+    """Where to listen: in the directory's own place, a private folder or the interface that leads to it."""
+    place = parse_endpoint(directory)
+    if not isinstance(place, TcpEndpoint):
+        return f"unix:{Path(place.path).with_name(f'expert-{index}')}"
+    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))  # sends nothing; the kernel chooses the interface
+        host = str(probe.getsockname()[0])
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+
+
+def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) -> None:
+    while True:
+        here = directory.active([_MARK])[_MARK]
+        missing = [index for index in range(count) if index not in here]
+        if not missing:
+            return
+        if deadline.remaining() <= 0:
+            raise DeadlineExceeded(
+                f"{len(missing)} of {count} expert processes have not announced themselves; see their logs",
+                peer=", ".join(f"expert {index}" for index in missing),
+                operation="serve",
+                elapsed=deadline.elapsed(),
+            )
+        time.sleep(_LOOK_EVERY)
+
+
+provide(serve, make_grid)
