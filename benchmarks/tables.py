@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.parameter_server import Crew, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableSpec
+from anabranch.parameter_server import Crew, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableGroup, TableSpec
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -50,23 +50,11 @@ def make_batches(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 def ours(optimizer: str, threads: int) -> Step:
     rule = RowOptimizer.from_factory(OPTIMIZERS[optimizer])
     spec = functools.partial(TableSpec, rows=ROWS, width=WIDTH, initial=Normal(0, 0.01))
-    tables = [RowTable(spec(f"t{k}"), rule) for k in range(TABLES)]
-    crew = Crew(threads)
+    group = TableGroup([RowTable(spec(f"t{k}"), rule) for k in range(TABLES)], Crew(threads))
 
     def step(ids: Tensor, grads: Tensor) -> None:
-        out = torch.empty(BATCH, TABLES, WIDTH)
-        given = grads.view(BATCH, TABLES, WIDTH)
-
-        def pull(first: int, last: int) -> None:
-            for k in range(first, last):
-                tables[k].pull(ids[k], training=True, out=out[:, k])
-
-        def push(first: int, last: int) -> None:
-            for k in range(first, last):
-                tables[k].push(ids[k], given[:, k])
-
-        crew.run(pull, TABLES, 1 << 20)
-        crew.run(push, TABLES, 1 << 20)
+        group.pull(ids)
+        group.push(ids, grads.view(BATCH, TABLES, WIDTH))
 
     return step
 

@@ -30,6 +30,7 @@ __all__ = [
     "boundary_entry",
     "boundary_exit",
     "end",
+    "hold_on_tape",
     "live",
     "save_to_tape",
     "sweep_flags",
@@ -84,6 +85,11 @@ def save_to_tape() -> saved_tensors_hooks:
     if _recording.tape is None:
         _recording.tape = Tape()
     return _recording.tape.hooks()
+
+
+def hold_on_tape(value: object) -> list[object]:
+    """A list of ``value``, which an operation keeps for its backward; emptied with the tape, if a session has one."""
+    return [value] if _recording.tape is None else _recording.tape.hold(value)
 
 
 def end(session: Session) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 __all__ = ["Tape"]
 
 
-class _Cell(list[Tensor | int]):
+class _Cell(list[object]):
     """One saved tensor, and how often it had been changed in place by then; empty once freed.
 
     A list, for it is made at every save of every operation, and nothing with an ``__init__`` is made as fast.
@@ -46,6 +46,12 @@ class Tape:
         if len(cells) > self._prune_at:
             self._cells = [reference for reference in cells if reference() is not None]
             self._prune_at = max(4096, 2 * len(self._cells))
+        return cell
+
+    def hold(self, value: object) -> list[object]:
+        """A list of ``value`` alone that is emptied when the tape is freed; the caller keeps the list."""
+        cell = _Cell((value,))
+        self._cells.append(weakref.ref(cell))
         return cell
 
     def free(self) -> None:

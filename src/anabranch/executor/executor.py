@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
+from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
@@ -63,10 +64,10 @@ class Executor:
         comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
             averaged over the rows of all workers; ``"PS"``: every parameter lives on the servers; ``"Hybrid"``:
             embedding tables do, everything else is all-reduced.
-        engine: how training steps are run: ``"tape"`` is PyTorch's autograd, ``"graph"`` captures the step once for
-            each kind of batch and runs it as generated code, in which Python values that the loss reads (attributes,
-            closures, globals) stay what they were at capture; ``"auto"`` is the tape.
-        compile: hand the captured graph to Inductor, which rounds differently; with ``engine="graph"`` only.
+        engine: how training steps are run: ``"graph"`` captures the step once for each kind of batch and runs it as
+            generated code, ``"tape"`` is PyTorch's autograd; ``"auto"`` is the graph, and the tape, with one
+            ``CaptureWarning`` that says why, for what no graph can represent faithfully.
+        compile: hand the captured graph to Inductor, which rounds differently; not with ``engine="tape"``.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         consistency: how the workers' pushes to the servers are ordered. ``"bsp"``: merged, one optimizer step for all;
             ``"ssp:K"``: each counts as it comes, and no worker is more than K steps ahead of the slowest; ``"asp"``:
@@ -112,8 +113,8 @@ class Executor:
         Consistency.parse(consistency)
         if engine not in _ENGINES:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
-        if compile and engine != "graph":
-            raise ValueError(f"compile=True compiles the graph, and the engine is {engine!r}; give engine='graph'")
+        if compile and engine == "tape":
+            raise ValueError("compile=True compiles the graph, and the engine is 'tape'; give engine='graph'")
         for name in dataloaders or {}:
             self._step(name)
         self._models = distinct_models(self._steps)
@@ -125,8 +126,6 @@ class Executor:
             use_sparse_pull=use_sparse_pull,
             caches=cache is not None,
         )
-        if self._routes.served and engine == "graph":
-            raise ValueError("what lives on servers runs on the tape engine; give engine='auto' or 'tape'")
         self._log_path = None if log_path is None else Path(log_path)
         self._closed = False
         self._started = time.monotonic()
@@ -145,6 +144,7 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
+            self._saver = Saver(self._steps, self._runners, self._workers)
             self._share_parameters()
             if self._routes.served:
                 self._remote = RemotePart(
@@ -171,7 +171,8 @@ class Executor:
         self._rows = 0.0
         self._run_seconds = 0.0
         self._reported = Statistics(runs=dict.fromkeys(self._steps, 0))
-        self._saver = Saver(self._steps, self._runners, self._batches.loaders, self._workers)
+        self._saver.loaders = self._batches.loaders
+        self._saver.remote = self._remote
 
     # Construction.
 
@@ -292,7 +293,7 @@ class Executor:
         return self._steps[name]
 
     def engine(self, name: str = "default") -> str:
-        """The engine in use, after the first run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
+        """The engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
         self._step(name)
         return self._runners[name].engine.name if name in self._runners else TapeEngine.name
 
@@ -304,9 +305,10 @@ class Executor:
         """
         self._step(name)
         engine = self._runners[name].engine if name in self._runners else None
-        if not isinstance(engine, GraphEngine):
-            raise RuntimeError(f"step {name!r} does not run as a graph; give engine='graph'")
-        return engine.program.graph
+        program = engine.program if isinstance(engine, GraphEngine | AutoEngine) else None
+        if program is None:
+            raise RuntimeError(f"step {name!r} does not run as a graph; engine='graph' says why it cannot")
+        return program.graph
 
     def routes(self) -> Routes:
         """Where every parameter lives, and why; ``print`` shows a table."""
@@ -430,7 +432,9 @@ class Executor:
 
 
 def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002
-    return GraphEngine(step, compile=compile) if engine == "graph" else TapeEngine(step)
+    if engine == "tape":
+        return TapeEngine(step)
+    return (GraphEngine if engine == "graph" else AutoEngine)(step, compile=compile)
 
 
 def _check_alike(workers: Workers, steps: Mapping[str, Step]) -> None:

@@ -28,6 +28,7 @@ class Fetch:
             raise TypeError(f"fetch is a list of names, got the text {names!r}; write fetch=[{names!r}]")
         self.names = None if names is None else list(names)
         self._outputs: Mapping[str, Structure] = {}
+        self._recorded: Mapping[str, Structure] = {}
         self._model = model
         self._modules: dict[str, nn.Module] = {}
         self._gradients: dict[str, nn.Parameter] = {}
@@ -47,6 +48,15 @@ class Fetch:
         """The submodules whose outputs are asked for."""
         return list(self._modules)
 
+    @property
+    def gradients(self) -> list[str]:
+        """The gradients asked for, as ``<parameter>.grad``."""
+        return list(self._gradients)
+
+    def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
+        """Takes gradients from an engine that leaves none in ``.grad``."""
+        self._recorded = gradients
+
     def record(self, outputs: Mapping[str, Structure]) -> None:
         """Takes the outputs of the submodules from an engine that has them."""
         self._outputs = outputs
@@ -61,7 +71,7 @@ class Fetch:
             yield
         self._outputs = outputs
 
-    def check(self, returned: Mapping[str, Tensor]) -> None:
+    def check(self, returned: Mapping[str, object]) -> None:
         """Raises ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
         for name in self.names or ():
             if name == "loss" or name in returned or name in self._modules or name in self._gradients:
@@ -79,6 +89,8 @@ class Fetch:
         for name in self.names:
             if name in returned:
                 found[name] = returned[name]
+            elif name in self._recorded:
+                found[name] = self._recorded[name]
             elif name in self._gradients:
                 gradient = self._gradients[name].grad
                 # .grad may be a view of a bucket that the next step overwrites.

@@ -3,23 +3,29 @@
 ::
 
     nobody to sum with    batch ─> [forward, backward, clipping, optimizers: one graph] ─> loss
-    else                  batch ─> [forward, backward] ─> gradients ─> buckets ─> .grad ─> [optimizers] ─> loss
+    else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
+                                         └ gradient final ─> bucket ─> all_reduce ┘
+
+Sparse rows leave the graph as they are: duplicates are merged, clipped and applied after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from anabranch.errors import CaptureError
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engine import Ran, Ready
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.lookups import as_sparse_gradient
+from anabranch.graph.step import Between, Gate, SparseGradients
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]
@@ -33,14 +39,32 @@ class GraphEngine:
     Args:
         step: what to run.
         compile: hand the graph to Inductor.
+        gate: asked before each capture.
+        update_eagerly: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
+
+    Attributes:
+        refused_update: why the optimizers step eagerly, if they do.
     """
 
-    def __init__(self, step: TrainStep, *, compile: bool = False) -> None:  # noqa: A002
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        compile: bool = False,  # noqa: A002
+        gate: Gate | None = None,
+        update_eagerly: bool = False,
+    ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
-        self._program = StepProgram(step.model, step.loss, step.optimizers, compile=compile)
+        between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
+        self._program = StepProgram(
+            step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate
+        )
         self._parameters = dict(step.model.named_parameters())
         self._ready: Ready | None = None
+        self._in_parts = False
+        self._update_eagerly = update_eagerly
+        self.refused_update: CaptureError | None = None
 
     @property
     def program(self) -> StepProgram:
@@ -52,39 +76,49 @@ class GraphEngine:
         self._ready = ready
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
-        """Forward and backward in one graph; ``begin(loss)`` is called when both are done."""
+        """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None
-        found = self._program.backward(batch, fetch.modules)
-        ran = self._sort(found.outputs, fetch)
-        begin(ran.loss)
-        for name, gradient in found.dense.items():
-            self._parameters[name].grad = self._ready(self._parameters[name], gradient)
+        found = self._program.backward(batch, fetch.modules, _Arrivals(self._parameters, self._ready, begin, fetch))
         for name, lookups in found.sparse.items():
             table = self._parameters[name]
             self._ready(table, as_sparse_gradient(lookups, table))
-        return ran
+        return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> Ran:
-        """The whole step as one graph."""
-        if self._step.clip_grad_norm is not None or fetch.names is not None:
-            return self._step_in_parts(batch, fetch)
-        return self._sort(self._program.run(batch), fetch)
+        """The whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        if not self._in_parts:
+            try:
+                return self._sort(self._program.run(batch, fetch=[*fetch.modules, *fetch.gradients]), fetch)
+            except SparseGradients:  # before anything has run
+                self._in_parts = True
+        return self._step_in_parts(batch, fetch)
 
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> Ran:
-        """As above, for what has something to do with the gradients before they are applied."""
+        assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules)
         ran = self._sort(found.outputs, fetch)
         for name, gradient in found.dense.items():
             self._parameters[name].grad = gradient
         for name, lookups in found.sparse.items():
             self._parameters[name].grad = as_sparse_gradient(lookups, self._parameters[name])
-        if self._step.clip_grad_norm is not None:
-            clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
+        clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
         self.update()
         return ran
 
     def update(self) -> None:
         """The optimizers' step on what ``.grad`` holds."""
+        if self.refused_update is None:
+            try:
+                return self._program.update(*self._gradients())
+            except CaptureError as error:
+                if not self._update_eagerly:
+                    raise
+                self.refused_update = error
+        for optimizer in self._step.optimizers:
+            optimizer.step()
+        return None
+
+    def _gradients(self) -> tuple[dict[str, Tensor], dict[str, list[SparseRows]]]:
         dense: dict[str, Tensor] = {}
         sparse: dict[str, list[SparseRows]] = {}
         for name, parameter in self._parameters.items():
@@ -96,10 +130,46 @@ class GraphEngine:
             else:
                 merged = gradient.coalesce()
                 sparse[name] = [SparseRows(merged._indices()[0], merged._values())]
-        self._program.update(dense, sparse)
+        return dense, sparse
 
     def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> Ran:
-        returned = {name: value for name, value in outputs.items() if name != _LOSS and name not in fetch.modules}
+        asked = {*fetch.modules, *fetch.gradients, _LOSS}
+        returned = {name: value for name, value in outputs.items() if name not in asked}
         fetch.record({name: outputs[name] for name in fetch.modules})
+        fetch.record_gradients({name: outputs[name] for name in fetch.gradients if name in outputs})
         fetch.check(cast("Mapping[str, Tensor]", returned))
         return Ran(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+
+
+class _Arrivals:
+    """Hands on what a running backward graph tells, after a last look at what is to be fetched."""
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], ready: Ready, begin: Callable[[Tensor], None], fetch: Fetch
+    ) -> None:
+        self._parameters, self._ready, self.loss, self._fetch = parameters, ready, begin, fetch
+
+    def begin(self, outputs: Sequence[str]) -> None:
+        """Raises ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
+        self._fetch.check(dict.fromkeys(outputs))
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """A gradient is final."""
+        parameter = self._parameters[name]
+        parameter.grad = self._ready(parameter, value)
+
+
+def _clipping(max_norm: float) -> Between:
+    """Clips dense gradients in the graph as ``clip_gradients`` does, into new memory: gradients may share theirs."""
+
+    def clip(
+        outputs: dict[str, Tensor], gradients: dict[str, Tensor], _extra: Structure
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        if not gradients:
+            return outputs, gradients
+        copies = {name: gradient.clone() for name, gradient in gradients.items()}
+        holders = [SimpleNamespace(grad=copy) for copy in copies.values()]
+        torch.nn.utils.clip_grad_norm_(cast("list[Tensor]", holders), max_norm)
+        return outputs, copies
+
+    return clip

@@ -10,9 +10,11 @@ The clock counts pushes, over all training steps of the executor: every worker m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypedDict
 
+import torch
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
@@ -22,16 +24,43 @@ from anabranch.job import job
 from anabranch.parameter_server import (
     Cache,
     Consistency,
+    Kept,
     ParameterClient,
     RemoteEmbedding,
     RemoteTables,
+    RowOptimizer,
     WholeParameters,
     Worker,
     merge_rows,
+    to_torch,
     users_of,
 )
 
-__all__ = ["RemotePart", "RemoteWindow"]
+__all__ = ["Moved", "RemotePart", "RemoteWindow", "Sums"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A parameter of the model that lives on the servers while the executor does.
+
+    Attributes:
+        name: on the servers, and in the model.
+        names: all that it has in the models' state, if several modules share it.
+        parameter: what the optimizer holds; without memory if the servers have the only copy.
+        shape, dtype: of the whole.
+        place: where it lives.
+        rule: its optimizer's numbers, read anew at each call.
+        optimizer: which that is.
+    """
+
+    name: str
+    names: list[str]
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: Place
+    rule: Callable[[], RowOptimizer]
+    optimizer: torch.optim.Optimizer
 
 
 class RemotePart:
@@ -65,7 +94,8 @@ class RemotePart:
         self.clock = 0
         self._read_at = 0
         self._workers = workers if workers is not None and workers.size > 1 else None
-        self._routes = routes
+        self.moved = [_moved(route, models) for route in routes if route.place.served and route.tensor is not None]
+        self.embeddings = [route.parameter for route in routes if route.place.served and route.tensor is None]
         self._models = models
         _check_steps(steps, self.consistency, cache)
         world = 1 if self._workers is None else self._workers.size
@@ -86,7 +116,7 @@ class RemotePart:
             self.whole = WholeParameters(self.client)
             self._meet()
             if rank == 0:
-                self.client.drop(route.parameter for route in routes if route.place.served)
+                self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
             self._meet()
             self._take_over(steps)
             self._meet()
@@ -96,20 +126,19 @@ class RemotePart:
 
     def _take_over(self, steps: Mapping[str, Step]) -> None:
         everyone = list(self._models.values())
-        for route in self._routes.at(Place.WHOLE, Place.WHOLE_TABLE):
-            parameter, rule = _moved(route)
-            users = users_of(parameter, everyone)
-            sparse = None
-            if route.place is Place.WHOLE_TABLE:
-                sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
-            self.whole.take_over(route.parameter, parameter, rule, sparse=sparse)
         for step in steps.values():
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
-        for route in self._routes.at(Place.ROWS):
-            if route.tensor is not None:
-                parameter, rule = _moved(route)
-                self.tables.take_over(route.parameter, parameter, users_of(parameter, everyone), rule)
+        for moved in self.moved:
+            users = users_of(moved.parameter, everyone)
+            state = moved.optimizer.state.pop(moved.parameter, {})
+            if moved.place is Place.ROWS:
+                self.tables.take_over(moved.name, moved.parameter, users, moved.rule, state)
+                continue
+            sparse = None
+            if moved.place is Place.WHOLE_TABLE:
+                sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
+            self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse)
 
     def _meet(self) -> None:
         if self._workers is not None:
@@ -118,11 +147,7 @@ class RemotePart:
     @property
     def whole_parameters(self) -> dict[Tensor, str]:
         """The parameters of which a copy is here, and their names."""
-        return {
-            route.tensor: route.parameter
-            for route in self._routes.at(Place.WHOLE, Place.WHOLE_TABLE)
-            if route.tensor is not None
-        }
+        return {moved.parameter: moved.name for moved in self.moved if moved.place is not Place.ROWS}
 
     def begin(self, *, training: bool, fresh: bool = True) -> None:
         """What follows reads the servers as of now; the copies here are refreshed if they may have changed.
@@ -136,6 +161,45 @@ class RemotePart:
             self.whole.refresh(self.clock)
             self._read_at = self.clock
 
+    # Saving and loading; every worker calls these.
+
+    def settle(self) -> None:
+        """Flushes what waits here; once all workers have, the servers are as after the last step."""
+        self.tables.flush()
+
+    def read(self) -> dict[Tensor, Kept]:
+        """What has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
+        return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
+
+    def replace(
+        self, kept: Mapping[Tensor, Kept], state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]
+    ) -> None:
+        """Puts a checkpoint's values on the servers; one worker does so while the others wait."""
+        self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
+        for moved in self.moved:
+            self._tables_or_whole(moved, kept[moved.parameter])
+        if self.embeddings:
+            self.client.restore_some(state, groups)
+
+    def _tables_or_whole(self, moved: Moved, kept: Kept) -> None:
+        if moved.place is Place.WHOLE:
+            self.client.write_dense(moved.name, kept, moved.rule())
+            return
+        spec = self.tables.spec(moved.name) if moved.place is Place.ROWS else self.whole.spec(moved.name)
+        self.client.init_table(spec, moved.rule())
+        self.client.write_rows(moved.name, kept, moved.rule())
+
+    def continue_from(self, clock: int) -> None:
+        """Goes on after ``clock`` pushes, with what is on the servers now."""
+        self.tables.drop_caches()
+        self.clock = clock
+        self.client.join(clock)
+        self._meet()
+        self.whole.refresh(None)
+        self._read_at = clock
+
+    # The end.
+
     def close(self, *, clean: bool = True) -> None:
         """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""
         try:
@@ -143,13 +207,29 @@ class RemotePart:
                 self.tables.close()
                 self.begin(training=False)
                 if self.client.in_process:
-                    self.tables.give_back()
+                    self._give_back()
                 for model in self._models.values():
                     for module in model.modules():
                         if isinstance(module, RemoteEmbedding):
                             module.close()
         finally:
             self.client.close()
+
+    def _give_back(self) -> None:
+        for moved in self.moved:
+            kept = self.client.read_kept(moved.name, moved.rule())
+            if state := to_torch(moved.rule(), kept):
+                moved.optimizer.state[moved.parameter] = state
+            if moved.place is Place.ROWS:
+                self.tables.give_back(moved.name, kept.values)
+
+
+class Sums(TypedDict):
+    """What an open window weighs so far on one worker, and its sums: of copies, and of the tables' rows."""
+
+    total: float
+    dense: dict[str, Tensor]
+    rows: dict[str, dict[str, Tensor]]
 
 
 class RemoteWindow:
@@ -220,6 +300,30 @@ class RemoteWindow:
         self.start()
         self.part.clock += 1
 
+    @property
+    def names(self) -> set[str]:
+        """What this window may hold gradients of."""
+        return {*self.parameters, *self.part.tables.names}
+
+    def sums(self) -> Sums:
+        """The open window on this worker, for a checkpoint."""
+        rows = {name: merge_rows(parts) for name, parts in self._rows.items()}
+        return {
+            "total": self._total,
+            "dense": {name: gradient.to_dense() for name, gradient in self._dense.items()},
+            "rows": {name: {"ids": ids, "grads": grads} for name, (ids, grads) in rows.items()},
+        }
+
+    def restore(self, windows: Iterable[Sums]) -> None:
+        """Goes on with the open windows of several workers as one."""
+        self.start()
+        for window in windows:
+            self._total += window["total"]
+            for name, gradient in window["dense"].items():
+                self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
+            for name, part in window["rows"].items():
+                self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
+
     def squared_norm(self) -> float:
         """The sum of squares of the gradients just pushed, of all workers together."""
         return self.part.client.squared_norm(self.part.clock - 1)
@@ -229,10 +333,18 @@ class RemoteWindow:
         self.part.client.release(self.part.clock - 1, scale)
 
 
-def _moved(route: Route) -> tuple[nn.Parameter, Callable[[], Any]]:
+def _moved(route: Route, models: Mapping[str, nn.Module]) -> Moved:
     assert route.tensor is not None
     assert route.rule is not None
-    return route.tensor, route.rule
+    assert route.optimizer is not None
+    names = [
+        f"{prefix}{name}"
+        for prefix, model in models.items()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter is route.tensor
+    ]
+    shape = (route.shape, route.tensor.dtype)
+    return Moved(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
 
 
 def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:

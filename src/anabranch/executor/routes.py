@@ -78,6 +78,7 @@ class Route:
     why: str
     tensor: nn.Parameter | None = field(default=None, repr=False, compare=False)
     rule: Callable[[], RowOptimizer] | None = field(default=None, repr=False, compare=False)
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False, compare=False)
 
     def cells(self) -> tuple[str, str, str, str, str]:
         """What the table says of it."""
@@ -139,10 +140,10 @@ def plan_routes(
     for name, parameter in named.items():
         users = users_of(parameter, models.values())
         place, why = _place(name, parameter, users, mode, overrides.get(name), owned=parameter in owners)
-        rule = None
+        rule = optimizer = None
         if place.served:
             _check_served(name, parameter, users)
-            rule = _rule(name, parameter, owners[parameter])
+            rule, optimizer = _rule(name, parameter, owners[parameter]), owners[parameter][0]
         if place is Place.ROWS and not use_sparse_pull:
             if caches:
                 raise ValueError(
@@ -150,7 +151,7 @@ def plan_routes(
                     "use_sparse_pull=False and cache="
                 )
             place = Place.WHOLE_TABLE
-        routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule))
+        routes.append(Route(name, tuple(parameter.shape), parameter.nbytes, place, why, parameter, rule, optimizer))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 
 

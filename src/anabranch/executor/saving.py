@@ -4,11 +4,13 @@
 
     group "model"         parameters and buffers of every model, under the model's own names   (rank 0's)
     group "optimizer"     the tensors in the optimizers' states, by parameter name             (rank 0's)
+    group "servers.<..>"  rows of each RemoteEmbedding, with state and stamps, as they lie on the shards
     group "rank<r>"       tensors of one worker: random number generators, loader positions, and its part of the sums
                           of an accumulation window that is open
     state                 everything that is no tensor
 
-Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart.
+Rank 0 writes; what only a worker knows is gathered first. Names, not positions, tell parameters apart. Parameters that
+live on servers are in "model" and "optimizer" like others, so that a checkpoint loads under any ``comm_mode``.
 """
 
 from __future__ import annotations
@@ -16,23 +18,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
-from anabranch.errors import CheckpointError
+from anabranch.errors import AnabranchError, CheckpointError
 from anabranch.executor.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
+from anabranch.executor.remote import Moved, RemotePart, Sums
 from anabranch.executor.runner import StepRunner
-from anabranch.executor.steps import Step, TrainStep, distinct_models
+from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
+from anabranch.parameter_server import Kept, from_torch, to_torch
 
 __all__ = ["Saver"]
 
@@ -42,20 +47,28 @@ _FORMAT = 1
 
 
 class Saver:
-    """Saves and loads the state of one executor."""
+    """Saves and loads the state of one executor; made before parameters leave the models.
+
+    Attributes:
+        loaders: those whose positions are saved.
+        remote: what lives on servers.
+    """
+
+    loaders: Mapping[str, BoundLoader] = MappingProxyType({})
+    remote: RemotePart | None = None
 
     def __init__(
         self,
         steps: Mapping[str, Step],
         engines: Mapping[str, StepRunner],
-        loaders: Mapping[str, BoundLoader],
         workers: Workers | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = engines
-        self._loaders = loaders
         self._workers = workers
         self._models = distinct_models(steps)
+        # As they are before some leave the models for the servers.
+        self._parameters = {name: dict(step.model.named_parameters()) for name, step in self._steps.items()}
 
     @property
     def _rank(self) -> int:
@@ -69,6 +82,8 @@ class Saver:
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint; on every worker, or raised on every worker."""
+        if self.remote is not None:
+            self.remote.settle()
         mine = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
         ranks = self._gather(_pack(mine))
         failure = ""
@@ -84,8 +99,16 @@ class Saver:
             raise CheckpointError(f"rank 0 could not save to {path}: {failure}")
 
     def _write(self, path: Path, ranks: list[bytes]) -> None:
-        optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states())
-        groups: dict[str, Mapping[str, Tensor]] = {"model": self._model_tensors(), "optimizer": optimizer_tensors}
+        kept = {} if self.remote is None else self.remote.read()
+        optimizers, optimizer_tensors = checkpoint.split(self._optimizer_states(kept))
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "model": {**self._model_tensors(), **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
+            "optimizer": optimizer_tensors,
+        }
+        servers: object = None
+        if self.remote is not None and self.remote.embeddings:
+            servers, tables = self.remote.client.collect(self.remote.embeddings)
+            groups |= {f"servers.{name}": tensors for name, tensors in tables.items()}
         rank_states = []
         for rank, packed in enumerate(ranks):
             state, tensors = checkpoint.split(_unpack(packed))
@@ -104,6 +127,7 @@ class Saver:
                 for name, step in self._steps.items()
             },
             "ranks": rank_states,
+            "servers": servers,
         }
         checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
 
@@ -116,15 +140,27 @@ class Saver:
                 found[prefix + name] = value
         return found
 
-    def _optimizer_states(self) -> dict[str, list[object]]:
+    def _remote_tensors(self, value: Callable[[Moved], Tensor]) -> dict[str, Tensor]:
+        """One tensor for each name of what lives on servers."""
+        moved = [] if self.remote is None else self.remote.moved
+        return {name: value(entry) for entry in moved for name in entry.names}
+
+    def _optimizer_states(self, kept: Mapping[Tensor, Kept]) -> dict[str, list[object]]:
+        moved = [] if self.remote is None else self.remote.moved
+        elsewhere: dict[Tensor, dict[str, object]] = {
+            entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
+        }
         return {
-            name: [_by_parameter_name(optimizer, step.model) for optimizer in step.optimizers]
+            name: [
+                _by_parameter_name(optimizer, _names(optimizer, self._parameters[name]), elsewhere)
+                for optimizer in step.optimizers
+            ]
             for name, step in self._steps.items()
         }
 
-    def _windows(self) -> dict[str, object]:
+    def _windows(self) -> dict[str, dict[str, object]]:
         """Every step's open window, with this worker's part of its sums."""
-        states: dict[str, object] = {}
+        states: dict[str, dict[str, object]] = {}
         for name, runner in self._runners.items():
             in_window, rows, sums = runner.window()
             states[name] = {
@@ -134,10 +170,12 @@ class Saver:
                 "rows": rows,
                 "sums": {key: _sum_to_save(total) for key, total in sums.items()},
             }
+            if runner.remote is not None and in_window:
+                states[name]["remote"] = runner.remote.sums()
         return states
 
     def _positions(self) -> dict[str, object]:
-        return {name: loader.state() for name, loader in self._loaders.items()}
+        return {name: loader.state() for name, loader in self.loaders.items()}
 
     def _gather(self, data: bytes) -> list[bytes]:
         if self._workers is None or self._size == 1:
@@ -196,16 +234,20 @@ class Saver:
         """Reads and checks everything; what it returns changes things, and cannot fail for what the checkpoint is."""
         state = _checked_state(found)
         tensors = found.tensors("model")
-        checkpoint.fit(self._model_tensors(), tensors)
+        here = self._model_tensors()
+        there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
+        checkpoint.fit({**here, **there}, tensors)
         optimizer_tensors = found.tensors("optimizer")
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
         plans = self._plan_optimizers(saved)
+        replace = self._plan_remote(found, state, tensors, plans)
+        self._check_windows(found, state)
         schedulers = cast("dict[str, list[dict[str, object]]]", state["schedulers"])
         self._check_schedulers(schedulers)
         loaders = self._positions_of(found, state)
         for name, positions in loaders.items():
-            self._loaders[name].check(positions)
-        for name in self._loaders.keys() - loaders.keys():
+            self.loaders[name].check(positions)
+        for name in self.loaders.keys() - loaders.keys():
             _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
 
         def change() -> None:
@@ -218,8 +260,9 @@ class Saver:
                 for scheduler, saved_scheduler in zip(step.schedulers, schedulers[name], strict=True):
                     scheduler.load_state_dict(cast("dict[str, object]", saved_scheduler["state"]))
             self._restore_windows(found, state)
+            replace()
             for name, positions in loaders.items():
-                self._loaders[name].restore(positions)
+                self.loaders[name].restore(positions)
             if state["workers"] == self._size:
                 mine = cast("dict[str, object]", self._rank_state(found, state, self._rank))
                 restore_random_state(cast("dict[str, object]", mine["random"]))
@@ -238,8 +281,51 @@ class Saver:
                 )
             for index, optimizer in enumerate(step.optimizers):
                 entry = cast("dict[str, object]", saved[name][index])
-                plans.append((optimizer, _by_position(entry, optimizer, step.model, f"optimizer {index} of {name!r}")))
+                names = _names(optimizer, self._parameters[name])
+                plans.append((optimizer, _by_position(entry, optimizer, names, f"optimizer {index} of {name!r}")))
         return plans
+
+    def _plan_remote(
+        self,
+        found: Checkpoint,
+        state: Mapping[str, object],
+        tensors: Mapping[str, Tensor],
+        plans: list[tuple[Optimizer, dict[str, object]]],
+    ) -> Callable[[], None]:
+        """Takes the states of what lives on servers out of the ``plans``; what it returns puts them there."""
+        remote = self.remote
+        servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
+        tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
+        mine = [] if remote is None else remote.embeddings
+        if sorted(tables) != sorted(mine):  # type: ignore[type-var]
+            raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
+        if remote is None:
+            return lambda: None
+        kept: dict[Tensor, Kept] = {}
+        for optimizer, plan in plans:
+            everyone = list(parameters_of(optimizer))
+            states = cast("dict[int, dict[str, object]]", plan["state"])
+            for moved in remote.moved:
+                if moved.optimizer is not optimizer:
+                    continue
+                position = next(k for k, parameter in enumerate(everyone) if parameter is moved.parameter)
+                try:
+                    kept[moved.parameter] = from_torch(moved.rule(), tensors[moved.name], states.pop(position, {}))
+                except ValueError as error:
+                    raise CheckpointError(f"{moved.name}: {error}") from error
+
+        def replace() -> None:
+            failure = ""
+            if self._rank == 0:
+                try:
+                    remote.replace(kept, servers or {}, lambda group: found.tensors(f"servers.{group}"))
+                except AnabranchError as error:
+                    failure = f"{type(error).__name__}: {error}"
+            if failure := self._gather(failure.encode())[0].decode():
+                raise CheckpointError(f"rank 0 could not put the checkpoint on the servers: {failure}")
+            remote.continue_from(sum(runner.steps for runner in self._runners.values()))
+
+        return replace
 
     def _check_schedulers(self, saved: dict[str, list[dict[str, object]]]) -> None:
         for name, step in self._steps.items():
@@ -262,30 +348,55 @@ class Saver:
 
     def _positions_of(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[object]]:
         """By loader, the position of each worker that saved."""
-        if not self._loaders:
+        if not self.loaders:
             return {}
         ranks = [self._rank_state(found, state, rank) for rank in range(cast(int, state["workers"]))]
         saved = [cast("dict[str, dict[str, object]]", rank)["loaders"] for rank in ranks]
-        return {name: [positions[name] for positions in saved] for name in self._loaders if name in saved[0]}
+        return {name: [positions[name] for positions in saved] for name in self.loaders if name in saved[0]}
+
+    def _saved_windows(self, found: Checkpoint, state: dict[str, object]) -> dict[str, list[dict[str, object]]]:
+        """By step, the windows that this worker goes on with: its own, or after another number of workers all or none.
+
+        A worker that goes on with none still gets one, for what all know alike.
+        """
+        ranks = range(cast(int, state["workers"]))
+        if len(ranks) == self._size:
+            ranks = range(self._rank, self._rank + 1)
+        parts = [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in ranks]
+        return {name: [cast("dict[str, dict[str, object]]", part)[name] for part in parts] for name in self._runners}
+
+    def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
+        """Raises ``CheckpointError`` for an open window whose sums belong elsewhere now."""
+        for name, windows in self._saved_windows(found, state).items():
+            remote = self._runners[name].remote
+            there = set() if remote is None else remote.names
+            here = set(self._parameters[name]) - there
+            for window in windows:
+                if not window["in_window"]:
+                    continue
+                elsewhere = cast("dict[str, dict[str, object]]", window.get("remote") or {"dense": {}, "rows": {}})
+                moved = {*elsewhere["dense"], *elsewhere["rows"]} - there
+                moved |= set(cast("dict[str, object]", window["sums"])) - here
+                if moved or ("total" in elsewhere) != (remote is not None):
+                    raise CheckpointError(
+                        f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
+                        "load it under the same, or save between two optimizer steps"
+                    )
 
     def _restore_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
         """Each worker goes on with its own sums; another number of workers lets rank 0 go on with all of them."""
-        ranks = range(cast(int, state["workers"]))
-        as_many = len(ranks) == self._size
-        if as_many:
-            ranks = range(self._rank, self._rank + 1)
-        parts = [cast("dict[str, object]", self._rank_state(found, state, rank))["windows"] for rank in ranks]
-        for name, runner in self._runners.items():
-            windows = [cast("dict[str, dict[str, object]]", part)[name] for part in parts]
+        mine = state["workers"] == self._size or self._rank == 0
+        for name, windows in self._saved_windows(found, state).items():
+            runner, parameters = self._runners[name], self._parameters[name]
             sums: dict[str, Tensor] = {}
-            parameters = dict(self._steps[name].model.named_parameters())
-            if as_many or self._rank == 0:
-                for window in windows:
-                    for key, saved in cast("dict[str, object]", window["sums"]).items():
-                        part = _saved_sum(saved, parameters[key])
-                        sums[key] = part if key not in sums else _add(sums[key], part)
+            for window in windows if mine else ():
+                for key, saved in cast("dict[str, object]", window["sums"]).items():
+                    part = _saved_sum(saved, parameters[key])
+                    sums[key] = part if key not in sums else _add(sums[key], part)
             first = cast("dict[str, int]", windows[0])
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+            if runner.remote is not None and first["in_window"]:
+                runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
 
 
 def _sum_to_save(total: Tensor) -> object:
@@ -307,24 +418,26 @@ def _add(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of each group's parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, object]:
-    """The optimizer's state with names in place of torch's running numbers."""
+def _by_parameter_name(
+    optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
+) -> dict[str, object]:
+    """The optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
     state = optimizer.state_dict()
-    names = _names(optimizer, model)
-    name_of = {
-        number: name
-        for group, group_names in zip(state["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], group_names, strict=True)
-    }
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    states = {name_of[number]: dict(values) for number, values in state["state"].items()}
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        if elsewhere.get(parameter):
+            states[name_of[number]] = elsewhere[parameter]
     return {
         "optimizer": type(optimizer).__qualname__,
-        "state": {name_of[number]: dict(values) for number, values in state["state"].items()},
+        "state": states,
         "groups": [
             {**{key: value for key, value in group.items() if key != "params"}, "params": group_names}
             for group, group_names in zip(state["param_groups"], names, strict=True)
@@ -332,7 +445,9 @@ def _by_parameter_name(optimizer: Optimizer, model: nn.Module) -> dict[str, obje
     }
 
 
-def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Module, what: str) -> dict[str, object]:
+def _by_position(
+    saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str
+) -> dict[str, object]:
     """The inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
     if saved["optimizer"] != type(optimizer).__qualname__:
         raise CheckpointError(
@@ -340,7 +455,6 @@ def _by_position(saved: dict[str, object], optimizer: Optimizer, model: nn.Modul
             "that was saved"
         )
     groups = cast("list[dict[str, object]]", saved["groups"])
-    names = _names(optimizer, model)
     if [sorted(cast("Iterable[str]", group["params"])) for group in groups] != [sorted(group) for group in names]:
         raise CheckpointError(
             f"{what} holds the parameter groups {names}, the checkpoint's has {[group['params'] for group in groups]}"

@@ -3,12 +3,13 @@
 ::
 
       inputs of all calls ──┐
-      token (requires grad) ┴──> [ ExpertCalls ] ──> outputs of the calls that were answered
-                                      │
+      entry token ──────────┴──> [ forward ╌╌ state ╌╌ backward ] ──> outputs of the calls that were answered
+
              forward: all requests at once, one deadline, stragglers cancelled
              backward: all gradients at once, to those that answered; each expert updates itself
 
-The token makes the outputs require grad where no input does, so that the experts learn all the same.
+``anabranch.autodiff.boundary`` makes the node; the entry token makes the outputs require grad where no input does, so
+that the experts learn all the same.
 """
 
 from __future__ import annotations
@@ -16,22 +17,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
+from anabranch.autodiff.boundary import Crossed, Form, cross
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, CaptureError, NonFinite, NotFound, ProtocolError
+from anabranch.errors import BoundaryError, NonFinite, NotFound, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
-__all__ = ["Calls", "ExpertCall", "call_experts"]
+__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "output_forms"]
 
 _TICKET_BYTES = 16
 
@@ -94,58 +92,73 @@ class Calls:
     deadline: Deadline | None = None
 
 
-class _ExpertCalls(torch.autograd.Function):
-    """See the module's drawing."""
+class _Together:
+    """The boundary of calls that are made for one forward; see the module's drawing."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, calls: Calls, token: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        _ask_forward(calls)
-        outputs: list[Tensor] = []
-        no_gradient: list[Tensor] = []
-        for call in calls.calls:
-            for output, spec in zip(call.outputs or (), call.schema.output_specs, strict=call.answered):
-                if output is not None and spec is not None:
-                    outputs.append(output)
-                    if not spec.requires_grad:
-                        no_gradient.append(output)
-            call.outputs = None
-        ctx.calls = calls  # type: ignore[attr-defined]
-        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(*no_gradient)
-        # Tells "no gradient" from zeros: an output that nobody used costs its expert nothing.
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
+    kind = "experts"
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs: tuple[Tensor | None, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
-        return (None, None, *_ask_backward(ctx.calls, inputs, gradients))  # type: ignore[attr-defined]
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    @property
+    def name(self) -> str:
+        return ", ".join(call.uid for call in self._calls.calls[:3])
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        raise AssertionError("who answers is known when they are asked; a mixture is captured around its calls")
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        return ask(self._calls, keep=wants is not None)
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        return ask_gradients(self._calls, inputs, gradients)
 
 
-def call_experts(calls: Calls) -> list[list[Tensor | None] | None]:
+def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
     """Makes the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
 
-    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs. Raises CaptureError
-    if the inputs are a tracer's, which have no values to send.
+    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs.
+
+    Args:
+        calls: whom to ask, and what.
+        entry: a leaf towards which the caller's sweep goes, as for ``cross``.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
-    if any(isinstance(tensor, FakeTensor) for tensor in flat):
-        raise CaptureError(
-            f"experts are called, not traced ({', '.join(call.uid for call in calls.calls[:3])}): who answers is known "
-            "when the step runs; such a step runs on the tape"
-        )
-    if torch.is_grad_enabled():
-        for call in calls.calls:
-            call.ticket = os.urandom(_TICKET_BYTES)
-    token = torch.empty(0, requires_grad=torch.is_grad_enabled())
-    made = _ExpertCalls.apply(calls, token, *flat)  # type: ignore[no-untyped-call]
-    outputs = iter(cast(tuple[Tensor, ...], made))
-    for call in calls.calls:
-        call.inputs = ()
+    outputs = iter(cross(_Together(calls), *flat, entry=entry))
     return [
         [None if spec is None else next(outputs) for spec in call.schema.output_specs] if call.answered else None
         for call in calls.calls
+    ]
+
+
+def ask(calls: Calls, *, keep: bool) -> Crossed:
+    """The answers to all calls, flat; with ``keep``, those who can keep what they need for a backward."""
+    if keep:
+        for call in calls.calls:
+            call.ticket = os.urandom(_TICKET_BYTES)
+    _ask_forward(calls)
+    outputs: list[Tensor] = []
+    no_gradient: list[int] = []
+    for call in calls.calls:
+        for output, spec in zip(call.outputs or (), call.schema.output_specs, strict=call.answered):
+            if output is not None and spec is not None:
+                if not spec.requires_grad:
+                    no_gradient.append(len(outputs))
+                outputs.append(output)
+        call.outputs = None
+        call.inputs = ()
+    return Crossed(outputs, calls, no_gradient)
+
+
+def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
+    """What an expert of this schema answers to inputs like these."""
+    first = next(tensor for tensor in inputs if tensor is not None)
+    return [
+        Form((first.shape[0], *spec.shape), spec.dtype, first.device, spec.requires_grad)
+        for spec in schema.output_specs
+        if spec is not None
     ]
 
 
@@ -195,7 +208,7 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     call.answered = True
 
 
-def _ask_backward(
+def ask_gradients(
     calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients of all inputs, from the experts whose outputs have one."""

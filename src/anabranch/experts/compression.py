@@ -40,9 +40,9 @@ def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int
 
 def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
     """What to send for rows of ``spec``."""
-    tensor = tensor.detach()
     if spec.compression is None:
         return [tensor]
+    tensor = tensor.detach()
     if spec.compression == "int8":
         return _to_blocks(tensor)
     half = _HALVES[spec.compression]
@@ -77,10 +77,15 @@ def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names:
 def _check(
     came: Sequence[tuple[torch.dtype, tuple[int, ...]]], specs: Sequence[TensorSpec], names: Sequence[str]
 ) -> int:
+    rows = came[0][1][0] if came and came[0][1] else 0
+    if len(came) == len(specs) and all(
+        spec.compression is None and dtype is spec.dtype and shape == (rows, *spec.shape)
+        for spec, (dtype, shape) in zip(specs, came, strict=True)
+    ):
+        return rows
     count = sum(len(wire_parts(spec, 0)) for spec in specs)
     if len(came) != count:
         raise SchemaError(f"expected {count} tensors ({', '.join(names)}), got {len(came)}")
-    rows = came[0][1][0] if came and came[0][1] else 0
     parts = [(name, part) for spec, name in zip(specs, names, strict=True) for part in wire_parts(spec, rows)]
     for (name, (dtype, shape)), (its_dtype, its_shape) in zip(parts, came, strict=True):
         if its_dtype != dtype or its_shape != shape:

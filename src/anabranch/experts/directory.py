@@ -226,10 +226,10 @@ class DirectoryServer:
     ) -> None:
         self._table = _Table(clock)
         verbs = [
-            Verb("directory.announce", self._announce, roles=_SERVICES),
-            Verb("directory.withdraw", self._withdraw, roles=_SERVICES),
-            Verb("directory.lookup", self._lookup),
-            Verb("directory.active", self._active),
+            Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
+            Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
+            Verb("directory.lookup", self._lookup, quick=True),
+            Verb("directory.active", self._active, quick=True),
         ]
         self._server = Server(
             verbs,

@@ -2,35 +2,38 @@
 
 ::
 
-    x ──> gate ──> scores ──> beam search over the directory ──> rows grouped by expert
-    │                │                                                  │
-    │                │                     one call an expert, all at once, one deadline
-    │                │                                                  │
-    │                └──> softmax over the responders ──> * ──> sum ──> y
-    └──────────────────────── inputs of the calls ──────────┘
+                     ┌─ the boundary ─────────────────────────────────────────────────────────────┐
+    x ──> gate ──> scores ──> beam search over the directory ──> rows grouped by expert            │
+    │                │                                                  │                         │
+    │                │                     one call an expert, all at once, one deadline          │
+    │                │                                                  │                         │
+    │                └──> softmax over the responders ──> * ──> sum ────┼─────────────────────────┼─> y
+    └─────────────────────── inputs of the calls ────────────┘                                     │
+                     └────────────────────────────────────────────────────────────────────────────┘
 
 Whoever does not answer is left out of the softmax, so what comes out is what a mixture of the responders alone gives,
-and so are its gradients.
+and so are its gradients. Whom it asks depends on the gate's values, so all of that lies behind one boundary: the tape
+and a captured graph see one operation whose outputs have the form that the experts' schema says.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_tracing
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, CaptureError, NonFinite, SchemaError
+from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.beam_search import Choices, beam_search
-from anabranch.experts.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.calls import Calls, ExpertCall, call_experts, output_forms
 from anabranch.experts.connections import shared_client
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.finder import ExpertFinder
@@ -38,6 +41,9 @@ from anabranch.experts.schema import Schema
 from anabranch.experts.uids import check_prefix
 from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
 from anabranch.transport import Client
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
@@ -119,34 +125,47 @@ class _Asker:
         )
 
     def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int) -> Choices:
-        if any(isinstance(grid, FakeTensor) for grid in scores):
-            raise CaptureError(
-                f"a mixture of {uid_prefix!r} is asked, not traced: whom it asks depends on the gate's values; such a "
-                "step runs on the tape"
-            )
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
         return beam_search(self.finder.directory, uid_prefix, arrays, k, self.finder.avoidance.now())
 
+    def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
+        """Of any expert there is, asked for if none has been asked yet."""
+        with outside_tracing():
+            if self.finder.any_schema is None:
+                self._find_any(uid_prefix, dimensions, deadline)
+            if self.finder.any_schema is None:
+                raise _no_schema(deadline)
+            return self.finder.any_schema
+
+    def _find_any(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> None:
+        uids = [uid_prefix]
+        for _ in range(dimensions):
+            active = self.finder.directory.active(uids)
+            uids = [f"{prefix}.{index}" for prefix in uids for index in active.get(prefix, ())]
+        for uid in uids:
+            if self.finder.any_schema is None and not deadline.expired():
+                self.finder.find([uid], deadline)
+
     def ask(
-        self, choices: Choices, args: tuple[Structure, ...], kwargs: dict[str, Structure], deadline: Deadline
+        self,
+        choices: Choices,
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        deadline: Deadline,
+        entry: Tensor | None,
     ) -> _Chosen:
         """Asks the chosen experts; raises if too few answer."""
         device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
         found = self.finder.find(choices.uids, deadline)
         calls, rows = self._make_calls(choices, found, args, kwargs)
-        outputs = self._run(calls, rows, choices, deadline) if calls else []
+        outputs = self._run(calls, rows, choices, deadline, entry) if calls else []
         present = _present(choices, [call.uid for call in calls if call.answered])
         self._check_enough(present, calls, deadline)
         schema = calls[0].schema if calls else self.finder.any_schema
         if schema is None:
-            raise BoundaryError(
-                "no expert has answered yet, so the shape of their outputs is not known",
-                peer="experts",
-                operation="mixture",
-                elapsed=deadline.elapsed(),
-            )
+            raise _no_schema(deadline)
         _check_alike(calls)
         position, count = _positions(choices, calls, rows)
         columns = [
@@ -154,6 +173,42 @@ class _Asker:
             for index, spec in enumerate(schema.output_specs)
         ]
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
+
+    def mixed(
+        self,
+        uid_prefix: str,
+        grid_size: Sequence[int],
+        mix: Callable[..., tuple[list[Tensor], Schema]],
+        gated: Tensor,
+        leaves: Sequence[object],
+        more: Sequence[Form] = (),
+    ) -> tuple[Structure, list[Tensor]]:
+        """What ``mix`` makes of the gate's scores and the inputs: the outputs, nested, and then what has ``more``.
+
+        ``mix`` returns the schema of the experts that it has asked, too.
+        """
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise SchemaError(f"experts take tensors and None, got {type(leaf).__name__}")
+        asked: list[Schema] = []
+
+        def crossing(entry: Tensor | None, *inputs: Tensor | None) -> list[Tensor]:
+            outputs, schema = mix(entry, *inputs)
+            asked[:] = [schema]
+            return outputs
+
+        def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+            schema = self._schema(uid_prefix, len(grid_size), Deadline.after(self.terms.forward_timeout))
+            asked[:] = [schema]
+            # The gate's gradient comes through every output.
+            return [*(replace(form, differentiable=True) for form in output_forms(schema, inputs[1:])), *more]
+
+        boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
+        outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
+        rest = [outputs.pop() for _ in more][::-1]
+        given = iter(outputs)
+        nested = [None if spec is None else next(given) for spec in asked[0].output_specs]
+        return unflatten(asked[0].output_structure, nested), rest
 
     def _make_calls(
         self,
@@ -177,7 +232,12 @@ class _Asker:
         return calls, rows
 
     def _run(
-        self, calls: list[ExpertCall], rows: list[NDArray[np.int64]], choices: Choices, deadline: Deadline
+        self,
+        calls: list[ExpertCall],
+        rows: list[NDArray[np.int64]],
+        choices: Choices,
+        deadline: Deadline,
+        entry: Tensor | None,
     ) -> list[list[Tensor | None] | None]:
         terms = self.terms
         total = len(choices.slots)
@@ -207,7 +267,8 @@ class _Asker:
                 check_backward=check_backward,
                 finite_only=terms.detect_anomalies,
                 deadline=deadline,
-            )
+            ),
+            entry,
         )
         self._calls += len(calls)
         for call in calls:
@@ -250,6 +311,15 @@ class _Asker:
         )
 
 
+def _no_schema(deadline: Deadline) -> BoundaryError:
+    return BoundaryError(
+        "no expert has answered yet, so the shape of their outputs is not known",
+        peer="experts",
+        operation="mixture",
+        elapsed=deadline.elapsed(),
+    )
+
+
 def _select(tensor: Tensor, rows: NDArray[np.int64]) -> Tensor:
     if len(rows) == len(tensor):
         return tensor
@@ -281,6 +351,14 @@ def _check_alike(calls: Sequence[ExpertCall]) -> None:
     for spec in calls[0].schema.output_specs if calls else ():
         if spec is not None and not spec.dtype.is_floating_point:
             raise SchemaError(f"{calls[0].uid} returns {spec.dtype}, which has no weighted mean")
+
+
+def _unflatten_inputs(
+    structure: PyTreeSpec, inputs: Sequence[Tensor | None]
+) -> tuple[tuple[Structure, ...], dict[str, Structure]]:
+    return cast(
+        "tuple[tuple[Structure, ...], dict[str, Structure]]", unflatten(structure, cast("list[object]", list(inputs)))
+    )
 
 
 def _positions(
@@ -437,16 +515,20 @@ class RemoteMixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """The mixture's output for ``x``."""
-        deadline = Deadline.after(self._asker.terms.forward_timeout)
-        scores = self.gate(_gate_input(x)).split(self.grid_size, dim=-1)
-        choices = self._asker.choose(self.uid_prefix, scores, self.k_best)
-        chosen = self._asker.ask(choices, (x, *args), kwargs, deadline)
-        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
-        answered = chosen.present.any(dim=1, keepdim=True)
-        logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
-        weights = torch.softmax(logits, dim=1) * answered
-        mixed = [None if answers is None else _weigh(weights, answers) for answers in chosen.outputs]
-        return unflatten(chosen.schema.output_structure, cast(list[object], mixed))
+        leaves, structure = flatten(((x, *args), kwargs))
+
+        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            deadline = Deadline.after(self._asker.terms.forward_timeout)
+            scores = gated.split(self.grid_size, dim=-1)
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+            answered = chosen.present.any(dim=1, keepdim=True)
+            logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
+            weights = torch.softmax(logits, dim=1) * answered
+            return [_weigh(weights, answers) for answers in chosen.outputs if answers is not None], chosen.schema
+
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, self.gate(_gate_input(x)), leaves)[0]
 
     def statistics(self) -> MixtureStatistics:
         """What was asked since the module was made."""
@@ -523,27 +605,48 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """The output for ``x``, and the balancing loss."""
-        deadline = Deadline.after(self._asker.terms.forward_timeout)
         seen = _gate_input(x)
         if self.training and self.jitter:
             seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
-        scores = self.gate(seen).split(self.grid_size, dim=-1)
-        choices = self._asker.choose(self.uid_prefix, scores, 1)
-        chosen = self._asker.ask(choices, (x, *args), kwargs, deadline)
-        probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
-        outputs = [None if answers is None else _weigh(probability, answers) for answers in chosen.outputs]
-        output = unflatten(chosen.schema.output_structure, cast(list[object], outputs))
-        return output, self._balancing_loss(scores, choices)
+        gated = self.gate(seen)
+        leaves, structure = flatten(((x, *args), kwargs))
 
-    def _balancing_loss(self, scores: Sequence[Tensor], choices: Choices) -> Tensor:
-        losses: list[Tensor] = []
+        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            deadline = Deadline.after(self._asker.terms.forward_timeout)
+            scores = gated.split(self.grid_size, dim=-1)
+            choices = self._asker.choose(self.uid_prefix, scores, 1)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
+            outputs = [_weigh(probability, answers) for answers in chosen.outputs if answers is not None]
+            return [*outputs, *self._shares(choices, gated)], chosen.schema
+
+        output, shares = self._asker.mixed(
+            self.uid_prefix, self.grid_size, mix, gated, leaves, [self._share_form(n, gated) for n in self.grid_size]
+        )
+        return output, self._balancing_loss(gated.split(self.grid_size, dim=-1), shares)
+
+    def _share_form(self, size: int, gated: Tensor) -> Form:
+        return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)
+
+    def _shares(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+        """For each dimension the share of rows that each index got, and behind them 1 if any row was given at all."""
         taken = choices.slots[:, 0] >= 0
-        for dimension, grid in enumerate(scores):
+        shares = []
+        for dimension, size in enumerate(self.grid_size):
+            counts = np.bincount(choices.coordinates[taken, 0, dimension], minlength=size)
+            share = np.append(counts / max(counts.sum(), 1), float(taken.any()))
+            shares.append(torch.from_numpy(share).to(gated.device, self.gate.weight.dtype))
+        return shares
+
+    def _balancing_loss(self, scores: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+        losses: list[Tensor] = []
+        for dimension, (grid, share) in enumerate(zip(scores, shares, strict=True)):
             utilization = cast(Tensor, getattr(self, f"utilization_{dimension}"))
-            if self.training and taken.any():
-                counts = np.bincount(choices.coordinates[taken, 0, dimension], minlength=grid.shape[1])
-                share = torch.from_numpy(counts / counts.sum()).to(utilization)
-                utilization.mul_(self.utilization_alpha).add_(share, alpha=1 - self.utilization_alpha)
+            if self.training:
+                given = share.to(utilization)
+                now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
+                with torch.no_grad():
+                    utilization.copy_(torch.where(given[-1] > 0, now, utilization))
             losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
         return torch.stack(losses).mean()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor, nn
 
+from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, SchemaError
 from anabranch.experts import wire
 from anabranch.experts.backend import ExpertInfo
-from anabranch.experts.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
 from anabranch.experts.connections import shared_client
 from anabranch.experts.directory import DirectoryLike
 from anabranch.experts.schema import Schema
@@ -80,8 +81,7 @@ class RemoteExpert(nn.Module):
         self.backward_timeout = backward_timeout
         self._where = endpoint_or_directory
         self._client = client or shared_client(keys=keys, insecure=insecure)
-        self._known: tuple[str, Schema] | None = None
-        self._lock = threading.Lock()
+        self._found = _Found()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client: copying a model copies no connection."""
@@ -110,37 +110,22 @@ class RemoteExpert(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """The expert's outputs for these inputs."""
         deadline = Deadline.after(self.forward_timeout)
-        call, outputs = self._call(args, kwargs, deadline)
-        if self._may_have_changed(call.error) and not deadline.expired():
-            self._known = None
-            call, outputs = self._call(args, kwargs, deadline)
-        if outputs is None:
-            assert call.error is not None
-            raise call.error
-        return unflatten(call.schema.output_structure, cast(list[object], outputs))
-
-    def _call(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], deadline: Deadline
-    ) -> tuple[ExpertCall, list[Tensor | None] | None]:
-        endpoint, schema = self._find(deadline)
+        with outside_tracing():
+            _, schema = self._find(deadline)
         inputs = schema.flatten_inputs(args, kwargs)
-        call = ExpertCall(self.uid, endpoint, schema, inputs)
-        calls = Calls(
-            self._client,
-            [call],
-            self.forward_timeout,
-            self.backward_timeout,
-            check_backward=_raise_first,
-            deadline=deadline,
-        )
-        return call, call_experts(calls)[0]
+        # A graph asks again in every run, each with all of its time.
+        there = _There(self, schema, deadline if current_tracer() is None else None)
+        outputs = iter(cross(there, *inputs))
+        specs = there.schema.output_specs
+        return unflatten(there.schema.output_structure, [None if spec is None else next(outputs) for spec in specs])
 
     def _find(self, deadline: Deadline) -> tuple[str, Schema]:
-        with self._lock:
-            if self._known is None:
+        found = self._found
+        with found.lock:
+            if found.known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where)
-                self._known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
-            return self._known
+                found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
+            return found.known
 
     def _may_have_changed(self, error: Exception | None) -> bool:
         """Whether to look again, once, within the deadline: it may have moved, or come back with another schema."""
@@ -153,6 +138,70 @@ class RemoteExpert(nn.Module):
         if self.uid not in found:
             raise NotFound(f"the directory knows nobody who serves {self.uid!r}")
         return found[self.uid]
+
+
+class _Found:
+    """Where the expert is, and its schema, once that was asked; not the module's own, for a graph outlives it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: tuple[str, Schema] | None = None
+
+
+class _There:
+    """The boundary: one call of the expert, which is looked for again, once, where it may have moved."""
+
+    kind = "expert"
+
+    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None) -> None:
+        self.name = expert.uid
+        self.schema = schema
+        """Of whoever answered last: another than at first if the expert has come back as another."""
+        self._given = schema
+        self._expert = expert
+        self._deadline = deadline
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        return output_forms(self._given, inputs)
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        expert = self._expert
+        deadline = self._deadline or Deadline.after(expert.forward_timeout)
+        crossed, error = self._ask(inputs, wants, deadline)
+        if expert._may_have_changed(error) and not deadline.expired():
+            expert._found.known = None
+            crossed, error = self._ask(inputs, wants, deadline)
+        if error is not None:
+            raise error
+        return crossed
+
+    def _ask(
+        self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None, deadline: Deadline
+    ) -> tuple[Crossed, Exception | None]:
+        expert = self._expert
+        endpoint, schema = expert._find(deadline)
+        if schema is not self._given:  # what was given must fit what the expert takes now
+            given = unflatten(self._given.input_structure, cast(list[object], list(inputs)))
+            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
+            inputs, self.schema = schema.flatten_inputs(args, kwargs), schema
+        call = ExpertCall(self.name, endpoint, schema, inputs)
+        calls = Calls(
+            expert._client,
+            [call],
+            expert.forward_timeout,
+            expert.backward_timeout,
+            check_backward=_raise_first,
+            deadline=deadline,
+        )
+        crossed = ask(calls, keep=wants is not None)
+        error, call.error = call.error, None  # held by nobody but who raises it
+        return crossed, error
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        assert isinstance(state, Calls)
+        return ask_gradients(state, inputs, gradients)
 
 
 def _raise_first(calls: Sequence[ExpertCall]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 
 import torch
@@ -39,13 +39,21 @@ class Runtime:
     Args:
         pools: all on one device.
         name: of the thread.
+        answering: makes a context in which a batch's tasks are answered.
     """
 
-    def __init__(self, pools: Iterable[TaskPool], *, name: str = "device") -> None:
+    def __init__(
+        self,
+        pools: Iterable[TaskPool],
+        *,
+        name: str = "device",
+        answering: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._pools = list(pools)
         self._changed = threading.Condition()
         for pool in self._pools:
             pool.changed = self._changed
+        self._answering = answering
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
@@ -106,7 +114,7 @@ class Runtime:
             if batch:
                 self._running = max((task.deadline for task in batch), key=Deadline.remaining)
                 with self._batch:
-                    pool.run(batch)
+                    pool.run(batch, self._answering)
                 self._running = None
 
     def _next_pool(self) -> TaskPool | None:

@@ -7,6 +7,7 @@ runs no code. Two sides agree on a schema by its hash, so a request carries tens
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +25,12 @@ from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
+__all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
+
+Layout = list[tuple[str, TensorSpec]]
+"""The name and spec of each tensor of a message, before compression."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,16 @@ class Schema:
     def input_names(self) -> list[str]:
         """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
         return [_input_name(path) for path in paths((self.arguments, dict(self.keywords)))]
+
+    @cached_property
+    def input_layout(self) -> Layout:
+        """What a forward request carries."""
+        return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
+
+    @cached_property
+    def output_layout(self) -> Layout:
+        """What a forward's answer carries."""
+        return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
     def input_structure(self) -> PyTreeSpec:
@@ -212,7 +226,9 @@ def all_finite(tensor: Tensor) -> bool:
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 0:
         return True
     # A finite sum proves it in one pass; an overflowing one proves nothing.
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype.is_floating_point and math.isfinite(float(tensor.sum())):
+        return True
+    return bool(torch.isfinite(tensor).all())
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:

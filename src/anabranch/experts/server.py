@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,8 +119,12 @@ class ExpertServer:
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
         self._ttl = ttl
+        self._pinned = any(backend.device.type == "cuda" for backend in self._backends.values())
         self._not_finite: Counter[str] = Counter()
-        self._runtimes = [Runtime(pools, name=name) for name, pools in self._pools_by_device().items()]
+        self._round = threading.local()
+        self._runtimes = [
+            Runtime(pools, name=name, answering=self._gathering) for name, pools in self._pools_by_device().items()
+        ]
         self._persistence = (
             None
             if checkpoint_dir is None
@@ -129,8 +133,8 @@ class ExpertServer:
         # Last of what may fail: it listens from here on.
         self._server = Server(
             [
-                Verb(wire.INFO, self._info),
-                Verb(wire.FORWARD, self._forward, check=self._check, allocate=self._allocate),
+                Verb(wire.INFO, self._info, quick=True),
+                Verb(wire.FORWARD, self._forward, check=self._check, allocate=self._allocate, quick=True),
                 Verb(
                     wire.BACKWARD,
                     self._backward,
@@ -138,6 +142,7 @@ class ExpertServer:
                     once=True,
                     again=self._backward_again,
                     allocate=self._allocate,
+                    quick=True,
                 ),
             ],
             listen=listen,
@@ -150,6 +155,7 @@ class ExpertServer:
             max_connections=max_connections,
             drain_seconds=drain_seconds,
             healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
+            after_round=self._submit_round,
         )
         self._stop = threading.Event()
         self._stack = ExitStack()
@@ -253,7 +259,7 @@ class ExpertServer:
         pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
 
     def _allocate(self, headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        if any(backend.device.type == "cuda" for backend in self._backends.values()):
+        if self._pinned:
             return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
         return allocate(headers)
 
@@ -279,7 +285,7 @@ class ExpertServer:
         else:
             # A request that is split has no graph of its own.
             ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-            backend.forward_pool.submit(Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket))
+            self._put_aside(backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket))
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
@@ -299,7 +305,24 @@ class ExpertServer:
             finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
         else:
             task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
-            backend.backward_pool.submit(task)
+            self._put_aside(backend.backward_pool, task)
+
+    def _put_aside(self, pool: TaskPool, task: Task) -> None:
+        """Queues the task once all requests that have come are read, so that they meet in one batch."""
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside is None:
+            aside = self._round.tasks = {}
+        aside.setdefault(pool, []).append(task)
+
+    def _submit_round(self) -> None:
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside:
+            self._round.tasks = None
+            for pool, tasks in aside.items():
+                pool.submit_all(tasks)
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return self._server.gathering()
 
     def _backward_again(self, call: Call) -> None:
         """A retry after a restart: the update is in the state that was loaded, the gradients are not any more."""

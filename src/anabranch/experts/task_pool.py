@@ -16,14 +16,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import Overloaded, PeerLost
+from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
 
 __all__ = [
@@ -174,15 +175,33 @@ class TaskPool:
             Overloaded: there is no room.
             PeerLost: the pool is closed.
         """
-        parts = [task] if task.rows <= self.max_batch_size else _split(task, self.max_batch_size)
         with self.changed:
-            self._check_room(task.rows, task.nbytes)
-            self._tasks += 1
-            for part in parts:
-                self._queue.append(part)
-                self._rows += part.rows
-                self._bytes += part.nbytes
+            self._put(task)
             self.changed.notify_all()
+
+    def submit_all(self, tasks: Iterable[Task]) -> None:
+        """Queues tasks that may share a batch; those that find no room are told so."""
+        declined: list[tuple[Task, BoundaryError]] = []
+        with self.changed:
+            for task in tasks:
+                try:
+                    self._put(task)
+                except BoundaryError as error:
+                    declined.append((task, error))
+            self.changed.notify_all()
+        for task, error in declined:
+            task.finish(error)
+
+    def _put(self, task: Task) -> None:
+        nbytes = task.nbytes
+        self._check_room(task.rows, nbytes)
+        self._tasks += 1
+        self._rows += task.rows
+        self._bytes += nbytes
+        if task.rows <= self.max_batch_size:
+            self._queue.append(task)
+        else:
+            self._queue.extend(_split(task, self.max_batch_size))
 
     # For the runtime, which holds ``changed`` while it looks and takes.
 
@@ -235,8 +254,13 @@ class TaskPool:
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
 
-    def run(self, batch: Sequence[Task]) -> None:
-        """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails."""
+    def run(
+        self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails.
+
+        ``answering`` makes a context in which several are answered.
+        """
         if not batch:
             return
         rows = sum(task.rows for task in batch)
@@ -254,8 +278,9 @@ class TaskPool:
                 for task in batch:
                     task.finish(error)
             return
-        for task, its_outputs in zip(batch, outputs, strict=True):
-            task.finish(its_outputs)
+        with answering() if len(batch) > 1 else nullcontext():
+            for task, its_outputs in zip(batch, outputs, strict=True):
+                task.finish(its_outputs)
 
     def _join_and_process(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         if len(batch) == 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.experts.compression import check_parts, compress, decompress, wire_parts
-from anabranch.experts.schema import Schema
+from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import RequestHeader, TensorHeader, pack, unpack
 
@@ -45,18 +45,15 @@ BACKWARD = "expert.backward"
 
 _LONGEST_TICKET = 32
 
-Layout = list[tuple[str, TensorSpec]]
-"""The name and spec of each tensor of a message, before compression."""
-
 
 def input_layout(schema: Schema) -> Layout:
     """What a forward request carries."""
-    return [(name, spec) for name, spec in zip(schema.input_names, schema.inputs, strict=True) if spec is not None]
+    return schema.input_layout
 
 
 def output_layout(schema: Schema) -> Layout:
     """What a forward's answer carries."""
-    return [(f"output {index}", spec) for index, spec in enumerate(schema.output_specs) if spec is not None]
+    return schema.output_layout
 
 
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
@@ -112,6 +109,10 @@ def from_wire(
     for index, spec in enumerate(specs):
         if spec is None or (present is not None and not present[index]):
             tensors.append(None)
+            continue
+        if spec.compression is None:
+            tensors.append(parts[position])
+            position += 1
             continue
         count = len(wire_parts(spec, 0))
         tensors.append(decompress(parts[position : position + count], spec))

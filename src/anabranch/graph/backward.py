@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-__all__ = ["Backward", "Gradients", "Loss", "Nested", "capture_backward"]
+    from anabranch.graph.codegen import Program
+
+__all__ = ["Arrivals", "Backward", "Gradients", "Loss", "Nested", "capture_backward"]
 
 Loss = Callable[[nn.Module, Structure], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
@@ -39,6 +41,22 @@ class Gradients:
     outputs: dict[str, Structure]
     dense: dict[str, Tensor]
     sparse: dict[str, tuple[SparseRows, ...]]
+
+
+class Arrivals(Protocol):
+    """What is told of the results of a backward graph while it runs."""
+
+    def begin(self, outputs: Sequence[str]) -> None:
+        """A run begins that yields these outputs."""
+        ...
+
+    def loss(self, value: Tensor) -> None:
+        """The loss is there; no gradient is yet."""
+        ...
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """The gradient of the parameter ``name`` is final; it must not be changed in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,35 @@ class Backward:
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
     nested: tuple[Nested, ...] = ()
+    _told: list[Arrivals] = field(default_factory=list)
+    _programs: list[Program] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the results that are sparse rows and their ids."""
+        return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
+
+    def telling(self, arrivals: Arrivals) -> Program:
+        """The graph's program, telling ``arrivals`` of each result at the line where it is final."""
+        self._told[:] = [arrivals]
+        if not self._programs:
+            told = self._told
+
+            def tell(name: str) -> Callable[[object], None]:
+                if name == "loss":
+                    return lambda value: told[0].loss(cast(Tensor, value))
+                parameter = name.removesuffix(".grad")
+                return lambda value: told[0].gradient(parameter, cast(Tensor, value))
+
+            names = ["loss", *(f"{name}.grad" for name in self.dense)]
+            self._programs.append(self.graph.telling_program({name: tell(name) for name in names}))
+        return self._programs[0]
+
+    def tell(self, arrivals: Arrivals, results: Mapping[str, object]) -> None:
+        """Tells ``arrivals`` of results that are all there."""
+        arrivals.loss(cast(Tensor, results["loss"]))
+        for name in self.dense:
+            arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
         """The same with ``improve`` applied to the graph."""
@@ -110,14 +157,15 @@ class _Body:
         recorder.follow_backward(loss)
         leaves = [state[name] for name in self._wrt]
         found = list(cut.found)
-        gradients = torch.autograd.grad(loss, [*leaves, *(lookup.leaf for lookup in found)], allow_unused=True)
+        rows = [lookup.leaf for lookup in found]
+        gradients = torch.autograd.grad(loss, [*leaves, *rows, *recorder.entries], allow_unused=True)
         dense = {
             name: _laid_out_as(state[name], gradient)
             for name, gradient in zip(self._wrt, gradients, strict=False)
             if gradient is not None
         }
         self.dense = list(dense)
-        sparse = self._sparse(found, gradients[len(leaves) :], dense)
+        sparse = self._sparse(found, gradients[len(leaves) : len(leaves) + len(rows)], dense)
         return [*(_detached(value) for value in results.values()), *dense.values(), *sparse]
 
     def _evaluate(self, batch: Structure) -> tuple[Tensor, dict[str, Tensor]]:

@@ -74,16 +74,24 @@ class Program:
         self.function, self._anchors = again.function, again._anchors
 
 
-def generate(graph: fx.Graph, bound: Mapping[fx.Node, Tensor]) -> Program:
-    """The program of ``graph``, whose placeholders in ``bound`` stand for those very tensors."""
-    writer = _Writer(graph, bound)
+def generate(
+    graph: fx.Graph, bound: Mapping[fx.Node, Tensor], told: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
+) -> Program:
+    """The program of ``graph``, whose placeholders in ``bound`` stand for those very tensors.
+
+    Args:
+        graph: what to run.
+        bound: the tensors of its state.
+        told: results with what to call with them at the line where they are final; none before the first of these.
+    """
+    writer = _Writer(graph, bound, told)
     source, names = writer.write()
     copy = fx.Graph()
     copy.set_codegen(_Written(source, names))
     copy.output(None)
     module = fx.GraphModule(torch.nn.Module(), copy)
     anchors = [(tensor, tensor.data_ptr()) for tensor in writer.viewed]
-    return Program(source, module.forward, anchors, lambda: generate(graph, bound))
+    return Program(source, module.forward, anchors, lambda: generate(graph, bound, told))
 
 
 class _Written(CodeGen):
@@ -99,7 +107,12 @@ class _Written(CodeGen):
 
 
 class _Writer:
-    def __init__(self, graph: fx.Graph, bound: Mapping[fx.Node, Tensor]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        bound: Mapping[fx.Node, Tensor],
+        told: Sequence[tuple[fx.Node, Callable[[object], None]]] = (),
+    ) -> None:
         self._graph = graph
         self._names: dict[str, object] = {"inf": math.inf, "nan": math.nan, "torch": torch, "device": torch.device}
         self._constants: dict[fx.Node, object] = dict(bound)
@@ -111,6 +124,7 @@ class _Writer:
         self._kept: list[object] = []
         self._effects = Effects(graph, bound.items())
         self._last_use = _last_uses(graph)
+        self._told = self._where_final(told)
         self._returned = {self._effects.root[node] for node in graph.output_node().all_input_nodes}
 
     def write(self) -> tuple[str, dict[str, object]]:
@@ -123,9 +137,29 @@ class _Writer:
                 self._lines.append(f"return {self._tuple(node.args[0])}")
             elif not self._hoist(node):
                 self._statement(node)
+            for value, call in self._told.get(node, ()):
+                self._lines.append(f"{self._global(call, 'told')}({self._name(value)})")
         head = f"def forward(self, {', '.join(parameters)}):" if parameters else "def forward(self):"
         body = "\n".join(f"    {line}" for line in self._lines)
         return f"{head}\n{body}\n", self._names
+
+    def _where_final(
+        self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
+    ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
+        """By the node after which they are told of: where the last write to their memory is done."""
+        found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
+        if not told:
+            return found
+        order = {node: position for position, node in enumerate(self._graph.nodes)}
+        nodes = list(order)
+        earliest = 0
+        for index, (value, call) in enumerate(told):
+            root = self._effects.root[value]
+            final = max(order[each] for each in (value, *self._effects.writers.get(root, ())))
+            if index == 0:
+                earliest = final
+            found.setdefault(nodes[max(final, earliest)], []).append((value, call))
+        return found
 
     # What does not depend on the inputs is computed once, here.
 

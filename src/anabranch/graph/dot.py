@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
+from anabranch.graph.page import boundary_of
+
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
 
@@ -13,7 +15,7 @@ __all__ = ["to_dot"]
 
 
 def to_dot(graph: Graph) -> str:
-    """``graph`` as a ``digraph``: a box an operation, a cluster a module, shapes on the edges."""
+    """``graph`` as a ``digraph``: a box an operation, a cluster a module, shapes on edges, boundaries coloured."""
     lines = ["digraph graph_ {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         lines.append(f"  {_quoted(node.name)} [label={_quoted(binding.name)}, shape=ellipse];")
@@ -24,7 +26,7 @@ def to_dot(graph: Graph) -> str:
     for index, (scope, nodes) in enumerate(scopes.items()):
         if scope:
             lines.append(f"  subgraph cluster_{index} {{ label={_quoted(scope)};")
-        lines += [f"  {_quoted(node.name)} [label={_quoted(_operation(node))}];" for node in nodes]
+        lines += [f"  {_quoted(node.name)} [label={_quoted(_operation(node))}{_colour(node)}];" for node in nodes]
         if scope:
             lines.append("  }")
     for node in graph.fx.nodes:
@@ -38,6 +40,11 @@ def to_dot(graph: Graph) -> str:
             lines.append(f"  {_quoted('output ' + name)} [label={_quoted(name)}, shape=ellipse];")
             lines.append(f"  {_quoted(result.name)} -> {_quoted('output ' + name)} [label={_quoted(_form(result))}];")
     return "\n".join([*lines, "}"])
+
+
+def _colour(node: fx.Node) -> str:
+    boundary = boundary_of(node)
+    return f', style=filled, fillcolor="#ffd34d", tooltip={_quoted(boundary)}' if boundary else ""
 
 
 def _operation(node: fx.Node) -> str:

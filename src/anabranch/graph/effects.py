@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from anabranch.graph.crossings import crossing_of
+
 __all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_wait"]
 
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
@@ -136,7 +138,7 @@ class Effects:
 
     def must_stay(self, node: fx.Node) -> bool:
         """Whether dropping the node would be noticed even if nobody used its result."""
-        if node.op in ("placeholder", "output") or is_random(node):
+        if node.op in ("placeholder", "output") or is_random(node) or crossing_of(node) is not None:
             return True
         if not isinstance(node.target, OpOverload):
             return False

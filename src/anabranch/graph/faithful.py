@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import dis
 import functools
+import random
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from anabranch.autodiff import hooks as own_hooks
 from anabranch.errors import CaptureError
-from anabranch.graph.tracing import is_library
+from anabranch.graph.python_values import GONE, contents, freeze
+from anabranch.graph.surroundings import Holder, Surroundings, codes_of, from_library, global_names, is_state
 
-__all__ = ["PythonNumbers", "PythonState", "captured_tensors", "reachable_modules", "refuse_hooks"]
+__all__ = ["PythonState", "captured_tensors", "reachable_modules", "refuse_hooks"]
 
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
-_NOT_STATE = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
-# How torch's recurrent modules remember their parameters, which are swapped during a capture.
-_NOT_STATE |= {"_flat_weights", "_flat_weight_refs"}
 _DEPTH = 4
 
 
@@ -94,7 +96,7 @@ def _surroundings(function: object, depth: int = 0) -> Iterator[tuple[str, objec
         return
     for name, value in inner:
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            if not _from_library(value):
+            if not from_library(value):
                 yield from _surroundings(value, depth + 1)
         elif name:
             yield name, value
@@ -106,7 +108,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
         except ValueError:
             continue
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     for name, value in (function.__kwdefaults__ or {}).items():
@@ -116,200 +118,141 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
-def _from_library(value: object) -> bool:
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return isinstance(code, types.CodeType) and is_library(code.co_filename)
-
-
 class PythonState:
     """The Python values that a captured function could change, remembered so that a change is noticed and undone."""
 
     def __init__(self, function: Callable[..., object], modules: Mapping[nn.Module, str]) -> None:
-        functions = [function, *_hooks_of(modules)]
-        self._holders: dict[int, tuple[str, dict[str, object], object]] = {}
-        for module, name in modules.items():
-            self._hold(name or type(module).__name__, vars(module), module)
-        self._codes: list[types.CodeType] = []
-        self._cells: list[tuple[str, types.CellType, object]] = []
-        self._globals: list[tuple[str, dict[str, object], object]] = []
-        for watched in functions:
-            self._watch_function(watched)
+        self._around = Surroundings(function, modules)
+        self._cells = [(cell, contents(cell)) for _, cell in self._around.cells]
+        self._globals = [(space, name, space[name]) for name, space in self._around.globals]
+        self._kept = [(h, dict(h.values)) for h in self._around.holders if h.is_object and isinstance(h.values, dict)]
+        self._attributes = [
+            (holder, name, holder.values[name])
+            for holder in self._around.holders
+            if not (holder.is_object and isinstance(holder.values, dict))
+            for name in self._around.mentioned(holder)
+        ]
         self._contents: list[tuple[object, object]] = []
-        self._kept = [(values, dict(values)) for _, values, _ in self._holders.values()]
+        self._randomness = _Randomness(self._around)
         self._before = self._frozen(remember=True)
 
-    def _hold(self, name: str, values: dict[str, object], owner: object) -> None:
-        self._holders.setdefault(id(owner), (name, values, owner))
+    def _frozen(self, remember: bool = False) -> dict[tuple[Holder | None, str], object]:
+        seen: dict[tuple[Holder | None, str], object] = {}
 
-    def _watch_function(self, function: object, depth: int = 0) -> None:
-        if depth > _DEPTH or _from_library(function):
-            return
-        if isinstance(function, functools.partial):
-            self._watch_function(function.func, depth + 1)
-        elif isinstance(function, types.MethodType):
-            self._watch_owner(type(function.__self__).__name__, function.__self__)
-            self._watch_function(function.__func__, depth + 1)
-        elif isinstance(function, types.FunctionType):
-            if function.__code__ in self._codes:
-                return
-            self._codes.append(function.__code__)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                self._cells.append((name, cell, _contents(cell)))
-            for name in dict.fromkeys(_global_names(function.__code__)):
-                if name in function.__globals__:
-                    self._globals.append((name, function.__globals__, function.__globals__[name]))
-            for name, value in _variables(function):
-                self._watch_owner(name, value)
-                self._watch_function(value, depth + 1)
-
-    def _watch_owner(self, name: str, value: object) -> None:
-        if isinstance(value, (nn.Module, type, types.ModuleType)) or type(value).__module__.startswith("torch"):
-            return
-        values = getattr(value, "__dict__", None)
-        if isinstance(values, dict) and not callable(value):
-            self._hold(name, values, value)
-
-    def _frozen(self, remember: bool = False) -> dict[tuple[str, str], object]:
-        seen: dict[tuple[str, str], object] = {}
-
-        def look(owner: str, name: str, value: object) -> None:
-            seen[owner, name] = _freeze(value)
+        def look(owner: Holder | None, name: str, value: object) -> None:
+            seen[owner, name] = freeze(value)
             if remember and isinstance(value, (list, dict, set)):
                 self._contents.append((value, value.copy()))
 
-        for owner, values, _ in self._holders.values():
-            for name, value in list(values.items()):
-                if name not in _NOT_STATE and not name.endswith("_hooks") and "hooks_" not in name:
-                    look(owner, name, value)
-        for name, cell, _ in self._cells:
-            look("", name, _contents(cell))
-        for name, space, _ in self._globals:
-            look("", name, space.get(name))
+        for holder, _ in self._kept:
+            for name, value in list(holder.values.items()):
+                if is_state(name):
+                    look(holder, name, value)
+        for holder, name, _ in self._attributes:
+            look(holder, name, holder.values.get(name))
+        for name, cell in self._around.cells:
+            look(None, name, contents(cell))
+        for name, space in self._around.globals:
+            look(None, name, space.get(name))
         return seen
 
     def undo_changes(self) -> CaptureError | None:
         """Puts Python state back as it was; returns the error that names what had changed, if anything had."""
         after = self._frozen()
         keys = [*self._before, *(key for key in after if key not in self._before)]
-        changed = next((key for key in keys if self._before.get(key, _GONE) != after.get(key, _GONE)), None)
+        changed = next((key for key in keys if self._before.get(key, GONE) != after.get(key, GONE)), None)
         self._restore()
+        drawn = self._randomness.undo()
+        if drawn is not None:
+            return drawn
         if changed is None:
             return None
         owner, name = changed
-        shown = f"{owner}.{name}" if owner else name
+        shown = f"{owner.name}.{name}" if owner else name
         return CaptureError(
             f"{self._line(owner, name)}: {shown!r} changes while the step is captured; a "
             "replay runs tensor operations only and would lose the change: make it a tensor that is changed in place, "
             "move it out of the step, or use engine='tape'"
         )
 
-    def numbers(self) -> PythonNumbers:
-        """The plain values among these, which a capture bakes into its graph."""
-        spaces = [
-            (owner, values, name)
-            for owner, values, _ in self._holders.values()
-            for name in values
-            if name not in _NOT_STATE and not name.endswith("_hooks") and "hooks_" not in name
-        ]
-        spaces += [("", space, name) for name, space, _ in self._globals]
-        return PythonNumbers(spaces, self._cells)
-
     def _restore(self) -> None:
-        for values, before in self._kept:
+        for holder, before in self._kept:
+            values = holder.values
+            assert isinstance(values, dict)
             for name in [name for name in values if name not in before]:
                 del values[name]
             values.update(before)
-        for _, cell, value in self._cells:
-            if value is not _GONE:
+        for holder, name, value in self._attributes:
+            if holder.values.get(name, GONE) is not value:
+                setattr(holder.owner, name if name != "mode" else "training", value)
+        for cell, value in self._cells:
+            if value is not GONE:
                 cell.cell_contents = value
-        for name, space, value in self._globals:
+        for space, name, value in self._globals:
             space[name] = value
-        for container, contents in self._contents:
+        for container, items in self._contents:
             if isinstance(container, list):
-                container[:] = contents  # type: ignore[call-overload]
+                container[:] = items  # type: ignore[call-overload]
             else:
                 container.clear()  # type: ignore[attr-defined]
-                container.update(contents)  # type: ignore[attr-defined]
+                container.update(items)  # type: ignore[attr-defined]
 
-    def _line(self, owner: str, name: str) -> str:
-        codes = list(self._codes)
-        if owner:
-            holder = next(thing for known, _, thing in self._holders.values() if known == owner)
-            codes = [*_codes_of(type(holder)), *codes]
+    def _line(self, holder: Holder | None, name: str) -> str:
+        codes = list(self._around.codes)
+        if holder is not None:
+            kind = holder.owner if isinstance(holder.owner, type) else type(holder.owner)
+            codes = [*codes_of(kind), *codes]
         places = [place for code in codes for place in _mentions(code, name)]
         stores = [place for opname, place in places if opname.startswith("STORE")]
         return next(iter([*stores, *(place for _, place in places)]), codes[0].co_filename if codes else "the forward")
 
 
-class PythonNumbers:
-    """Plain values that the user's code reads and may change between steps: a temperature, a dropout probability."""
+class _Randomness:
+    """The process's random number generators: seeding torch's, or drawing from Python's, is lost on a graph.
 
-    def __init__(
-        self, spaces: Iterable[tuple[str, dict[str, object], str]], cells: Iterable[tuple[str, types.CellType, object]]
-    ) -> None:
-        self._entries = [
-            (owner, space, name, space[name]) for owner, space, name in spaces if isinstance(space.get(name), _PLAIN)
-        ]
-        self._cells = [(name, cell, value) for name, cell, value in cells if isinstance(value, _PLAIN)]
+    Looked at only where the code mentions them, for other threads (a loader's) may draw during a capture.
+    """
 
-    def changed(self) -> str | None:
-        """The name of one that is no longer what it was."""
-        for owner, space, name, value in self._entries:
-            now = space.get(name, _GONE)
-            if now is not value and now != value:
-                return f"{owner}.{name}" if owner else name
-        for name, cell, value in self._cells:
-            now = _contents(cell)
-            if now is not value and now != value:
-                return name
-        return None
+    def __init__(self, around: Surroundings) -> None:
+        values = [space.get(name) for name, space in around.globals] + [contents(cell) for _, cell in around.cells]
+        draws = around.mentions("random") or any(getattr(v, "__self__", None) is _pythons_own for v in values)
+        self._readers = [_python_state, _numpy_state] if draws else []
+        if around.mentions("manual_seed", "seed", "set_rng_state", "fork_rng"):
+            self._readers.append(_torch_state)
+        self._before = [read() for read in self._readers]
 
-
-_PLAIN = (bool, int, float, complex, str, tuple, types.NoneType)
-_GONE = object()
-
-
-def _contents(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _GONE
+    def undo(self) -> CaptureError | None:
+        """Puts back what changed; returns the error that names it."""
+        changed = None
+        for read, before in zip(self._readers, self._before, strict=True):
+            if read()[:2] != before[:2]:
+                name, _, restore = before
+                restore()
+                changed = changed or CaptureError(
+                    f"the step draws from, or seeds, the generator of {name}, which a graph would do once and for all; "
+                    "draw numbers with torch, pass them in the batch, or use engine='tape'"
+                )
+        return changed
 
 
-def _hooks_of(modules: Mapping[nn.Module, str]) -> Iterator[Callable[..., object]]:
-    for module in modules:
-        yield from module._forward_pre_hooks.values()
-        yield from module._forward_hooks.values()
+_pythons_own = getattr(random.random, "__self__", None)
+_State: TypeAlias = "tuple[str, object, Callable[[], object]]"
 
 
-def _freeze(value: object, depth: int = 0) -> object:
-    """Something that is equal to what it was as long as ``value`` is unchanged."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return type(value), repr(value)
-    if depth < _DEPTH and isinstance(value, (list, tuple, set, frozenset)) and len(value) <= 10_000:
-        return type(value), tuple(_freeze(item, depth + 1) for item in value)
-    if depth < _DEPTH and isinstance(value, dict) and len(value) <= 10_000:
-        return dict, tuple((_freeze(k, depth + 1), _freeze(v, depth + 1)) for k, v in value.items())
-    return type(value), id(value)
+def _python_state() -> _State:
+    state = random.getstate()
+    return "Python's random", state, lambda: random.setstate(state)
 
 
-def _codes_of(kind: type) -> Iterator[types.CodeType]:
-    for base in kind.__mro__:
-        for value in vars(base).values():
-            function = getattr(value, "__func__", value)
-            if (
-                isinstance(function, types.FunctionType)
-                and not _from_library(function)
-                and function.__name__ != "__init__"
-            ):
-                yield function.__code__
+def _numpy_state() -> _State:
+    numpy = sys.modules.get("numpy.random")
+    state = None if numpy is None else numpy.get_state()
+    return "numpy.random", repr(state), lambda: numpy and numpy.set_state(state)
+
+
+def _torch_state() -> _State:
+    state = torch.get_rng_state()
+    return "torch", state.numpy().tobytes(), lambda: torch.set_rng_state(state)
 
 
 def _mentions(code: types.CodeType, name: str) -> Iterator[tuple[str, str]]:

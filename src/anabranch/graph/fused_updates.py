@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, fx
 
+from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import Effects, arguments
 from anabranch.graph.graph import Graph
 
@@ -43,6 +44,7 @@ def spread_fused_updates(graph: Graph, large: int = _LARGE) -> Graph:
     """``graph`` with each parameter of ``large`` or more elements updated as soon as its gradient is final.
 
     The gradient is then still in the processor's cache, and is freed at once. The counters of steps are advanced first.
+    Nothing is written before the last crossing of a boundary: one that fails leaves the state as it was.
     """
     graph = graph.copy()
     for node in _fused(graph):
@@ -72,6 +74,7 @@ def _spread(graph: Graph, node: fx.Node, large: int) -> None:
     if not apart or not _advance_steps_first(graph, node):
         return
     order = {each: position for position, each in enumerate(graph.fx.nodes)}
+    crossed = [each for each in graph.fx.nodes if crossing_of(each) is not None][-1:]
     effects = graph.effects()
     readers = _readers(graph, effects)
     for index in apart:
@@ -85,6 +88,7 @@ def _spread(graph: Graph, node: fx.Node, large: int) -> None:
             for reader in readers.get(effects.root[source], ())
             if reader is not node and order[reader] < order[node]
         ]
+        after += crossed
         if not after:
             continue
         with graph.fx.inserting_after(max(after, key=order.__getitem__)):
@@ -124,6 +128,8 @@ def _advance_steps_first(graph: Graph, node: fx.Node) -> bool:
             return False
         movable.append(user)
     first = next(each for each in graph.fx.nodes if each.op != "placeholder")
+    for each in graph.fx.nodes:
+        first = each.next if crossing_of(each) is not None else first
     for user in movable:
         if user is not first:
             first.prepend(user)

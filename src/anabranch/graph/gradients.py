@@ -68,7 +68,7 @@ def gradients(
 
     def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
         recorder.differentiable = True
-        results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :])
+        results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :], recorder)
         return results
 
     found = build(body, sources, names)
@@ -128,7 +128,9 @@ class _Tape:
                 raise SchemaError(f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {expected}")
         return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
 
-    def run(self, values: Sequence[Tensor], arriving: Sequence[Tensor]) -> tuple[list[object], list[str]]:
+    def run(
+        self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: Recorder
+    ) -> tuple[list[object], list[str]]:
         """The outputs and the gradients, flat, and their names."""
         self._sparse = {}
         targets = {self._nodes[name]: name for name in self.wrt}
@@ -137,7 +139,7 @@ class _Tape:
         dense = [name for name in self.wrt if name not in self._sparse]
         leaves = [computed[self._nodes[name]] for name in dense]
         rows = [leaf for name in self._sparse for _, leaf in self._sparse[name]]
-        found = self._differentiate(roots, [*leaves, *rows], arriving)
+        found = self._differentiate(roots, [*leaves, *rows, *recorder.entries], arriving)
         by_name = dict(zip(dense, found, strict=False))
         rest = iter(found[len(dense) :])
         pairs = {name: [(ids, next(rest)) for ids, _ in lookups] for name, lookups in self._sparse.items()}

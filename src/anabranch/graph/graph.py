@@ -106,6 +106,13 @@ class Graph:
             self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
 
+    def telling_program(self, told: Mapping[str, Callable[[object], None]]) -> Program:
+        """A program that hands each output in ``told`` over at the line where it is final, the first of them first."""
+        lowered = self.lowered()
+        results = dict(zip(lowered.outputs, lowered.results, strict=True))
+        calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
+        return generate(lowered.fx, dict(lowered.shared()), calls)
+
     def lowered(self) -> Graph:
         """The graph that the program is generated from: handles dropped, memory reused in place."""
         from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape

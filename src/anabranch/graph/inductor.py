@@ -12,6 +12,7 @@ from torch import fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.codegen import Program
+from anabranch.graph.crossings import crossing_of
 from anabranch.graph.dead_nodes import drop_handles
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ def compiled(graph: Graph) -> Program:
         graph: without optimizer nodes, which Inductor refuses in their fused form.
 
     Raises:
-        CaptureError: from the first run, before it computes anything, if Inductor refuses; carries its reason.
+        CaptureError: for a graph that crosses a boundary; from the first run, before it computes anything, if Inductor
+            refuses: carries its reason.
     """
+    crossing = next((found for node in graph.fx.nodes if (found := crossing_of(node)) is not None), None)
+    if crossing is not None:
+        raise CaptureError(f"Inductor compiles no step that crosses to {crossing.label}; use compile=False")
     made: list[Callable[..., tuple[object, ...]]] = []
 
     def run(*leaves: object) -> tuple[object, ...]:

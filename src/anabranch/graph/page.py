@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
+from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.memory import storage_bytes
 
@@ -66,15 +67,18 @@ def _look(node: fx.Node) -> dict[str, object]:
         "shape": ("x".join(map(str, tensor.shape)) or "scalar") if tensor is not None else "",
         "dtype": str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
         "bytes": storage_bytes(value),
-        "boundary": _boundary(node),
+        "boundary": boundary_of(node),
         "inputs": [],
     }
 
 
-def _boundary(node: fx.Node) -> str:
+def boundary_of(node: fx.Node) -> str:
     """What kind of edge of the step the node is, if it leaves a device or process."""
     if is_collective(node):
         return "collective"
     if is_wait(node):
         return "wait"
+    crossing = crossing_of(node)
+    if crossing is not None:
+        return crossing.label
     return str(node.meta.get("transfer", ""))

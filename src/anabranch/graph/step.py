@@ -12,8 +12,10 @@ them apart, for a caller that has something to do in between that cannot be trac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -21,22 +23,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
-from anabranch.graph.backward import Backward, Gradients, Loss, capture_backward
+from anabranch.graph.backward import Arrivals, Backward, Gradients, Loss, capture_backward
+from anabranch.graph.bound_state import BoundState
 from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.build import build
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
-from anabranch.graph.faithful import PythonState, refuse_hooks
+from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
 from anabranch.graph.inductor import compiled
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.python_values import PythonValues
+from anabranch.graph.surroundings import Surroundings
 from anabranch.graph.tracing import Recorder, Source
 from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["Between", "Pass", "StepProgram"]
+__all__ = ["Between", "Gate", "Pass", "SparseGradients", "StepProgram"]
 
 Between: TypeAlias = Callable[
     [dict[str, Tensor], dict[str, Tensor], Structure], tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -44,8 +49,24 @@ Between: TypeAlias = Callable[
 """``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
 Pass: TypeAlias = Callable[[Graph], Graph]
 
+Gate: TypeAlias = Callable[[object], None]
+"""``gate(kind)`` is called before a kind of batch is captured, and raises ``CaptureError`` if it is not to be."""
+
 _MOST_NUMBERS = 8
+_MOST_CHANGES = 4
 _MOST_GRAPHS = 64
+
+
+class SparseGradients(CaptureError):
+    """``between`` would have to see the rows of a table looked up sparsely, which are merged outside of the graph."""
+
+
+@dataclass(slots=True)
+class _Graphs:
+    """All graphs for the same Python values."""
+
+    backwards: dict[object, tuple[Backward, Program]] = field(default_factory=dict)
+    joints: dict[object, _Joint] = field(default_factory=dict)
 
 
 class StepProgram:
@@ -71,6 +92,7 @@ class StepProgram:
         between: a function that is traced between gradients and optimizers; see ``Between``.
         passes: applied to each joint graph before it runs, after ours.
         compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
+        gate: asked before each capture; see ``Gate``.
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
@@ -85,41 +107,39 @@ class StepProgram:
         between: Between | None = None,
         passes: Sequence[Pass] = (),
         compile: bool = False,  # noqa: A002 - the executor's own word
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate
         self._model = model
         self._loss = loss
         self._optimizers = list(optimizers)
         self._trace_between = between
         self._passes = tuple(passes)
         self._compile = compile
-        self._changes = 0
+        self._changes: Counter[str] = Counter()
         self._bind()
 
     def _bind(self) -> None:
         """Looks the state up again and forgets every graph, as at construction."""
-        modules = {module: name for name, module in self._model.named_modules()}
-        self._python = PythonState(self._loss, modules).numbers()
         model, optimizers = self._model, self._optimizers
         self._modules = list(model.modules())
         self._parameters = dict(model.named_parameters())
         self._names = _names_of(optimizers, self._parameters)
-        self._slots = [
-            (entries, name, tensor)
-            for module in self._modules
-            for entries in (module._parameters, module._buffers)
-            for name, tensor in entries.items()
-        ]
-        self._places = [(t, t.data_ptr()) for _, _, t in self._slots if t is not None and t.layout is torch.strided]
-        self._states = [optimizer.state for optimizer in optimizers]
+        self._state = BoundState(model, optimizers)
+        self._python = self._look_around()
         self._rates = LearningRates(optimizers)
         self._group_numbers = GroupNumbers(optimizers)
-        self._backwards: dict[object, tuple[Backward, Program]] = {}
-        self._betweens: dict[object, Graph] = {}
         self._updates: dict[object, tuple[Graph, Program]] = {}
-        self._joints: dict[object, _Joint] = {}
+        self._graphs = _Graphs()
+        self._others: dict[object, _Graphs] = {}  # by the Python values that they are for
         self._numbers: set[object] = set()
         self._last: Graph | None = None
         self._broken: CaptureError | None = None
+        self._changing: CaptureError | None = None
+
+    def _look_around(self) -> PythonValues:
+        modules = {module: name for name, module in self._model.named_modules()}
+        return PythonValues(Surroundings(self._loss, modules))
 
     @property
     def graph(self) -> Graph:
@@ -138,7 +158,7 @@ class StepProgram:
                 it).
         """
         leaves, key = self._situation(batch, extra, fetch)
-        joint = self._joints.get(key)
+        joint = self._graphs.joints.get(key)
         if joint is None:
             return self._first_run(key, batch, extra, tuple(fetch))
         self._last = joint.graph
@@ -146,20 +166,34 @@ class StepProgram:
         results: dict[str, Structure] = dict(zip(joint.graph.outputs, joint.run(leaves), strict=True))
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        if joint.backward.lookups or joint.backward.nested:
-            return self._finish(joint, results)
+        if joint.unfinished:
+            return self._finish(joint.backward, results, fetch)
         return results
 
-    def backward(self, batch: Structure, fetch: Sequence[str] = ()) -> Gradients:
-        """Forward and backward alone: nothing is updated but buffers."""
+    def backward(self, batch: Structure, fetch: Sequence[str] = (), arrivals: Arrivals | None = None) -> Gradients:
+        """Forward and backward alone, for all parameters that require a gradient: nothing is updated but buffers.
+
+        Args:
+            batch: a nested structure of tensors.
+            fetch: names of submodules.
+            arrivals: told of the loss and of each dense gradient the moment it is final, while backward goes on.
+        """
         leaves, key = self._situation(batch, (), fetch)
-        backward, program = self._backward(key, batch, fetch)
+        backward, program = self._backward(key, batch, fetch, self._trainable())
         self._last = backward.graph
-        return backward.sort(dict(zip(backward.graph.outputs, program.run(*leaves), strict=True)))
+        if arrivals is not None:
+            arrivals.begin(backward.outputs)
+            if not self._compile:
+                program = backward.telling(arrivals)
+        results = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
+        if arrivals is not None and self._compile:
+            backward.tell(arrivals, results)
+        return backward.sort(results)
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
         """The optimizers' step on these gradients; parameters without one are left alone."""
         self._check_bound()
+        dense = {name: gradient for name, gradient in dense.items() if self._parameters[name] in self._names}
         if dense:
             key = (tuple(dense), self._group_numbers.current())
             if key not in self._updates and not has_state(self._optimizers, [self._parameters[name] for name in dense]):
@@ -188,34 +222,43 @@ class StepProgram:
             tuple([parameter.requires_grad for parameter in self._parameters.values()]),
             self._group_numbers.current(),
             tuple(fetch),
-            torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("cuda"),
+            _modes(),
         )
         if more:
             leaves = leaves + more
         return [leaf for leaf in leaves if isinstance(leaf, (Tensor, float))], key
 
     def _check_bound(self) -> None:
-        for entries, name, tensor in self._slots:
-            if entries.get(name) is not tensor:
-                return self._bind()
-        changed = self._python.changed()
-        if changed is not None:
-            self._changes += 1
+        if not self._state.intact():
             self._bind()
-            if self._changes > _MOST_NUMBERS:
-                self._broken = CaptureError(
-                    f"{changed!r} changes from step to step, and each change makes a new graph; pass it in the batch "
-                    "as a float, make it a tensor that is changed in place, or use engine='tape'"
-                )
-            return None
-        for tensor, where in self._places:
-            if tensor.data_ptr() != where:  # parameter.data = ..., model.to(...)
-                return self._bind()
-        for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            if optimizer.state is not state:
-                return self._bind()
-        return None
+        elif not self._python.unchanged():
+            self._follow_python()
+
+    def _follow_python(self) -> None:
+        """Changes to the graphs for what the Python values are now."""
+        found = self._python.changed()
+        if found is None:  # other objects of the same value
+            self._python.accept()
+            return
+        name, only_value = found
+        self._others[self._python.key] = self._graphs
+        if only_value:
+            self._python.accept()
+        else:
+            self._python = self._look_around()
+        known = self._others.pop(self._python.key, None)
+        self._graphs = known or _Graphs()
+        self._changing = None
+        if known is not None:
+            return
+        while len(self._others) > _MOST_NUMBERS:
+            del self._others[next(iter(self._others))]
+        self._changes[name] += 1
+        if self._changes[name] > _MOST_CHANGES:
+            self._changing = CaptureError(
+                f"{name!r} changes from step to step, and each change makes a new graph; pass it in the batch "
+                "as a float, make it a tensor that is changed in place, or use engine='tape'"
+            )
 
     # Capture.
 
@@ -227,29 +270,34 @@ class StepProgram:
         refuse_hooks({}, {}, self._optimizers)
         self._refuse_changing_numbers()
         modules = [name for name in fetch if not name.endswith(".grad")]
-        asked = {name.removesuffix(".grad") for name in fetch if name.endswith(".grad")}
-        backward, program = self._backward(key, batch, modules, asked)
-        self._check_fetched(asked, backward)
+        asked = [name.removesuffix(".grad") for name in fetch if name.endswith(".grad")]
+        self._check_fetched(asked)
+        every = self._trace_between is not None
+        wrt = [n for n in self._trainable() if every or n in asked or self._parameters[n] in self._names]
+        backward, program = self._backward(key, batch, modules, wrt)
+        if every and backward.lookups:
+            raise SparseGradients(
+                f"the table {backward.lookups[0][0]!r} has a sparse gradient, which between cannot see; use backward() "
+                "and update(), or sparse=False"
+            )
         between = self._between(backward, extra)
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
-            self._joints[key] = self._join(backward, program, between, fetch)
+            self._graphs.joints[key] = self._join(backward, program, between, fetch)
             return self.run(batch, extra, fetch)
         results = self._run_apart(backward, program, between, batch, extra, fetch)
         # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
         try:
-            self._joints[key] = self._join(backward, program, between, fetch)
-            self._last = self._joints[key].graph
+            self._graphs.joints[key] = self._join(backward, program, between, fetch)
+            self._last = self._graphs.joints[key].graph
         except CaptureError as error:
             self._broken = error
         return results
 
+    def _trainable(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
     def _refuse_changing_numbers(self) -> None:
-        if len(self._joints) >= _MOST_GRAPHS:
-            raise CaptureError(
-                f"{_MOST_GRAPHS} graphs have been captured for this step, and another batch shape, mode or fetch came; "
-                "pad batches to a few shapes, or use engine='tape'"
-            )
         self._numbers.add(self._group_numbers.current())
         if len(self._numbers) > _MOST_NUMBERS:
             raise CaptureError(
@@ -258,24 +306,32 @@ class StepProgram:
                 "(cycle_momentum=False)"
             )
 
-    @staticmethod
-    def _check_fetched(asked: Collection[str], backward: Backward) -> None:
+    def _ask_to_capture(self, key: object) -> None:
+        if self._changing is not None:
+            raise self._changing
+        if len(self._graphs.backwards) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} graphs have been captured for this step, and another batch shape, mode or fetch came; "
+                "pad batches to a few shapes, or use engine='tape'"
+            )
+        if self._gate is not None:
+            self._gate(key)
+
+    def _check_fetched(self, asked: Collection[str]) -> None:
         for name in asked:
-            if name not in backward.dense:
-                raise ValueError(
-                    f"'{name}.grad' was to be fetched, but no dense gradient reaches a parameter of that name"
-                )
+            if name not in self._parameters:
+                raise ValueError(f"'{name}.grad' was to be fetched, but no parameter has that name")
 
     def _backward(
-        self, key: object, batch: Structure, fetch: Sequence[str], asked: Collection[str] = ()
+        self, key: object, batch: Structure, fetch: Sequence[str], wrt: Sequence[str]
     ) -> tuple[Backward, Program]:
-        key = (key, tuple(fetch), tuple(asked))
-        if key not in self._backwards:
-            wrt = [n for n, p in self._parameters.items() if p.requires_grad and (p in self._names or n in asked)]
-            found = capture_backward(self._model, self._loss, batch, wrt, fetch)
-            found = found.improved(merge_duplicates)
-            self._backwards[key] = (found, compiled(found.graph) if self._compile else found.graph.program())
-        return self._backwards[key]
+        found = self._graphs.backwards.get((key, tuple(wrt)))
+        if found is None:
+            self._ask_to_capture(key)
+            backward = capture_backward(self._model, self._loss, batch, wrt, fetch).improved(merge_duplicates)
+            found = (backward, compiled(backward.graph) if self._compile else backward.graph.program())
+            self._graphs.backwards[key, tuple(wrt)] = found
+        return found
 
     def _between(self, backward: Backward, extra: Structure) -> Graph | None:
         if self._trace_between is None:
@@ -308,6 +364,7 @@ class StepProgram:
     def _update(self, dense: Mapping[str, Tensor]) -> tuple[Graph, Program]:
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
+            self._state.note_optimizer_state()
             graph = capture_update(self._optimizers, dense, self._rates, self._names)
             self._updates[key] = (graph, graph.program())
         return self._updates[key]
@@ -321,7 +378,11 @@ class StepProgram:
             graph = sink_waits(bucket_collectives(join(graph, between, sparse)))
             keep |= {name for name in between.outputs if not name.endswith(".grad")}
         examples = dict(zip(graph.outputs, graph.examples(), strict=True))
-        dense = {name: examples[f"{name}.grad"] for name in backward.dense if f"{name}.grad" in examples}
+        dense = {
+            name: examples[f"{name}.grad"]
+            for name in backward.dense
+            if f"{name}.grad" in examples and self._parameters[name] in self._names
+        }
         front = graph
         if dense:
             update, _ = self._update(dense)  # type: ignore[arg-type]
@@ -332,8 +393,8 @@ class StepProgram:
             update_program = self._update(dense)[1] if dense else None  # type: ignore[arg-type]
             front_program = program if front is backward.graph else compiled(front)
             names = [f"{name}.grad" for name in dense]
-            return _CompiledJoint(graph, backward, front.outputs, front_program, update_program, names)
-        return _Joint(graph, backward, graph.program())
+            return _CompiledJoint(graph, backward, fetch, front.outputs, front_program, update_program, names)
+        return _Joint(graph, backward, fetch, graph.program())
 
     # Running in parts.
 
@@ -348,24 +409,29 @@ class StepProgram:
     ) -> dict[str, Structure]:
         leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, (Tensor, float))]
         results: dict[str, Structure] = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
-        sparse = backward.take_sparse(results)
+        rows = {name: results.pop(name) for name in backward.rows}
         if between is not None:
             given = [results[b.name] for b in between.bindings if b.bound is None and b.name in results]
             given += [leaf for leaf in flatten(extra)[0] if isinstance(leaf, (Tensor, float))]
             results = dict(zip(between.outputs, between.program().run(*given), strict=True))
         gradients = {name: results.pop(f"{name}.grad") for name in backward.dense if f"{name}.grad" in results}
-        self.update(gradients, sparse)  # type: ignore[arg-type]
-        results |= {name: gradients[name.removesuffix(".grad")] for name in fetch if name.endswith(".grad")}
-        for nested in backward.nested:
-            nested.gather(results)
-        return results
+        self.update(gradients, backward.take_sparse(dict(rows)))  # type: ignore[arg-type]
+        results |= {f"{name}.grad": gradient for name, gradient in gradients.items() if f"{name}.grad" in fetch}
+        return self._finish(backward, results | rows, fetch, stepped=True)
 
-    def _finish(self, joint: _Joint, results: dict[str, Structure]) -> dict[str, Structure]:
-        """Steps the optimizers on the rows that the graph yields, and nests what was fetched."""
-        sparse = joint.backward.take_sparse(results)
-        if sparse:
+    def _finish(
+        self, backward: Backward, results: dict[str, Structure], fetch: Sequence[str], *, stepped: bool = False
+    ) -> dict[str, Structure]:
+        """Steps the optimizers on the rows that the graph yields, and puts in form what was fetched."""
+        sparse = backward.take_sparse(results)  # type: ignore[arg-type]
+        if sparse and not stepped:
             self._step_eagerly({}, sparse)
-        for nested in joint.backward.nested:
+        for name in fetch:
+            if name.endswith(".grad") and name not in results:
+                table = name.removesuffix(".grad")
+                found = sparse.get(table)
+                results[name] = as_sparse_gradient(found, self._parameters[table]) if found else None  # type: ignore[assignment]
+        for nested in backward.nested:
             nested.gather(results)
         return results
 
@@ -381,10 +447,12 @@ class StepProgram:
 class _Joint:
     """A joint graph, the backward it was made of, and how it runs."""
 
-    __slots__ = ("backward", "graph", "program")
+    __slots__ = ("backward", "graph", "program", "unfinished")
 
-    def __init__(self, graph: Graph, backward: Backward, program: Program) -> None:
+    def __init__(self, graph: Graph, backward: Backward, fetch: Sequence[str], program: Program) -> None:
         self.graph, self.backward, self.program = graph, backward, program
+        absent = any(name.endswith(".grad") and name not in graph.outputs for name in fetch)
+        self.unfinished = bool(backward.lookups or backward.nested or absent)
 
     def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
         return self.program.run(*leaves)
@@ -399,12 +467,13 @@ class _CompiledJoint(_Joint):
         self,
         graph: Graph,
         backward: Backward,
+        fetch: Sequence[str],
         outputs: Sequence[str],
         front: Program,
         update: Program | None,
         gradients: Sequence[str],
     ) -> None:
-        super().__init__(graph, backward, front)
+        super().__init__(graph, backward, fetch, front)
         self._outputs, self._update, self._gradients = list(outputs), update, list(gradients)
 
     def run(self, leaves: Sequence[object]) -> tuple[object, ...]:
@@ -420,6 +489,8 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter not in known and not parameter.numel():
+                    continue  # lives on the servers, which move it
                 if parameter not in known:
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
@@ -429,6 +500,17 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
                     raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")
                 names[parameter] = known[parameter]
     return names
+
+
+def _modes() -> object:
+    """The modes of the process that are baked into a graph."""
+    cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu") if cpu else None,
+        torch.get_autocast_dtype("cuda") if cuda else None,
+    )
 
 
 def _look(leaf: object) -> object:

@@ -28,13 +28,21 @@ import optree
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_calls, watch_node
-from anabranch.errors import CaptureError
+from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
+from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
 
 __all__ = [
     "Interceptor",
@@ -145,6 +153,8 @@ class Recorder:
         self.differentiable: bool | None = None
         self.phase = "forward"
         self.outputs: dict[str, object] = {}
+        self.entries: list[Tensor] = []
+        """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
     def attach(self, tracer: TracerBase) -> None:
         create_node = tracer.create_node
@@ -271,6 +281,69 @@ class _Faithful(TorchFunctionMode):
         return value
 
 
+class _Crossings:
+    """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
+
+    def __init__(self, mode: FakeTensorMode, recorder: Recorder, replace: Callable[[object], object]) -> None:
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        self._tracer = proxies.tracer
+        self._mode = mode
+        self._recorder = recorder
+        self._replace = replace
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
+            yield
+
+    def entry(self) -> Tensor:
+        with self.outside():
+            entry = torch.empty((), requires_grad=True)
+        self._recorder.entries.append(entry)
+        return entry
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        with self.outside():
+            forms = boundary.forms(inputs)
+        target = ForwardCrossing(boundary, wants, forms)
+        proxy = self._tracer.create_proxy("call_function", target, (self._proxies(inputs),), {})
+        with disable_proxy_modes_tracing(), self._mode:
+            outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
+        track_tensor_tree((*outputs, None), proxy, constant=None, tracer=self._tracer)
+        state = proxy[len(outputs)]
+        state.node.meta["val"] = None
+        return Crossed(outputs, state, [i for i, form in enumerate(forms) if not form.differentiable])
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+    ) -> list[Tensor | None]:
+        target = BackwardCrossing(boundary, wants)
+        arguments = (state, self._proxies(inputs), self._proxies(gradients))
+        proxy = self._tracer.create_proxy("call_function", target, arguments, {})
+        wanted = [value for value, want in zip(inputs, wants, strict=True) if want and value is not None]
+        with disable_proxy_modes_tracing(), self._mode:
+            found = [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in wanted]
+        track_tensor_tree(tuple(found), proxy, constant=None, tracer=self._tracer)
+        given = iter(found)
+        return [next(given) if want else None for want in wants]
+
+    def _proxies(self, values: Sequence[Tensor | None]) -> list[object]:
+        return [None if value is None else self._proxy(value) for value in values]
+
+    def _proxy(self, value: Tensor) -> object:
+        value = self._replace(value)  # type: ignore[assignment]
+        found = self._tracer.unwrap_proxy(value)
+        if isinstance(found, Tensor):  # not traced yet: a tensor that the forward has made from nothing
+            found = self._tracer.unwrap_proxy(value.detach())
+        return found
+
+
 def trace(
     body: Callable[[list[Tensor | float], Recorder], Sequence[object]],
     sources: Sequence[Source],
@@ -311,8 +384,10 @@ def trace(
             value.item() if isinstance(source.value, float) else value
             for source, value in zip(sources, values, strict=True)
         ]
+        faithful = _Faithful(stand_ins, may_read, interceptors, recorder)
         with (
-            _Faithful(stand_ins, may_read, interceptors, recorder),
+            faithful,
+            traced_by(_Crossings(fakes_of, recorder, faithful._replace)),
             traced_modules.swapped(stand_ins),
             watch_calls(traced_modules.names, recorder.enter, recorder.leave),
         ):
@@ -344,6 +419,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (CaptureError, UserMistake, WrongType):
+        raise
+    except (BoundaryError, NotFound, SchemaError):  # from a far side that was asked what it takes and gives
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

@@ -15,6 +15,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.build import build
 from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
+from anabranch.graph.python_values import freeze
 from anabranch.graph.tracing import Recorder, Source
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
@@ -105,7 +106,7 @@ def capture_update(
             alone = len(optimizer.param_groups) == 1
             add(f"{label}.lr" if alone else f"{label}.lr.{position}", rates.of(group))
             for parameter in group["params"]:
-                name = names[parameter]
+                name = names.get(parameter)
                 if name not in gradients:
                     continue
                 add(name, parameter)
@@ -138,12 +139,13 @@ def _swapped(
     groups = optimizer.param_groups
     kept = [dict(group) for group in groups]
     state = optimizer.state
+    own = dict(vars(optimizer))
     try:
         optimizer.state = defaultdict(dict)
         for group in groups:
             rate = traced[id(rates.of(group))]
             group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
-            parameters = [parameter for parameter in group["params"] if names[parameter] in gradients]
+            parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
                 stand_in.grad = traced[id(gradients[names[parameter]])]
@@ -152,14 +154,34 @@ def _swapped(
                         key: traced.get(id(value), value) for key, value in state[parameter].items()
                     }
         before = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
+        attributes = {key: freeze(value) for key, value in vars(optimizer).items()}
+        numbers = [freeze({**group, "params": None, "lr": None}) for group in groups]
         yield
+        _refuse_changed(optimizer, attributes, numbers)
         after = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
         _refuse_rebound(optimizer, before, after)
     finally:
+        vars(optimizer).update(own)
         optimizer.state = state
         for group, original in zip(groups, kept, strict=True):
             group.clear()
             group.update(original)
+
+
+def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numbers: Sequence[object]) -> None:
+    """Raises for Python values that a step changes: a replay would not. ``_swapped`` puts the groups back."""
+    now = [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
+    changed = [f"param_groups[{i}]" for i, (a, b) in enumerate(zip(numbers, now, strict=True)) if a != b]
+    changed += [
+        key
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups", "_opt_called", "_step_count") and freeze(value) != attributes.get(key)
+    ]
+    if changed:
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all; "
+            "keep it in a tensor, or use engine='tape'"
+        )
 
 
 def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after: list[dict[str, object]]) -> None:

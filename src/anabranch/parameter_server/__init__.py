@@ -11,6 +11,7 @@ from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
+from anabranch.parameter_server.optimizer_state import Kept, from_torch, to_torch
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_tables import RemoteTables, merge_rows, rule_of, users_of
@@ -19,6 +20,7 @@ from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.serving import serve_parameters
 from anabranch.parameter_server.shard import Consistency, Shard, ShardStatistics, TableStatistics
+from anabranch.parameter_server.table_group import TableGroup
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.whole_parameters import WholeParameters
 
@@ -31,6 +33,7 @@ __all__ = [
     "DenseParameter",
     "Family",
     "Initial",
+    "Kept",
     "Normal",
     "ParameterClient",
     "ParameterServer",
@@ -45,13 +48,16 @@ __all__ = [
     "RowWiseAdagrad",
     "Shard",
     "ShardStatistics",
+    "TableGroup",
     "TableSpec",
     "TableStatistics",
     "Uniform",
     "WholeParameters",
     "Worker",
+    "from_torch",
     "merge_rows",
     "rule_of",
     "serve_parameters",
+    "to_torch",
     "users_of",
 ]

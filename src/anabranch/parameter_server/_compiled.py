@@ -517,28 +517,35 @@ def step_adam(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: A
         _adam_row(storage, U(rows[i]) * step, wide, True, grads, U(i) * wide, c)
 
 
+@_inline
+def _row_wise_adagrad_row(
+    storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, at: Any, c: Any
+) -> None:
+    decay, sign = number(storage, c[4]), number(storage, c[5])
+    squares = 0.0
+    for j in range(wide):
+        g = grads[at + j] * sign + load(storage, base + j) * decay
+        squares += np.float64(g) * np.float64(g)
+    total = number(storage, sums[row] + number(storage, squares / wide))
+    sums[row] = total
+    scale = number(storage, c[0] / (np.sqrt(np.float64(total)) + c[1]))
+    for j in range(wide):
+        w = load(storage, base + j)
+        store(storage, base + j, w - (grads[at + j] * sign + w * decay) * scale)
+
+
 @_kernel
 def step_row_wise_adagrad(
     storage: Any, stride: int, width: int, sums: Any, rows: Any, grads: Any, c: Any, first: int, last: int
 ) -> None:
     """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
     wide, step = U(width), U(stride)
-    decay, sign = number(storage, c[4]), number(storage, c[5])
     for i in range(first, last):
         if i + _PREFETCH < last:
             _prefetch(storage, U(rows[i + _PREFETCH]) * step)
             _prefetch(sums, U(rows[i + _PREFETCH]))
-        base, at = U(rows[i]) * step, U(i) * wide
-        squares = 0.0
-        for j in range(wide):
-            g = grads[at + j] * sign + load(storage, base + j) * decay
-            squares += np.float64(g) * np.float64(g)
-        total = number(storage, sums[U(rows[i])] + number(storage, squares / width))
-        sums[U(rows[i])] = total
-        scale = number(storage, c[0] / (np.sqrt(np.float64(total)) + c[1]))
-        for j in range(wide):
-            w = load(storage, base + j)
-            store(storage, base + j, w - (grads[at + j] * sign + w * decay) * scale)
+        row = U(rows[i])
+        _row_wise_adagrad_row(storage, row * step, wide, sums, row, grads, U(i) * wide, c)
 
 
 # --- steps that a row missed ----------------------------------------------------------------------------------------

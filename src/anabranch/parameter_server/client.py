@@ -41,6 +41,7 @@ from anabranch.parameter_server.messages import (
     join_floats,
     split_floats,
 )
+from anabranch.parameter_server.optimizer_state import Kept
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
@@ -247,25 +248,64 @@ class ParameterClient:
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
-    def write_rows(self, name: str, values: Tensor, rule: RowOptimizer) -> None:
-        """Sets all rows of a fixed table that has not been trained yet, a few at a time."""
+    def write_rows(self, name: str, kept: Kept | Tensor, rule: RowOptimizer) -> None:
+        """Sets all rows of a fixed table that has not been trained here yet, a few at a time."""
         holding = self._holding(name, rows=True)
-        if any(table["spec"]["name"] == name and table["step"] for table in self._describe()[0]["tables"]):
+        there = next(table for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
+        if there["step"]:
             return
-        flat = values.detach().reshape(len(values), -1)
+        if isinstance(kept, Tensor):
+            kept = Kept(kept)
+        # Every row is up to date, so nobody will look at the steps before.
+        history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
+        flat = kept.values.detach().reshape(len(kept.values), -1)
+        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
         kind = torch.float64 if flat.dtype == torch.float64 else torch.float32
         for first in range(0, len(flat), _CHUNK):
-            some = flat[first : first + _CHUNK]
-            block = torch.full((len(some), holding.width * (1 + rule.states)), rule.initial_state, dtype=flat.dtype)
-            block[:, : holding.width] = some
-            sums = torch.full(
-                (len(some) if rule.family is Family.ROW_WISE_ADAGRAD else 0,), rule.initial_state, dtype=kind
-            )
+            some = slice(first, first + _CHUNK)
+            count = len(flat[some])
+            block = torch.full((count, holding.width * (1 + rule.states)), rule.initial_state, dtype=flat.dtype)
+            block[:, : holding.width] = flat[some]
+            sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind)
+            for number, state in enumerate(kept.states):
+                if row_wise:
+                    sums = state[some].to("cpu", kind)
+                else:
+                    at = holding.width * (1 + number)
+                    block[:, at : at + holding.width] = state[some].reshape(count, -1)
             parts = [
-                torch.arange(first, first + len(some)), block, torch.ones(len(some), dtype=torch.int64), sums,
+                torch.arange(first, first + count), block, torch.full((count,), kept.step + 1), sums,
                 torch.empty(0, 2, dtype=torch.int64),
             ]  # fmt: skip
-            self._restore_rows(name, parts, 0, torch.empty(0, CONSTANTS, dtype=torch.float64))
+            self._restore_rows(name, parts, kept.step, history)
+
+    def read_kept(self, name: str, rule: RowOptimizer) -> Kept:
+        """A fixed table or a dense parameter with its optimizer's state, every row brought up to the last step."""
+        holding = self._holding(name)
+        if holding.placement is None:
+            step, parts = self._export(self._home(name), ExportMessage(name))
+            return Kept(parts[0], list(parts[1:]), step)
+        rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
+        everything = torch.empty(rows, row_width, dtype=holding.dtype)
+        for first in range(0, rows, _CHUNK):
+            ids = torch.arange(first, min(first + _CHUNK, rows))
+            unknown = torch.full((len(ids),), -1)
+            found = self.pull_many({name: ids}, known={name: unknown}, widths={name: row_width})[name]
+            everything[first + found.positions] = found.rows
+        step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
+        values = everything[:, :width].reshape(holding.shape)
+        if rule.family is Family.ROW_WISE_ADAGRAD:
+            return Kept(values, [everything[:, width]], step)
+        states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
+        return Kept(values, [state.reshape(holding.shape) for state in states], step)
+
+    def write_dense(self, name: str, kept: Kept, rule: RowOptimizer) -> None:
+        """Makes the dense parameter ``name`` as it was kept; one that is there is overwritten."""
+        self.init_dense(name, kept.values, rule)
+        if kept.step:
+            parts = [part.detach().cpu().contiguous() for part in (kept.values, *kept.states)]
+            message = pack(RestoreMessage(name, kept.step))
+            self._call(self._home(name), "restore", message, parts, once=True)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Makes the dense parameter ``name`` with ``value`` on its shard; one that is there stays as it is."""
@@ -277,17 +317,15 @@ class ParameterClient:
         """Counts on a dense parameter of the shape and dtype of ``like``, which another client makes."""
         self._holdings[name] = _Holding(None, like.dtype, tuple(like.shape))
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Forgets those of ``names`` that the shards hold, so that others can take their place."""
-        wanted = set(names)
+    def drop(self, names: Iterable[str] | None) -> None:
+        """Forgets those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
+        wanted = None if names is None else set(names)
         for shard, described in enumerate(self._describe()):
             held = [entry["spec"]["name"] for entry in described["tables"]]
             held += [entry["name"] for entry in described["dense"]]
             for name in held:
-                if name in wanted:
+                if wanted is None or name in wanted:
                     self._call(shard, "drop", pack(DropMessage(name)), once=True)
-        for name in wanted:
-            self._holdings.pop(name, None)
 
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
@@ -513,27 +551,32 @@ class ParameterClient:
         state, groups = self.collect()
         checkpoint.write(path, groups, state, step=step)
 
-    def collect(self) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
-        """What ``save`` writes: plain values, and groups of tensors."""
+    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
+        """What ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given."""
+        wanted = None if names is None else set(names)
         tables: list[object] = []
         dense: list[object] = []
         groups: dict[str, dict[str, Tensor]] = {}
         for shard, described in enumerate(self._describe()):
             for table in described["tables"]:
                 name = table["spec"]["name"]
+                if wanted is not None and name not in wanted:
+                    continue
                 if shard == 0:
                     tables.append({**table, "group": f"table-{len(tables)}"})
                 group = next(entry["group"] for entry in cast(list[Any], tables) if entry["spec"]["name"] == name)
                 groups.setdefault(group, {})
                 for number, first in enumerate(range(0, max(table["rows"], 1), _CHUNK)):
-                    _, parts = self._call(shard, "export", pack(ExportMessage(name, first, _CHUNK)))
+                    _, parts = self._export(shard, ExportMessage(name, first, _CHUNK))
                     for label, tensor in zip((*_BLOCK, "history"), parts, strict=True):
                         if label != "history":
                             groups[group][f"{shard}.{number}.{label}"] = tensor
                         elif shard == 0 and number == 0:
                             groups[group]["history"] = tensor
             for parameter in described["dense"]:
-                _, parts = self._call(shard, "export", pack(ExportMessage(parameter["name"])))
+                if wanted is not None and parameter["name"] not in wanted:
+                    continue
+                _, parts = self._export(shard, ExportMessage(parameter["name"]))
                 groups[f"dense-{len(dense)}"] = {str(k): tensor for k, tensor in enumerate(parts)}
                 dense.append({**parameter, "group": f"dense-{len(dense)}"})
         return {"tables": tables, "dense": dense}, groups
@@ -547,10 +590,11 @@ class ParameterClient:
         """Puts back what ``collect`` gave."""
         if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
             raise CheckpointError("this checkpoint holds no tables and parameters of servers")
-        for shard, described in enumerate(self._describe()):
-            names = [table["spec"]["name"] for table in described["tables"]]
-            for name in [*names, *(parameter["name"] for parameter in described["dense"])]:
-                self._call(shard, "drop", pack(DropMessage(name)), once=True)
+        self.drop(None)
+        self.restore_some(state, groups)
+
+    def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """As ``restore``, beside what else is there."""
         for entry in state["tables"]:
             self._restore_table(entry, groups(entry["group"]))
         for entry in state["dense"]:
@@ -577,6 +621,10 @@ class ParameterClient:
             requests.append(self._request(shard, "restore", message, [*mine, history]))
         self._all(requests)
 
+    def _export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
+        payload, parts = self._call(shard, "export", pack(message))
+        return unpack(payload, int), parts
+
     def _describe(self) -> list[dict[str, Any]]:
         answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
         return [unpack(answer.payload, dict[str, Any]) for answer in answers]
@@ -600,7 +648,7 @@ class ParameterClient:
                 self._holdings.setdefault(spec.name, self._holding_of(spec))
             for parameter in described["dense"]:
                 if parameter["name"] not in self._holdings:
-                    _, parts = self._call(shard, "export", pack(ExportMessage(parameter["name"])))
+                    _, parts = self._export(shard, ExportMessage(parameter["name"]))
                     self._holdings[parameter["name"]] = _Holding(None, parts[0].dtype, tuple(parts[0].shape))
 
     def _plan(self, name: str, ids: Tensor, *, everywhere: bool = False) -> dict[int, Tensor]:

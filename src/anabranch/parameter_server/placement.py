@@ -64,11 +64,16 @@ class Placement:
         assert self.rows is not None
         return (self.rows - shard + self.shards - 1) // self.shards
 
+    @property
+    def half(self) -> int:
+        """Half the bits of the power of four that the permutation of a fixed table is made in."""
+        assert self.rows is not None
+        return max(1, (max(self.rows - 1, 1).bit_length() + 1) // 2)
+
     def _permuted(self, values: Ids, *, forward: bool) -> Ids:
         assert self.rows is not None
-        half = max(1, (max(self.rows - 1, 1).bit_length() + 1) // 2)
         out = np.empty_like(values)
-        self.kernels.place(values, self.rows, half, np.uint64(self.key), out, forward)
+        self.kernels.place(values, self.rows, self.half, np.uint64(self.key), out, forward)
         return out
 
 

@@ -7,11 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from anabranch.parameter_server.client import ParameterClient
 from anabranch.parameter_server.initial import Constant, Initial, Normal
-from anabranch.parameter_server.remote_weight import RowSource, look_up
+from anabranch.parameter_server.remote_weight import RowSource, Table, look_up, look_up_bags
 from anabranch.parameter_server.row_optimizers import OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.table_spec import Eviction, TableSpec
 
@@ -79,8 +78,7 @@ class RemoteEmbedding(nn.Module):
         self.name = name
         self.mode = mode
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
-        self._source: RowSource | None = None
-        self._own_client: ParameterClient | None = None
+        self._link = _Link()
 
     @property
     def rule(self) -> Callable[[], RowOptimizer] | None:
@@ -91,39 +89,46 @@ class RemoteEmbedding(nn.Module):
     def attach(self, source: RowSource) -> None:
         """Reads from ``source`` from now on, and leaves gradients there."""
         self.close()
-        self._source = source
+        self._link.source = source
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
-        source = self._source or self._alone()
+        table = Table(self.name, self.spec.width, self.spec.dtype)
         if self.mode is None:
-            rows, inverse, _ = look_up(source, ids)
-            return F.embedding(inverse, rows)
-        rows, inverse, _ = look_up(source, ids)
-        if not len(rows):
-            rows = torch.cat([rows, rows.new_zeros(1, self.spec.width)])
-        return F.embedding_bag(inverse, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+            return look_up(self._reach, table, ids)
+        return look_up_bags(self._reach, table, ids, offsets, per_sample_weights, mode=self.mode)
+
+    def _reach(self) -> RowSource:
+        return self._link.source or self._alone()
 
     def _alone(self) -> RowSource:
         if self._rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
             )
-        self._own_client = ParameterClient()
-        self._own_client.init_table(self.spec, self._rule)
-        self._source = _Alone(self.name, self._own_client, self)
-        return self._source
+        client = self._link.own_client = ParameterClient()
+        client.init_table(self.spec, self._rule)
+        source = self._link.source = _Alone(self.name, client, self)
+        return source
 
     def close(self) -> None:
         """Closes the client that it made for itself, if it made one."""
-        client, self._own_client = self._own_client, None
-        self._source = None
+        client, self._link.own_client = self._link.own_client, None
+        self._link.source = None
         if client is not None:
             client.close()
 
     def extra_repr(self) -> str:
         """The table, for ``repr``."""
         return f"{self.name!r}, {self.spec.rows}, {self.spec.width}, mode={self.mode!r}"
+
+
+class _Link:
+    """What the module reads from; not the module's own, for connecting is no change of the model."""
+
+    def __init__(self) -> None:
+        self.source: RowSource | None = None
+        self.own_client: ParameterClient | None = None
 
 
 class _Alone:

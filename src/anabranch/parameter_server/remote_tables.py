@@ -20,6 +20,7 @@ from anabranch.errors import NotFound
 from anabranch.events import report
 from anabranch.parameter_server.cache import Cache, CacheStatistics, Move, RowCache
 from anabranch.parameter_server.client import ParameterClient, Pulled
+from anabranch.parameter_server.optimizer_state import from_torch
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_weight import RemoteWeight
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
@@ -70,6 +71,10 @@ class RemoteTables:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
 
+    def spec(self, name: str) -> TableSpec:
+        """What the servers know of one table."""
+        return self._sources[name].spec
+
     # --- taking over ------------------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
@@ -98,7 +103,12 @@ class RemoteTables:
         self._client.barrier()
 
     def take_over(
-        self, name: str, parameter: nn.Parameter, users: Sequence[Use], rule: Callable[[], RowOptimizer]
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        users: Sequence[Use],
+        rule: Callable[[], RowOptimizer],
+        state: Mapping[str, object] | None = None,
     ) -> None:
         """Moves one parameter to the servers, under ``name``: rank 0's values, which are there after a barrier.
 
@@ -107,6 +117,7 @@ class RemoteTables:
             parameter: two-dimensional; its memory is freed.
             users: the modules that hold it, and under which names; each gets the stand-in.
             rule: its optimizer, with the numbers that it has at the time of the call.
+            state: what the optimizer keeps of it so far, as torch names it.
         """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
             getattr(module, "sparse", False) is True for module, _ in users
@@ -115,7 +126,7 @@ class RemoteTables:
         spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
         source = self._add(spec, rule)
         if self._client.rank == 0:
-            self._client.write_rows(name, parameter, rule())
+            self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
         for module, label in users:
             del module._parameters[label]
             setattr(module, label, RemoteWeight(source, parameter.shape, parameter.dtype))
@@ -123,14 +134,13 @@ class RemoteTables:
         parameter.grad = None
         self._taken[name] = (parameter, list(users))
 
-    def give_back(self) -> None:
-        """Puts the parameters back where they were, with the values that they have come to."""
-        for name, (parameter, users) in self._taken.items():
-            parameter.data = self._client.pull(name).to(parameter.device)
-            for module, label in users:
-                delattr(module, label)
-                module.register_parameter(label, parameter)
-        self._taken.clear()
+    def give_back(self, name: str, values: Tensor) -> None:
+        """Puts the parameter that was taken over as ``name`` back where it was, with these values."""
+        parameter, users = self._taken.pop(name)
+        parameter.data = values.to(parameter.device)
+        for module, label in users:
+            delattr(module, label)
+            module.register_parameter(label, parameter)
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Makes this the side of all ``RemoteEmbedding`` in ``model``; ``optimizer`` moves those without one."""

@@ -7,19 +7,23 @@ calls them, find it among their arguments and are answered with rows that were p
                           └──────────────── push (ids, gradient of rows) <── backward, duplicates merged by torch
 
 The lookup itself is torch's own, on the few rows that came, so modes, ``padding_idx``, per-sample weights and the order
-in which duplicates are added up are torch's too.
+in which duplicates are added up are torch's too. All of it lies behind one boundary, for how many rows come depends on
+the ids: the tape, or a captured graph, sees ids that go in and an output whose form follows from theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["RemoteWeight", "RowSource", "look_up"]
+from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
+
+__all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
 
 class RowSource(Protocol):
@@ -34,26 +38,100 @@ class RowSource(Protocol):
         """The gradients of the rows of distinct ids."""
 
 
-def look_up(source: RowSource, ids: Tensor, padding_id: int | None = None) -> tuple[Tensor, Tensor, int | None]:
-    """The rows of the distinct ids among ``ids``, the place of each id among them, and that of ``padding_id``.
+def look_up(
+    source: Callable[[], RowSource],
+    table: Table,
+    ids: Tensor,
+    padding_id: int | None = None,
+    *,
+    scale_grad_by_freq: bool = False,
+) -> Tensor:
+    """The row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does not."""
 
-    In grad mode the rows' gradient goes to the source; the padding row's, which is none, does not.
-    """
+    def crossing(entry: Tensor | None, ids: Tensor) -> list[Tensor]:
+        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry)
+        return [F.embedding(inverse, rows, place, scale_grad_by_freq=scale_grad_by_freq)]
+
+    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+        (ids,) = inputs
+        assert ids is not None
+        return [Form((*ids.shape, table.width), table.dtype, ids.device)]
+
+    return cross(RecordedBoundary("table", table.name, crossing, forms), ids)[0]
+
+
+def look_up_bags(
+    source: Callable[[], RowSource],
+    table: Table,
+    ids: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    *,
+    mode: str,
+    padding_id: int | None = None,
+    scale_grad_by_freq: bool = False,
+    include_last_offset: bool = False,
+) -> Tensor:
+    """A row for each bag of ids, as ``F.embedding_bag`` reduces them."""
+
+    def crossing(
+        entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> list[Tensor]:
+        rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry)
+        # torch's kernels take no bags of an empty table, and round otherwise where a table has a padding row.
+        if not len(rows) or (padding_id is not None and place is None):
+            place = len(rows) if padding_id is not None else None
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        bags = F.embedding_bag(
+            inverse,
+            rows,
+            offsets,
+            scale_grad_by_freq=scale_grad_by_freq,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=place,
+        )
+        return [bags]
+
+    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+        ids, offsets, _ = inputs
+        assert ids is not None
+        count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+        return [Form((count, table.width), table.dtype, ids.device)]
+
+    boundary = RecordedBoundary("table", table.name, crossing, forms)
+    return cross(boundary, ids, offsets, per_sample_weights)[0]
+
+
+def _distinct_rows(
+    source: RowSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
+) -> tuple[Tensor, Tensor, int | None]:
+    """The rows of the distinct ids among ``ids``, the place of each id among them, and that of ``padding_id``."""
     distinct, inverse = torch.unique(ids.long(), return_inverse=True)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)
     kept = slice(None) if padding_id is None else torch.nonzero(wanted != padding_id)[:, 0]
-    if torch.is_grad_enabled():
+    if entry is not None:
 
         def leave(grad: Tensor) -> None:
             source.take_gradient(wanted[kept], grad.detach().cpu()[kept])
 
-        rows = cast(Tensor, _Rows.apply(torch.empty(0, requires_grad=True), rows, leave))  # type: ignore[no-untyped-call]
+        rows = cast(Tensor, _Rows.apply(entry, rows, leave))  # type: ignore[no-untyped-call]
     place = None
     if padding_id is not None:
         found = torch.nonzero(wanted == padding_id)[:, 0]
         place = int(found[0]) if len(found) else None
     return rows, inverse, place
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What must be known of a table before its rows come."""
+
+    name: str
+    width: int
+    dtype: torch.dtype
 
 
 class _Rows(torch.autograd.Function):
@@ -80,12 +158,18 @@ class RemoteWeight(Tensor):
     """
 
     source: RowSource
+    table: Table
 
     @staticmethod
     def __new__(cls, source: RowSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
         made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
         made.source = source
+        made.table = Table(source.name, shape[1], dtype)
         return made
+
+    def read_from(self) -> RowSource:
+        """Where rows are read when a step runs."""
+        return self.source
 
     @classmethod
     def __torch_function__(
@@ -126,8 +210,8 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     _refuse_max_norm(weight, max_norm)
-    rows, inverse, place = look_up(weight.source, input, _from_the_front(weight, padding_idx))
-    return F.embedding(inverse, rows, place, scale_grad_by_freq=scale_grad_by_freq)
+    padding_id = _from_the_front(weight, padding_idx)
+    return look_up(weight.read_from, weight.table, input, padding_id, scale_grad_by_freq=scale_grad_by_freq)
 
 
 def _embedding_bag(
@@ -144,20 +228,16 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     _refuse_max_norm(weight, max_norm)
-    rows, inverse, place = look_up(weight.source, input, _from_the_front(weight, padding_idx))
-    # torch's kernels take no bags of an empty table, and round otherwise where a table has a padding row.
-    if not len(rows) or (padding_idx is not None and place is None):
-        place = len(rows) if padding_idx is not None else None
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return F.embedding_bag(
-        inverse,
-        rows,
+    return look_up_bags(
+        weight.read_from,
+        weight.table,
+        input,
         offsets,
-        scale_grad_by_freq=scale_grad_by_freq,
+        per_sample_weights,
         mode=mode,
-        per_sample_weights=per_sample_weights,
+        padding_id=_from_the_front(weight, padding_idx),
+        scale_grad_by_freq=scale_grad_by_freq,
         include_last_offset=include_last_offset,
-        padding_idx=place,
     )
 
 

@@ -98,6 +98,7 @@ class RowTable:
         address_space: int | None = None,
     ) -> None:
         self.spec = spec
+        self.shard = shard
         self.step = 0
         self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
@@ -107,6 +108,7 @@ class RowTable:
         self._stride = spec.width * (1 + rule.states)
         self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
         self._catches_up = spec.every_row_moves
+        self._lags = False  # whether a step so far has moved rows that had no gradient
         # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
         self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
@@ -138,6 +140,46 @@ class RowTable:
                 f"weight; {rule.family} with {rule.states} would need another table"
             )
         self._rule = rule
+
+    # --- what a group of tables asks of each ------------------------------------------------------------------------
+
+    @property
+    def kin(self) -> tuple[object, ...] | None:
+        """Tables with an equal kin may be worked on together, by ``TableGroup``; ``None`` for one that may not.
+
+        Those may not whose ids have to be looked up, or whose rows are not all at hand.
+        """
+        if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
+            return None
+        return (
+            self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
+        )  # fmt: skip
+
+    @property
+    def stride(self) -> int:
+        """Numbers from one row to the next: weights and states."""
+        return self._stride
+
+    def arrays(self) -> RowStorage:
+        """The memory of all rows, of a table that has a ``kin``."""
+        assert self._storage.whole is not None
+        return self._storage.whole
+
+    @property
+    def needed(self) -> int:
+        """The stamp below which a row has not begun, or lags."""
+        return self.step + 1 if self._lags else 1
+
+    @property
+    def moves_as_one(self) -> bool:
+        """Whether a step moves every row, so that all have the table's version."""
+        return self._lags and self._rule.moves_quiet_rows
+
+    def count_step(self, constants: Array) -> None:
+        """A step with these constants has been done on all rows that had gradients."""
+        if self._catches_up:
+            self._remember(constants)
+        self.step += 1
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +248,7 @@ class RowTable:
         return self._versions_of(self._locate(self._ids(ids), training=training))
 
     def _versions_of(self, rows: Array) -> Tensor:
-        if self._catches_up and self._rule.moves_quiet_rows:
+        if self.moves_as_one:
             return torch.full((rows.size,), self.step)
         stamps = np.zeros_like(rows)
         with self._storage.at_hand(rows) as (storage, where):
@@ -257,9 +299,7 @@ class RowTable:
 
     def _step(self, storage: RowStorage, unique: Array, merged: Array) -> None:
         constants = self._rule.constants(self.step + 1)
-        if self._catches_up:
-            self._remember(constants)
-        self.step += 1
+        self.count_step(constants)
         run = self._rule_kernel(storage)
         self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
         storage.stamps[unique] = self.step + 1
@@ -277,14 +317,14 @@ class RowTable:
 
     def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         """Begins the rows that have not begun, and brings those that lag up to the table's step."""
-        if self._kernels.first_behind(storage.stamps, rows, self.step + 1 if self._catches_up else 1) < 0:
+        if self._kernels.first_behind(storage.stamps, rows, self.needed) < 0:
             return
         known = np.flatnonzero(rows >= 0)
         rows, ids = rows[known], ids[known]
         fresh = storage.stamps[rows] == 0
         if fresh.any():
             self._begin(storage, rows[fresh], ids[fresh])
-        if self._catches_up:
+        if self._lags:
             self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
 
     def _may_miss(self, rows: Array) -> bool:
@@ -319,17 +359,25 @@ class RowTable:
         if self.step == len(self._history):
             self._history = np.concatenate([self._history, np.empty_like(self._history)])
         self._history[self.step] = constants
+        self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
+
+    def _moves_quiet_rows(self, history: Array) -> bool:
+        """Whether any of these steps moves a row that has no gradient."""
+        if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
+            return len(history) > 0
+        momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
+        return momentum or bool(history[:, _DECAY].any())
 
     def _catch_up(self, storage: RowStorage, rows: Array) -> None:
         if not rows.size:
             return
         since = storage.stamps[rows] - 1
         missed = self._history[since.min() : self.step]
-        if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
-            if missed[:, _DECAY].any():
+        if self._moves_quiet_rows(missed):
+            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
                 self._replay_whole_steps(storage, rows, since)
-        elif self._rule.family is not Family.SGD or missed[:, _DECAY].any() or missed[:, _MOMENTUM].any():
-            self._replay(storage, rows, since, missed)
+            else:
+                self._replay(storage, rows, since, missed)
         storage.stamps[rows] = self.step + 1
 
     def _replay_whole_steps(self, storage: RowStorage, rows: Array, since: Array) -> None:
@@ -406,6 +454,7 @@ class RowTable:
         self.step = step
         if self._catches_up:
             self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])
+            self._lags = self._moves_quiet_rows(self._history[:step])
 
     @property
     def used(self) -> int:

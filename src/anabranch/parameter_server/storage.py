@@ -53,6 +53,11 @@ class RowStorage:
         """How many rows there is room for."""
         return len(self.stamps)
 
+    @property
+    def whole(self) -> RowStorage | None:
+        """All rows in arrays as they are, or ``None`` where only some are at hand at a time."""
+        return self
+
     def grow(self, rows: int) -> None:
         """Makes room for ``rows`` rows; those that are there keep their places."""
         for name, width in (("values", self.stride), ("stamps", 1), ("sums", int(self.with_sums))):
@@ -106,7 +111,7 @@ class FileStorage:
         self._mapped = 0
         row_bytes = max(width * kind.itemsize for width, kind in self._columns)
         self._window_rows = max(_LEAST_ROWS, 1 << max(0, (_WINDOW // row_bytes).bit_length() - 1))
-        self._whole: RowStorage | None = None
+        self.whole: RowStorage | None = None
         self.rows = 0
         self.grow(rows)
 
@@ -114,15 +119,15 @@ class FileStorage:
         """Makes room for ``rows`` rows; those that are there keep their places."""
         self._windows.clear()
         self._mapped = 0
-        self._whole = None
+        self.whole = None
         self.rows = rows
         room = -(-rows // self._window_rows) * self._window_rows
         for file, (width, kind) in zip(self._files, self._columns, strict=True):
             os.ftruncate(file, room * width * kind.itemsize)
         if self.bytes() <= self._budget and rows:
-            self._whole = RowStorage(0, self.stride, self._dtype, with_sums=self.with_sums)
+            self.whole = RowStorage(0, self.stride, self._dtype, with_sums=self.with_sums)
             arrays = [self._map(column, 0, rows) for column in range(3)]
-            self._whole.values, self._whole.stamps, self._whole.sums = arrays
+            self.whole.values, self.whole.stamps, self.whole.sums = arrays
 
     def forget(self, rows: Array) -> None:
         """These rows begin again when they are next used."""
@@ -133,8 +138,8 @@ class FileStorage:
     @contextmanager
     def at_hand(self, rows: Array) -> Iterator[tuple[RowStorage, Array]]:
         """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere."""
-        if self._whole is not None:
-            yield self._whole, rows
+        if self.whole is not None:
+            yield self.whole, rows
             return
         distinct, inverse = np.unique(rows, return_inverse=True)
         unknown = int(distinct.size > 0 and distinct[0] < 0)

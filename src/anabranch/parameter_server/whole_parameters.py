@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.parameter_server.client import ParameterClient
+from anabranch.parameter_server.optimizer_state import from_torch
 from anabranch.parameter_server.remote_tables import Beside
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.table_spec import TableSpec
@@ -26,7 +27,11 @@ _NO_IDS = torch.empty(0, dtype=torch.int64)
 class _Held:
     parameter: nn.Parameter
     rule: Callable[[], RowOptimizer]
-    rows: bool
+    spec: TableSpec | None
+
+    @property
+    def rows(self) -> bool:
+        return self.spec is not None
 
 
 class WholeParameters:
@@ -52,7 +57,13 @@ class WholeParameters:
         return list(self._held)
 
     def take_over(
-        self, name: str, parameter: nn.Parameter, rule: Callable[[], RowOptimizer], *, sparse: bool | None = None
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rule: Callable[[], RowOptimizer],
+        state: Mapping[str, object] | None = None,
+        *,
+        sparse: bool | None = None,
     ) -> None:
         """Puts rank 0's values on the servers, under ``name``; they are there after a barrier.
 
@@ -60,20 +71,30 @@ class WholeParameters:
             name: on the servers.
             parameter: which stays here as a copy.
             rule: its optimizer, with the numbers that it has at the time of the call.
+            state: what the optimizer keeps of it so far, as torch names it.
             sparse: of a table, whether its lookups have sparse gradients; ``None`` for what is no table.
         """
         numbers = rule()
+        kept = from_torch(numbers, parameter.detach(), state or {})
+        spec = None
         if sparse is not None:
             rows, width = parameter.shape
             quiet = sparse or numbers.family is Family.SPARSE_ADAM
-            self._client.init_table(TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet), numbers)
+            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet)
+            self._client.init_table(spec, numbers)
             if self._client.rank == 0:
-                self._client.write_rows(name, parameter, numbers)
+                self._client.write_rows(name, kept, numbers)
         elif self._client.rank == 0:
-            self._client.init_dense(name, parameter, numbers)
+            self._client.write_dense(name, kept, numbers)
         else:
             self._client.expect_dense(name, parameter)
-        self._held[name] = _Held(parameter, rule, sparse is not None)
+        self._held[name] = _Held(parameter, rule, spec)
+
+    def spec(self, name: str) -> TableSpec:
+        """What the servers know of one table."""
+        spec = self._held[name].spec
+        assert spec is not None
+        return spec
 
     def refresh(self, step: int | None) -> None:
         """Reads all of them, in one message a shard, once it is the turn of ``step``."""

@@ -218,27 +218,26 @@ class Client:
         enough: Callable[[Sequence[Outcome]], bool] | None,
         grace: float,
     ) -> None:
+        waits = _Waits()
         for exchange in exchanges:
             exchange.advance(readable=False)
+            waits.update(exchange)
         finished = 0
         last_call: Deadline | None = None
-        while True:
-            waiting = [exchange for exchange in exchanges if not exchange.done]
-            if not waiting:
-                return
+        while waits.waiting:
             if deadline.expired():
-                for exchange in waiting:
+                for exchange in list(waits.waiting):
                     exchange.expire()
                 return
-            if enough is not None and last_call is None and len(exchanges) - len(waiting) > finished:
-                finished = len(exchanges) - len(waiting)
+            if enough is not None and last_call is None and len(exchanges) - len(waits.waiting) > finished:
+                finished = len(exchanges) - len(waits.waiting)
                 if enough([exchange.outcome for exchange in exchanges]):
                     if grace <= 0:
                         return
                     last_call = deadline.sooner(grace)
             if last_call is not None and last_call.expired():
                 return
-            _wait(waiting, (last_call or deadline).remaining())
+            waits.wait((last_call or deadline).remaining())
 
     # What exchanges ask of their client.
 
@@ -293,27 +292,50 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
             channel.stream.close()
 
 
-def _wait(exchanges: Sequence[_Exchange], seconds: float) -> None:
-    """Waits until one of the exchanges can go on, at most so long, and lets all that can."""
-    poller = select.poll()
-    by_descriptor: dict[int, _Exchange] = {}
-    now = time.monotonic()
-    wake = now + seconds
-    for exchange in exchanges:
-        wake = min(wake, exchange.wake_at())
-        events = exchange.interest(now)
-        if events:
-            descriptor = exchange.fileno()
-            by_descriptor[descriptor] = exchange
-            poller.register(descriptor, events)
-    # Rounded up, or the last millisecond would be spent spinning.
-    ready = poller.poll(max(0, int((wake - now) * 1000) + 1))
-    for descriptor, events in ready:
-        by_descriptor[descriptor].advance(readable=bool(events & ~select.POLLOUT))
-    now = time.monotonic()
-    for exchange in exchanges:
-        if not exchange.done and exchange.wake_at() <= now:
-            exchange.wake(now)
+class _Waits:
+    """The exchanges of one ``gather`` that wait, and what for."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[_Exchange, None] = {}
+        self._poller = select.poll()
+        self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
+
+    def update(self, exchange: _Exchange) -> None:
+        """Polls for what ``exchange`` waits for now."""
+        if exchange.done:
+            self.waiting.pop(exchange, None)
+        else:
+            self.waiting[exchange] = None
+        events = exchange.interest()
+        descriptor = exchange.fileno() if events else -1
+        if exchange.polled >= 0 and exchange.polled != descriptor:
+            # The number of a descriptor that was closed may be another exchange's by now.
+            known = self._by_descriptor.get(exchange.polled)
+            if known is not None and known[0] is exchange:
+                self._poller.unregister(exchange.polled)
+                del self._by_descriptor[exchange.polled]
+        exchange.polled = descriptor
+        if events and self._by_descriptor.get(descriptor) != (exchange, events):
+            self._poller.register(descriptor, events)
+            self._by_descriptor[descriptor] = exchange, events
+
+    def wait(self, seconds: float) -> None:
+        """Waits until one of the exchanges can go on, at most so long, and lets all that can."""
+        now = time.monotonic()
+        wake = min(now + seconds, min(exchange.wake_at() for exchange in self.waiting))
+        # Rounded up, or the last millisecond would be spent spinning.
+        for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
+            exchange, _ = self._by_descriptor.get(descriptor, (None, 0))
+            if exchange is not None:
+                exchange.advance(readable=bool(events & ~select.POLLOUT))
+                self.update(exchange)
+        now = time.monotonic()
+        if now < wake:
+            return
+        for exchange in list(self.waiting):
+            if exchange.wake_at() <= now:
+                exchange.wake(now)
+            self.update(exchange)
 
 
 class _Channel:
@@ -373,6 +395,7 @@ class _Exchange:
     fresh: bool = False
     heard: bool = False
     answered: bool = False
+    polled: int = -1
     last_error: Exception | None = field(default=None)
 
     @property
@@ -385,9 +408,12 @@ class _Exchange:
         assert self.channel is not None
         return self.channel.stream.fileno()
 
-    def interest(self, now: float) -> int:
+    def interest(self) -> int:
         """The events to poll for, 0 if only time can help."""
-        if self.channel is None or self.channel.stream.ready_at() > now:
+        if self.channel is None or self.done:
+            return 0
+        ready = self.channel.stream.ready_at()
+        if ready and ready > time.monotonic():
             return 0
         if self.phase is _Phase.CONNECTING:
             return select.POLLOUT if self.channel.stream.wants_write() else select.POLLIN

@@ -58,7 +58,7 @@ VERSION = 1
 _PREAMBLE = struct.Struct("<4sBBHIQI")
 _CHECKED = _PREAMBLE.size - 4
 _MOST_BYTES = 1 << 62
-_AHEAD = 4096
+_AHEAD = 16 << 10
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
 # Neither NaN nor infinity passes: both would make waits without end.
@@ -81,6 +81,9 @@ class Limits:
     tensors: int = 64
     dimensions: int = 8
     body: int = 1 << 30
+
+
+_LIMITS = Limits()
 
 
 class Kind(IntEnum):
@@ -189,7 +192,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
         ValueError: more tensors, dimensions or header bytes than a frame carries.
         TypeError: a tensor that cannot cross.
     """
-    limits = Limits()
+    limits = _LIMITS
     if len(tensors) > limits.tensors:
         raise ValueError(f"a frame carries at most {limits.tensors} tensors, got {len(tensors)}; send fewer at a time")
     bodies: list[memoryview] = []
@@ -199,8 +202,8 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
         if tensor.ndim > limits.dimensions:
             raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {tuple(tensor.shape)}")
         plain = dense_on_cpu(tensor)
+        described.append(TensorHeader(DTYPE_CODES[plain.dtype], tuple(plain.shape), offset, plain.nbytes))
         memory = bytes_of(plain)
-        described.append(TensorHeader(DTYPE_CODES[plain.dtype], tuple(plain.shape), offset, len(memory)))
         offset += len(memory)
         if memory:
             bodies.append(memory)
@@ -287,88 +290,87 @@ class FrameReader:
 
     Args:
         limits: what the peer may send.
-        accept: sees each checked header before its body is read.
+        accept: sees each checked header before its body is read; it may ``postpone`` the frame.
     """
 
     def __init__(self, limits: Limits, accept: Accept) -> None:
         self._limits = limits
         self._accept = accept
-        self._preamble = bytearray(_PREAMBLE.size)
-        self._scratch = memoryview(bytearray(0))
-        # What came beyond what was asked for: a small frame takes one call of the kernel, not three.
-        self._ahead = memoryview(bytearray(_AHEAD))
-        self._held = self._ahead[:0]
+        # What came and was not looked at yet: a small frame takes one call of the kernel, not three.
+        self._ahead = bytearray(0)
+        self._view = memoryview(self._ahead)
+        self._start = self._end = 0
         self.received = 0
         """Bytes since the reader was made: progress, for whoever watches for silence."""
+        self._postponed = False
         self._restart()
 
     def _restart(self) -> None:
+        self._preamble: tuple[int, int, int, int, int] | None = None
         self._header: Header | None = None
+        self._accepted = False
         self._tensors: Sequence[Tensor] | None = ()
-        self._packed: bytearray | None = None
         self._skip = 0
-        self._views = [memoryview(self._preamble)]
+        self._views: list[memoryview] = []
 
     def idle(self) -> bool:
         """Whether the reader stands between two frames, and has nothing of the next."""
-        between = self._packed is None and len(self._views) == 1 and len(self._views[0]) == _PREAMBLE.size
-        return between and not self._held
+        return self._preamble is None and self._start == self._end
 
     def holds_more(self) -> bool:
         """Whether bytes were received that belong to the next frame."""
-        return bool(self._held)
+        return self._start != self._end
+
+    def postpone(self) -> None:
+        """Called from ``accept``: this frame is not taken now; the next ``advance`` asks again."""
+        self._postponed = True
 
     def advance(self, stream: Stream) -> Frame | None:
-        """The next frame if it is complete, ``None`` once the stream has nothing more for now.
+        """The next frame if it is complete, ``None`` once the stream has nothing more for now, or it is postponed.
 
         Raises:
             ProtocolError: the bytes are no frame, or break a limit; the stream is of no further use.
             ConnectionError: the stream has ended.
         """
-        while True:
-            if not self._fill(stream):
-                return None
-            if self._packed is None:
-                self._read_preamble()
-            elif self._header is None:
-                self._read_header()
-            else:
-                frame = Frame(self._header, self._tensors)
-                self._check_values(frame)
-                self._restart()
-                return frame
+        if self._preamble is None:
+            while self._end - self._start < _PREAMBLE.size:
+                if not self._fetch(stream, _PREAMBLE.size):
+                    return None
+            self._read_preamble()
+        assert self._preamble is not None
+        kind, length, body, checksum, start = self._preamble
+        if self._header is None:
+            while self._end - self._start < length:
+                if not self._fetch(stream, length):
+                    return None
+            self._header = self._read_header(kind, length, body, checksum, start)
+        if not self._accepted and not self._place(self._header, body):
+            return None
+        if (self._views or self._skip) and not self._fill(stream):
+            return None
+        frame = Frame(self._header, self._tensors)
+        self._check_values(frame)
+        self._restart()
+        return frame
 
-    def _fill(self, stream: Stream) -> bool:
-        while self._views:
-            view = self._views[0]
-            count = self._receive(stream, view)
-            if not count:
-                return False
-            self.received += count
-            if count == len(view):
-                del self._views[0]
-            else:
-                self._views[0] = view[count:]
-        while self._skip:
-            count = self._receive(stream, self._scratch[: min(self._skip, len(self._scratch))])
-            if not count:
-                return False
-            self.received += count
-            self._skip -= count
-        return True
-
-    def _receive(self, stream: Stream, view: memoryview) -> int:
-        if not self._held:
-            if len(view) >= _AHEAD:
-                return stream.receive_into(view)
-            self._held = self._ahead[: stream.receive_into(self._ahead)]
-        count = min(len(view), len(self._held))
-        view[:count] = self._held[:count]
-        self._held = self._held[count:]
+    def _fetch(self, stream: Stream, least: int) -> int:
+        """Receives what there is behind what lies ahead, in a buffer that takes ``least`` bytes at least."""
+        waiting = self._end - self._start
+        if self._start or not self._ahead or least > len(self._ahead):
+            rest = bytes(self._view[self._start : self._end])
+            if least > len(self._ahead) or not self._ahead:
+                self._ahead = bytearray(max(least, _AHEAD))
+                self._view = memoryview(self._ahead)
+            self._view[:waiting] = rest
+            self._start, self._end = 0, waiting
+        count = stream.receive_into(self._view[self._end :])
+        self._end += count
+        self.received += count
         return count
 
     def _read_preamble(self) -> None:
-        magic, version, kind, reserved, header, body, _ = _PREAMBLE.unpack(self._preamble)
+        start = self._start
+        magic, version, kind, reserved, header, body, checksum = _PREAMBLE.unpack_from(self._ahead, start)
         if magic != MAGIC:
             raise ProtocolError(f"the first bytes are {bytes(magic)!r}, not {MAGIC!r}: the peer speaks something else")
         if version != VERSION:
@@ -379,28 +381,62 @@ class FrameReader:
             raise ProtocolError(f"a header of {header} bytes is over the limit of {self._limits.header}")
         if body > self._limits.body:
             raise ProtocolError(f"a body of {body} bytes is over the limit of {self._limits.body}")
-        self._packed = bytearray(header)
-        self._views = [memoryview(self._packed)] if header else []
+        begun = zlib.crc32(self._view[start : start + _CHECKED])
+        self._start = start + _PREAMBLE.size
+        self._preamble = kind, header, body, checksum, begun
 
-    def _read_header(self) -> None:
-        assert self._packed is not None
-        kind, body, checksum = self._preamble[5], *_PREAMBLE.unpack(self._preamble)[5:7]
-        if zlib.crc32(self._packed, zlib.crc32(self._preamble[:_CHECKED])) != checksum:
+    def _read_header(self, kind: int, length: int, body: int, checksum: int, begun: int) -> Header:
+        packed = self._view[self._start : self._start + length]
+        if zlib.crc32(packed, begun) != checksum:
             raise ProtocolError("the header's checksum does not match: bytes were lost or changed")
         try:
-            header = _DECODERS[kind].decode(self._packed)
+            header = _DECODERS[kind].decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the header of kind {Kind(kind).name} does not decode: {error}") from None
+        self._start += length
         self._check_layout(header.tensors, body)
+        return header
+
+    def _place(self, header: Header, body: int) -> bool:
+        """Asks where the body goes; whether it may come now."""
         tensors = self._accept(header)
-        self._header = header
+        if self._postponed:
+            self._postponed = False
+            return False
+        self._accepted = True
         self._tensors = tensors
         if tensors is None:
             self._skip = body
-            if body and not self._scratch:
-                self._scratch = memoryview(bytearray(64 << 10))
-        else:
+        elif body:
             self._views = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
+        return True
+
+    def _fill(self, stream: Stream) -> bool:
+        """Fills the places of the body; whether all of it has come."""
+        while self._views:
+            view = self._views[0]
+            if self._start != self._end or len(view) < _AHEAD:
+                if self._start == self._end and not self._fetch(stream, _AHEAD):
+                    return False
+                count = min(len(view), self._end - self._start)
+                view[:count] = self._view[self._start : self._start + count]
+                self._start += count
+            else:
+                count = stream.receive_into(view)
+                if not count:
+                    return False
+                self.received += count
+            if count == len(view):
+                del self._views[0]
+            else:
+                self._views[0] = view[count:]
+        while self._skip:
+            if self._start == self._end and not self._fetch(stream, _AHEAD):
+                return False
+            count = min(self._skip, self._end - self._start)
+            self._start += count
+            self._skip -= count
+        return True
 
     def _check_layout(self, headers: Sequence[TensorHeader], body: int) -> None:
         if len(headers) > self._limits.tensors:
@@ -419,7 +455,7 @@ class FrameReader:
                 )
             offset += nbytes
             # Zero-size shapes of huge sizes overflow torch's strides though they hold nothing.
-            if math.prod(max(size, 1) for size in header.shape) > _MOST_BYTES:
+            if not nbytes and math.prod(max(size, 1) for size in header.shape) > _MOST_BYTES:
                 raise ProtocolError(f"shape {header.shape} has strides that no tensor can have")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")

@@ -28,6 +28,9 @@ DTYPES: dict[int, torch.dtype] = {
 
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 
+# Those that Python's memoryview knows: their bytes are seen without another tensor.
+_PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
+
 
 def dense_on_cpu(tensor: Tensor) -> Tensor:
     """``tensor``, or where it is sparse, strided, conjugated or on a device, a plain copy of it in main memory.
@@ -35,6 +38,16 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
     Raises:
         TypeError: its layout or dtype cannot cross.
     """
+    if (
+        tensor.dtype in DTYPE_CODES
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):
+        return tensor
     if tensor.layout is not torch.strided:
         raise TypeError(f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values apart")
     if tensor.dtype not in DTYPE_CODES:
@@ -49,6 +62,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     >>> bytes(memory)
     b'\x01\x00\x02\x00'
     """
+    if tensor.dtype in _PLAIN and tensor.numel() > 1:
+        return memoryview(tensor.numpy()).cast("B")
     # A single value expanded to a shape counts as contiguous with strides of 0, which no view as bytes accepts.
     flat = tensor.reshape(-1) if tensor.numel() != 1 else tensor.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,305 @@
+"""Where the tape or the graph leaves this process: a boundary is one differentiable operation, written once.
+
+::
+
+    inputs ──┐                                                     ┌──> outputs
+    entry ───┴──> [ forward: goes to the far side, and comes back ]┴╌╌> state ╌╌┐
+                                                                                ╎ belongs to this run alone
+    input gradients <── [ backward: goes there with the gradients ] <── output gradients
+
+The tape records ``cross`` as one node of autograd's graph. While a tracer captures a graph, ``cross`` goes nowhere: the
+tracer asks for the forms of the outputs and writes two nodes, forward and backward, that call the same two methods
+whenever the graph runs. The entry token requires a gradient, so the far side learns of its gradients even where no
+input wants one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from anabranch.autodiff.isolated import IsolatedCall
+from anabranch.autodiff.sessions import boundary_entry, hold_on_tape
+from anabranch.errors import CaptureError
+
+__all__ = [
+    "Boundary",
+    "Crossed",
+    "Form",
+    "RecordedBoundary",
+    "Tracer",
+    "come_back",
+    "cross",
+    "current_tracer",
+    "go",
+    "outside_tracing",
+    "traced_by",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an output will look like, known before anything has left."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool = True
+
+
+@dataclass(slots=True)
+class Crossed:
+    """What came back.
+
+    Attributes:
+        outputs: memory of their own, not shared with an input.
+        state: what backward needs beside the inputs; let go when backward has run, or when nobody can ask for it.
+        no_gradient: which outputs have none.
+    """
+
+    outputs: Sequence[Tensor]
+    state: object = None
+    no_gradient: Sequence[int] = ()
+
+
+class Boundary(Protocol):
+    """One kind of boundary at one place of a model.
+
+    It holds nothing of a run, for several may be under way: what belongs to one is in the state that forward returns.
+
+    Attributes:
+        kind: what lies on the far side: ``"expert"``, ``"table"``.
+        name: which one, for graphs and errors.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Goes there. ``wants`` says which inputs want a gradient; ``None``: there will be no backward."""
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """A gradient for each input. ``None`` is no gradient, on both sides."""
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        """The outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
+
+
+class Tracer(Protocol):
+    """Whoever captures a graph."""
+
+    def entry(self) -> Tensor:
+        """A leaf that requires a gradient, towards which the captured backward is to sweep."""
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Writes the forward node."""
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        """Writes the backward node."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """A block that is not traced."""
+
+
+_tracer: ContextVar[Tracer | None] = ContextVar("anabranch_tracer", default=None)
+
+
+@contextmanager
+def traced_by(tracer: Tracer | None) -> Iterator[None]:
+    """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
+    token = _tracer.set(tracer)
+    try:
+        yield
+    finally:
+        _tracer.reset(token)
+
+
+def current_tracer() -> Tracer | None:
+    """Who captures a graph on this thread."""
+    return _tracer.get()
+
+
+def outside_tracing() -> AbstractContextManager[None]:
+    """A block whose operations are real ones even during a capture: asking what a graph must know."""
+    tracer = _tracer.get()
+    return nullcontext() if tracer is None else tracer.outside()
+
+
+def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is captured.
+
+    Args:
+        boundary: where to.
+        inputs: tensors, or ``None`` where there is none.
+        entry: a leaf that requires a gradient, if the caller has one that its sweep will reach; by default one that
+            every recording session's sweep does.
+
+    Raises:
+        CaptureError: somebody else than this package traces the model.
+    """
+    tracer = _tracer.get()
+    if tracer is None and any(isinstance(value, FakeTensor) for value in inputs):
+        raise CaptureError(
+            f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's cannot "
+            "record; run the model on the tape, or capture it with ab.capture or an Executor"
+        )
+    if not torch.is_grad_enabled():
+        return tuple((go if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
+    if entry is None:
+        entry = boundary_entry() if tracer is None else tracer.entry()
+    return cast(tuple[Tensor, ...], _Crossing.apply(entry, boundary, tracer, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Crossing(torch.autograd.Function):
+    """The node of the tape; see the module's drawing."""
+
+    @staticmethod
+    def forward(
+        ctx: _CrossingContext, entry: Tensor, boundary: Boundary, tracer: Tracer | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.wants = ctx.needs_input_grad[3:]
+        ctx.boundary, ctx.tracer = boundary, tracer
+        crossed = (go if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
+        ctx.save_for_backward(*inputs)
+        ctx.held = hold_on_tape(crossed.state)
+        ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
+        # Tells "no gradient" from zeros: an output that nobody used costs the far side nothing.
+        ctx.set_materialize_grads(False)
+        return tuple(crossed.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CrossingContext, *gradients: Tensor | None) -> tuple[object, ...]:
+        inputs = ctx.saved_tensors  # an error if the graph has been freed
+        if not ctx.held:
+            raise RuntimeError(
+                f"what was kept for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} has been freed: its "
+                "session ended, or its backward has run without retain_graph=True"
+            )
+        (state,) = ctx.held
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.held.clear()
+        if ctx.tracer is not None:
+            found = ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants)
+        else:
+            found = come_back(ctx.boundary, state, inputs, gradients, ctx.wants)
+        return None, None, None, *found
+
+
+class _CrossingContext(FunctionCtx):
+    boundary: Boundary
+    tracer: Tracer | None
+    wants: tuple[bool, ...]
+    held: list[object]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor | None, ...]
+
+
+def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+    """Crosses, forward; the outputs lie in memory of their own, in order, so that whoever reads them may reuse it."""
+    crossed = boundary.forward(inputs, wants)
+    taken = _memory_of(inputs)
+    crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
+    return crossed
+
+
+def come_back(
+    boundary: Boundary,
+    state: object,
+    inputs: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    wants: Sequence[bool],
+) -> list[Tensor | None]:
+    """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order."""
+    found = boundary.backward(state, inputs, gradients)
+    taken = _memory_of([*inputs, *gradients])
+    return [
+        _owned(gradient, taken) if want and gradient is not None else None
+        for gradient, want in zip(found, wants, strict=True)
+    ]
+
+
+def _memory_of(tensors: Sequence[Tensor | None]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and tensor.numel()}
+
+
+def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
+    if tensor.numel() and tensor.untyped_storage().data_ptr() in taken:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBoundary:
+    """A boundary that is written as a differentiable function, on a tape of its own.
+
+    The tape lies behind the one node, so whatever the function records (how many rows, who answered) may differ from
+    run to run without the graph around it noticing.
+
+    Attributes:
+        kind: as ``Boundary``.
+        name: as ``Boundary``.
+        function: takes the entry token (``None`` without a backward) and the inputs, returns the outputs. What it
+            crosses itself it gives the entry to.
+        output_forms: as ``Boundary.forms``.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., Sequence[Tensor]]
+    output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        """The outputs' forms."""
+        return self.output_forms(inputs)
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        """Runs the function, recording it if a gradient may come."""
+        if wants is None:
+            with torch.no_grad():
+                return Crossed(self.function(None, *inputs))
+        entry = torch.empty((), requires_grad=True)
+        leaves, given = [entry], list(inputs)
+        for index, (value, want) in enumerate(zip(inputs, wants, strict=True)):
+            if value is not None:
+                given[index] = value.detach()
+            if value is not None and want:
+                leaves.append(given[index].requires_grad_())  # type: ignore[union-attr]
+        with torch.enable_grad():
+            outputs = self.function(entry, *given)
+        places = [index for index, want in enumerate(wants) if want]
+        call = IsolatedCall(leaves, outputs, [-1, *places], len(inputs))
+        dead = [index for index, output in enumerate(call.outputs) if output is None]
+        return Crossed([output.detach() for output in outputs], call, dead)
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Sweeps the function's own tape."""
+        assert isinstance(state, IsolatedCall)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        found: list[Tensor | None] = [None] * len(inputs)
+        swept = state.backward(gradients, retain=retain)
+        for place, gradient in zip(state.places[1:], swept[1:], strict=True):
+            found[place] = gradient
+        return found

@@ -1,0 +1,96 @@
+"""The two nodes that a captured boundary becomes, as the functions that generated code calls.
+
+::
+
+    y0, y1, state = cross_forward([x, mask])
+    ...
+    dx, = cross_backward(state, [x, mask], [dy0, None])
+
+They call the boundary's own methods, as the tape does. What backward needs of one run is the value ``state``: it is
+freed behind its last reader, or with the frame of a run that fails, and several runs may be under way at once. The
+inputs are arguments of the backward node too, so that nothing reuses their memory before it.
+
+A crossing is an effect: no pass drops, merges, repeats or reorders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from anabranch.autodiff.boundary import Boundary, Form, come_back, cross, current_tracer, go, outside_tracing
+from anabranch.errors import CaptureError
+
+__all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
+
+
+class Crossing:
+    """What both are: a boundary, and a name under which graphs show it."""
+
+    def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
+        self.boundary = boundary
+        self.wants = None if wants is None else tuple(wants)
+        self.__name__ = f"{boundary.kind}_{phase}"
+
+    @property
+    def label(self) -> str:
+        """The kind and the name of what lies on the far side."""
+        return f"{self.boundary.kind} {self.boundary.name}"
+
+
+class ForwardCrossing(Crossing):
+    """Returns the outputs, and the state for the backward node."""
+
+    def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, forms: Sequence[Form]) -> None:
+        super().__init__(boundary, wants, "forward")
+        self._forms = tuple(forms)
+
+    def __call__(self, inputs: Sequence[Tensor | None]) -> tuple[object, ...]:
+        if current_tracer() is not None:
+            return *cross(self.boundary, *inputs), None
+        if any(isinstance(value, FakeTensor) for value in inputs):
+            with outside_tracing():
+                forms = self.boundary.forms(inputs)
+            return *(torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms), None
+        crossed = go(self.boundary, inputs, self.wants)
+        for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
+            if tuple(output.shape) != form.shape or output.dtype != form.dtype:
+                raise CaptureError(
+                    f"{self.label} gave output {index} as {tuple(output.shape)} {output.dtype}, and the graph was "
+                    f"captured when it gave {form.shape} {form.dtype}; make the Executor again, or use engine='tape'"
+                )
+        return *crossed.outputs, crossed.state
+
+
+class BackwardCrossing(Crossing):
+    """Takes that state, the inputs and the outputs' gradients; returns the gradients of the inputs that want one.
+
+    A graph cannot be without a gradient that it has been promised: where the far side gives none, zeros stand.
+    """
+
+    def __init__(self, boundary: Boundary, wants: Sequence[bool]) -> None:
+        super().__init__(boundary, wants, "backward")
+
+    def __call__(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        assert self.wants is not None
+        wanted = [value for value, want in zip(inputs, self.wants, strict=True) if want and value is not None]
+        if current_tracer() is not None:
+            raise CaptureError(f"the gradient of {self.label} cannot be differentiated again; use engine='tape'")
+        if any(isinstance(value, FakeTensor) for value in [*inputs, *gradients]):
+            return tuple(value.new_empty(value.shape) for value in wanted)
+        found = come_back(self.boundary, state, inputs, gradients, self.wants)
+        given = [gradient for gradient, want in zip(found, self.wants, strict=True) if want]
+        return tuple(
+            like.new_zeros(like.shape) if gradient is None else gradient
+            for gradient, like in zip(given, wanted, strict=True)
+        )
+
+
+def crossing_of(node: fx.Node) -> Crossing | None:
+    """What the node crosses, if it does."""
+    return node.target if isinstance(node.target, Crossing) else None

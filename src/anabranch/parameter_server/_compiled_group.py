@@ -1,0 +1,242 @@
+"""Kernels that work on several tables in one call: what ``TableGroup`` runs, compiled.
+
+Each table's memory comes as its address, so that tables stay where they are, whoever works on several of them. They
+share what a kernel is made for: the numbers a row, their type and the rule. ``starts`` says which lookups are whose:
+those of table ``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+
+from anabranch.parameter_server._compiled import (
+    U,
+    _adagrad_row,
+    _adam_row,
+    _feistel,
+    _inline,
+    _instruction,
+    _kernel,
+    _prefetch,
+    _row_wise_adagrad_row,
+    _sgd_row,
+    coarse,
+    number,
+)
+
+_AHEAD = 16  # lookups
+
+
+@_instruction
+def _memory_at(typing: Any, address: Any, like: Any) -> Any:
+    """A pointer to numbers of the type that the array ``like`` holds."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.get_value_type(signature.return_type)
+        return builder.inttoptr(args[0], kind if isinstance(kind, ir.PointerType) else kind.as_pointer())
+
+    return types.CPointer(like.dtype)(types.uint64, like), generate
+
+
+@_kernel
+def locate_all(
+    ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shard: int, shards: int, rows: Any, first: int, last: int
+) -> int:
+    """The row of each id, as ``Placement`` places them; returns the first lookup whose id is no row here, or -1."""
+    many, mine = U(shards), U(shard)
+    for t in range(first, last):
+        limit = limits[t]
+        if shards == 1:
+            for i in range(starts[t], starts[t + 1]):
+                if ids[i] < 0 or ids[i] >= limit:
+                    return i
+                rows[i] = ids[i]
+        else:
+            bits, mask = U(halves[t]), (U(1) << U(halves[t])) - U(1)
+            for i in range(starts[t], starts[t + 1]):
+                if ids[i] < 0 or ids[i] >= limit:
+                    return i
+                value = _feistel(U(ids[i]), bits, mask, keys[t], True)
+                while value >= U(limit):
+                    value = _feistel(value, bits, mask, keys[t], True)
+                if value % many != mine:
+                    return i
+                rows[i] = value // many
+    return -1
+
+
+@_kernel
+def gather_all(
+    values_at: Any,
+    stamps_at: Any,
+    sizes: Any,
+    stride: int,
+    width: int,
+    rows: Any,
+    starts: Any,
+    needed: Any,
+    out: Any,
+    out_at: Any,
+    apart: int,
+    versions: Any,
+    behind: Any,
+    first: int,
+    last: int,
+) -> None:
+    """Copies each lookup's weights to ``out[out_at[t] + i * apart:]``, ``i`` counting the table's own lookups.
+
+    A table with a row whose stamp is below ``needed`` is marked in ``behind`` and left before its end. ``versions``
+    takes each row's, unless it is empty.
+    """
+    wide, step = U(width), U(stride)
+    for t in range(first, last):
+        storage = carray(_memory_at(values_at[t], out), (sizes[t] * stride,))
+        stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
+        begin, end = starts[t], starts[t + 1]
+        for i in range(begin, end):
+            if i + _AHEAD < end:
+                _prefetch(storage, U(rows[i + _AHEAD]) * step)
+                _prefetch(stamps, U(rows[i + _AHEAD]))
+            row = U(rows[i])
+            stamp = stamps[row]
+            if stamp < needed[t]:
+                behind[t] = True
+                break
+            if versions.size:
+                versions[i] = stamp - 1
+            source, target = row * step, U(out_at[t]) + U(i - begin) * U(apart)
+            for j in range(wide):
+                out[target + j] = storage[source + j]
+
+
+@_inline
+def _chain(rows: Any, begin: int, end: int, stamps: Any, needed: int, buckets: Any, scratch: Any) -> int:
+    """Chains the lookups of each distinct row in their order; returns how many there are, -1 if one is behind.
+
+    ``scratch``: of each lookup the next one of its row; of each distinct row its first and its last lookup.
+    """
+    following, heads, tails = scratch[0], scratch[1], scratch[2]
+    size = 4
+    while size < 2 * (end - begin):
+        size *= 2
+    mask = U(size - 1)
+    for b in range(size):
+        buckets[b] = -1
+    count = 0
+    for i in range(end - begin):
+        if begin + i + _AHEAD < end:
+            _prefetch(stamps, U(rows[begin + i + _AHEAD]))
+        row = rows[begin + i]
+        following[i] = -1
+        at = (U(row) * U(0x9E3779B97F4A7C15) >> U(20)) & mask
+        while True:
+            held = buckets[at]
+            if held < 0:
+                if stamps[U(row)] < needed:
+                    return -1
+                buckets[at] = count
+                heads[count] = i
+                tails[count] = i
+                count += 1
+                break
+            if rows[begin + heads[held]] == row:
+                following[tails[held]] = i
+                tails[held] = i
+                break
+            at = (at + U(1)) & mask
+    return count
+
+
+@_kernel
+def step_all(
+    family: int,
+    values_at: Any,
+    stamps_at: Any,
+    sums_at: Any,
+    sizes: Any,
+    stride: int,
+    width: int,
+    rows: Any,
+    starts: Any,
+    needed: Any,
+    marks: Any,
+    grads: Any,
+    grads_at: Any,
+    apart: int,
+    constants: Any,
+    like: Any,
+    buckets: Any,
+    scratch: Any,
+    total: Any,
+    behind: Any,
+    first: int,
+    last: int,
+) -> None:
+    """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
+
+    Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
+    ``family``: 0 SGD, 1 Adagrad, 2 Adam and kin, 3 row-wise Adagrad. ``like`` has the storage's type, ``total`` is
+    scratch of one row.
+    """
+    wide, step, zero = U(width), U(stride), number(like, 0.0)
+    for t in range(first, last):
+        storage = carray(_memory_at(values_at[t], like), (sizes[t] * stride,))
+        stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
+        sums = carray(_memory_at(sums_at[t], grads), (sizes[t],))
+        begin = starts[t]
+        count = _chain(rows, begin, starts[t + 1], stamps, needed[t], buckets, scratch)
+        if count < 0:
+            behind[t] = True
+            continue
+        following, heads, c = scratch[0], scratch[1], constants[t]
+        for u in range(count):
+            if u + _AHEAD < count:
+                ahead = U(rows[begin + heads[u + _AHEAD]])
+                _prefetch(storage, ahead * step)
+                if step > wide:
+                    _prefetch(storage, ahead * step + wide)
+                if step > wide + wide:
+                    _prefetch(storage, ahead * step + wide + wide)
+                if family == 3:
+                    _prefetch(sums, ahead)
+                _prefetch(grads, U(grads_at[t]) + U(heads[u + _AHEAD]) * U(apart))
+            i = heads[u]
+            row = U(rows[begin + i])
+            source = U(grads_at[t]) + U(i) * U(apart)
+            for j in range(wide):
+                total[j] = grads[source + j] + zero  # as a sum that begins with zero has no -0.0
+            i = following[i]
+            while i >= 0:
+                source = U(grads_at[t]) + U(i) * U(apart)
+                for j in range(wide):
+                    total[j] += grads[source + j]
+                i = following[i]
+            if like.itemsize == 2:
+                for j in range(wide):
+                    total[j] = coarse(like, total[j]) if total[j] == total[j] else total[j]
+            if family == 0:
+                _sgd_row(storage, row * step, wide, step > wide, total, U(0), c)
+            elif family == 1:
+                _adagrad_row(storage, row * step, wide, True, total, U(0), c)
+            elif family == 2:
+                _adam_row(storage, row * step, wide, True, total, U(0), c)
+            else:
+                _row_wise_adagrad_row(storage, row * step, wide, sums, row, total, U(0), c)
+            stamps[row] = marks[t]
+
+
+def family_number(name: str) -> int:
+    """The number by which ``step_all`` knows a family."""
+    return {"SGD": 0, "Adagrad": 1, "RowWiseAdagrad": 3}.get(name, 2)
+
+
+def new_scratch(lookups: int, width: int, like: Any) -> tuple[Any, Any, Any]:
+    """``buckets``, ``scratch`` and ``total`` of ``step_all`` for tables of at most so many lookups."""
+    size = 4
+    while size < 2 * lookups:
+        size *= 2
+    return np.empty(size, np.int32), np.empty((3, lookups), np.int32), np.empty(width, like.dtype)

@@ -1,0 +1,234 @@
+"""``TableGroup``: tables that are alike, read and moved in one call.
+
+What a call of a kernel costs beside the rows is the same for ten rows and ten thousand, and a model has dozens of
+tables. So those with as many numbers a row, of one type and one rule, are worked on together: one kernel finds, merges,
+moves and stamps the rows of all of them, the threads of the crew sharing out the tables. What it does to a table is
+what ``RowTable`` does, bit for bit, and it leaves to ``RowTable`` whatever is seldom: rows that have not begun, rows
+that lag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.errors import NotFound, SchemaError
+from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
+from anabranch.parameter_server.row_optimizers import Family
+from anabranch.parameter_server.row_table import RowTable
+
+__all__ = ["TableGroup"]
+
+Array = NDArray[Any]
+_NONE: Array = np.empty(0, np.int64)
+
+
+class TableGroup:
+    """Tables of one width, dtype and rule, whose lookups of a step are known together.
+
+    >>> from anabranch.parameter_server import Constant, RowOptimizer, TableSpec
+    >>> rule = RowOptimizer(Family.SGD, lr=0.5)
+    >>> tables = [RowTable(TableSpec(name, 10, 2, initial=Constant(1.0)), rule) for name in ("users", "items")]
+    >>> group = TableGroup(tables)
+    >>> group.push(torch.tensor([[3, 3], [4, 5]]), torch.ones(2, 2, 2))
+    >>> group.pull(torch.tensor([[3, 0], [4, 5]])).shape
+    torch.Size([2, 2, 2])
+    >>> tables[0].pull(torch.tensor([3, 4]))
+    tensor([[0., 0.],
+            [1., 1.]])
+
+    Lookups come in one of two layouts. ``ids`` of ``[tables, batch]`` have rows and gradients of
+    ``[batch, tables, width]``, as a model concatenates its embeddings. Flat ``ids`` with ``counts``, how many each
+    table has, have rows and gradients of ``[len(ids), width]``, as messages have them.
+
+    Args:
+        tables: those of one ``kin``, none of them ``None``; they may be used by themselves as well.
+        crew: threads that share out the tables; without one the caller's alone.
+
+    Raises:
+        ValueError: tables that are not alike, or that no group can have.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], crew: Crew | None = None) -> None:
+        kinds = {table.kin for table in tables}
+        if len(kinds) != 1 or None in kinds:
+            raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
+        from anabranch.parameter_server import _compiled_group  # only where Numba is: a table without it has no kin
+
+        self._kernels = _compiled_group
+        self.tables = list(tables)
+        self._crew = crew or Crew(1)
+        first = self.tables[0]
+        self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
+        self._like = as_array(torch.empty(0, dtype=self._dtype))
+        self._family = _compiled_group.family_number(first.rule.family)
+        # Tables with a kin never move in memory.
+        arrays = [table.arrays() for table in self.tables]
+        self._values_at, self._stamps_at, self._sums_at = (
+            np.array([getattr(held, name).ctypes.data for held in arrays], np.uint64)
+            for name in ("values", "stamps", "sums")
+        )
+        self._sizes = np.array([held.rows for held in arrays])
+        placements = [table.placement for table in self.tables]
+        self._limits = np.array([placement.rows for placement in placements])
+        self._halves = np.array([placement.half for placement in placements])
+        self._keys = np.array([placement.key for placement in placements], np.uint64)
+        self._shard, self._shards = first.shard, placements[0].shards
+        self._scratches: list[tuple[Array, Array, Array]] = []
+
+    def pull(
+        self,
+        ids: Tensor,
+        counts: Sequence[int] | None = None,
+        *,
+        out: Tensor | None = None,
+        versions: Tensor | None = None,
+    ) -> Tensor:
+        """The rows of each table's ids, as of its last step; their versions too if a place for them is given.
+
+        Raises:
+            NotFound: an id that is no row of its table; says which, and where.
+            SchemaError: ids, counts or out of another shape or dtype.
+        """
+        flat, starts, shape = self._lookups(ids, counts)
+        if out is None:
+            out = torch.empty(shape, dtype=self._dtype)
+        elif out.shape != shape or out.dtype != self._dtype or not out.is_contiguous():
+            raise SchemaError(f"out of {tuple(shape)} {self._dtype} expected, got {tuple(out.shape)} {out.dtype}")
+        rows = self._locate(flat, starts)
+        at, apart = self._layout(starts, counts is None)
+        behind = np.zeros(len(self.tables), np.bool_)
+        needed = np.array([table.needed for table in self.tables])
+        memory, stamps = as_array(out), _NONE if versions is None else versions.numpy()
+
+        def gather(part: int, first: int, last: int) -> None:
+            self._kernels.gather_all(
+                self._values_at, self._stamps_at, self._sizes, self._stride, self._width, rows, starts, needed,
+                memory, at, apart, stamps, behind, first, last,
+            )  # fmt: skip
+
+        self._share_out(gather, starts)
+        for k in np.flatnonzero(behind):
+            begin, end = int(starts[k]), int(starts[k + 1])
+            place = out[:, k] if counts is None else out[begin:end]
+            found = self.tables[k].read(torch.from_numpy(flat[begin:end]), place)
+            if versions is not None:
+                versions[begin:end] = found
+        if versions is not None:
+            for k, table in enumerate(self.tables):
+                if table.moves_as_one:
+                    versions[int(starts[k]) : int(starts[k + 1])] = table.step
+        return out
+
+    def push(self, ids: Tensor, grads: Tensor, counts: Sequence[int] | None = None) -> None:
+        """One optimizer step of every table with the gradients of its lookups; those of one id are summed.
+
+        Raises:
+            NotFound: an id that is no row of its table; says which, and where. Nothing is changed.
+            SchemaError: ids, counts or gradients of another shape or dtype. Nothing is changed.
+        """
+        flat, starts, shape = self._lookups(ids, counts)
+        if grads.shape != shape or not grads.is_floating_point():
+            raise SchemaError(f"gradients of {tuple(shape)} {self._dtype} expected, got {tuple(grads.shape)}")
+        rows = self._locate(flat, starts)
+        rounded = grads.detach().cpu().to(self._dtype)
+        memory = as_array(rounded.to(working_dtype(self._dtype)).contiguous())
+        at, apart = self._layout(starts, counts is None)
+        behind = np.zeros(len(self.tables), np.bool_)
+        needed = np.array([table.needed for table in self.tables])
+        marks = np.array([table.step + 2 for table in self.tables])
+        constants = self._constants()
+        most = int(np.diff(starts).max(initial=0))
+        self._provide(most, memory)
+
+        def step(part: int, first: int, last: int) -> None:
+            self._kernels.step_all(
+                self._family, self._values_at, self._stamps_at, self._sums_at, self._sizes, self._stride, self._width,
+                rows, starts, needed, marks, memory, at, apart, constants, self._like, *self._scratches[part], behind,
+                first, last,
+            )  # fmt: skip
+
+        self._share_out(step, starts)
+        for k, table in enumerate(self.tables):
+            if behind[k]:
+                begin, end = int(starts[k]), int(starts[k + 1])
+                table.push(torch.from_numpy(flat[begin:end]), rounded[:, k] if counts is None else rounded[begin:end])
+            else:
+                table.count_step(constants[k])
+
+    def _lookups(self, ids: Tensor, counts: Sequence[int] | None) -> tuple[Array, Array, tuple[int, ...]]:
+        """The flat ids, where each table's begin, and the shape of their rows."""
+        tables = len(self.tables)
+        fits = ids.shape[:1] == (tables,) and ids.ndim == 2 if counts is None else ids.ndim == 1
+        if ids.dtype != torch.int64 or not fits:
+            raise SchemaError(f"int64 ids of {tables} tables expected, got {tuple(ids.shape)} {ids.dtype}")
+        starts = np.zeros(tables + 1, np.int64)
+        if counts is None:
+            starts[1:] = np.arange(1, tables + 1) * ids.shape[1]
+            shape: tuple[int, ...] = (ids.shape[1], tables, self._width)
+        else:
+            if len(counts) != tables or min(counts) < 0 or sum(counts) != len(ids):
+                raise SchemaError(f"{len(ids)} ids are not those of {tables} tables with {list(counts)}")
+            np.cumsum(counts, out=starts[1:])
+            shape = (len(ids), self._width)
+        return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts, shape
+
+    def _layout(self, starts: Array, side_by_side: bool) -> tuple[Array, int]:
+        """Where each table's first row lies among all numbers, and how far apart its rows are."""
+        if side_by_side:
+            return np.arange(len(self.tables)) * self._width, len(self.tables) * self._width
+        return starts[:-1] * self._width, self._width
+
+    def _locate(self, flat: Array, starts: Array) -> Array:
+        rows = np.empty_like(flat)
+        bad = self._kernels.locate_all(
+            flat, starts, self._limits, self._halves, self._keys, self._shard, self._shards, rows, 0, len(self.tables)
+        )
+        if bad >= 0:
+            k = int(np.searchsorted(starts, bad, "right")) - 1
+            self.tables[k].check(torch.from_numpy(flat[starts[k] : starts[k + 1]]))
+            raise NotFound(f"table {self.tables[k].spec.name} has no row for id {flat[bad]}")
+        return rows
+
+    def _constants(self) -> Array:
+        """What the next step of each table needs; tables that stand at the same step with one rule share it."""
+        found: dict[tuple[int, int], Array] = {}
+        each = []
+        for table in self.tables:
+            key = (id(table.rule), table.step)
+            if key not in found:
+                found[key] = table.rule.constants(table.step + 1)
+            each.append(found[key])
+        return np.stack(each)
+
+    def _provide(self, most: int, memory: Array) -> None:
+        if not self._scratches or self._scratches[0][1].shape[1] < most:
+            room = 1 << max(most - 1, 1).bit_length()
+            self._scratches = [
+                self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)
+            ]
+
+    def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
+        """Calls ``run(part, first, last)`` for ranges of tables that have about as many lookups each."""
+        lookups = int(starts[-1])
+        parts = max(1, min(self._crew.threads, len(self.tables)))
+        edges = np.searchsorted(starts[:-1], [lookups * k / parts for k in range(parts + 1)])
+        edges[-1] = len(self.tables)
+
+        def work(first: int, last: int) -> None:
+            for part in range(first, last):
+                if edges[part] < edges[part + 1]:
+                    run(part, int(edges[part]), int(edges[part + 1]))
+
+        self._crew.run(work, parts, lookups * self._width)
+
+
+def balanced(counts: Sequence[int], threads: int) -> bool:
+    """Whether sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
+    return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)

@@ -1,0 +1,145 @@
+"""What a server can be asked (``Verb``), and one request being served (``Call``)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorized
+from anabranch.events import fault_point
+from anabranch.transport.failures import failure_of
+from anabranch.transport.frame import ReplyHeader, RequestHeader, TensorHeader, allocate, encode
+from anabranch.transport.once import Identity
+from anabranch.transport.streams import Peer
+
+if TYPE_CHECKING:
+    from anabranch.transport.connection import Connection
+    from anabranch.transport.server import Server
+
+__all__ = ["Call", "Verb"]
+
+# The longest deadline that is taken from a client, in seconds.
+_LONGEST = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One thing a server can be asked to do.
+
+    >>> Verb("echo", lambda call: call.reply(call.tensors)).once
+    False
+
+    Attributes:
+        name: what clients call it.
+        handler: serves a call: replies, or hands the call to a thread that will. What it raises is the answer.
+        check: sees the header, with each tensor's dtype and shape, before any memory is taken for the tensors; raises
+            ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
+        once: done exactly once however often it is retried; the client must number such requests.
+        again: answers the retry of a request that was done and whose answer is not kept any more.
+        roles: who may ask; ``None`` for every peer that was let in.
+        body: bytes that its tensors may have together, below the server's own limit.
+        allocate: makes the tensors that a request is received into; pinned memory, for instance.
+        quick: handler and check never wait for anything: small requests are served on the thread that reads them for
+            all connections. Others are served on a thread of their connection's own.
+    """
+
+    name: str
+    handler: Callable[[Call], None]
+    check: Callable[[RequestHeader], None] | None = None
+    once: bool = False
+    again: Callable[[Call], None] | None = None
+    roles: frozenset[str] | None = None
+    body: int | None = None
+    allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+    quick: bool = False
+
+
+class Call:
+    """One request being served: what was asked, by whom, until when; and the way to answer.
+
+    ``reply`` and ``fail`` may be called from any thread, the first one counts. A call whose client has gone is
+    ``cancelled``; whoever finds it so may ``drop`` it.
+    """
+
+    def __init__(
+        self, server: Server, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
+    ) -> None:
+        self.verb = header.verb
+        self.target = header.target
+        self.payload = header.payload
+        self.schema = header.schema
+        self.tensors = tensors
+        self.peer = peer
+        self.deadline = Deadline.after(min(max(header.seconds, 1e-3), _LONGEST))
+        self.identity: Identity = (header.epoch, header.sequence)
+        self.settled = header.settled
+        self.once = verb.once and bool(header.epoch)
+        self.recipients: list[Connection] = []
+        """The connections that wait for the answer: more than one where a retry has joined."""
+        self._server = server
+        self._nbytes = nbytes
+        self._lock = server.once.lock if self.once else threading.RLock()
+        self._answered = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return not self.recipients
+
+    def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
+        """Answers; the tensors must not change until they have been sent."""
+        try:
+            frame = encode(ReplyHeader(payload), tensors)
+        except (ValueError, TypeError) as error:
+            self.fail(error)
+        else:
+            self.answer(frame, done=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Answers with an error, which the client raises."""
+        # What was declined was not done: a retry may find room, or a server that stays.
+        declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
+        failure = failure_of(error)
+        self._server.count_error(failure)
+        self.answer(encode(failure), done=not declined)
+
+    def drop(self) -> bool:
+        """Gives the call up unanswered if nobody waits for it any more; whether it did."""
+        if self.recipients:
+            return False
+        with self._lock:
+            if self.recipients or self._answered:
+                return False
+            self.close(None)
+            return True
+
+    def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
+        """Sends ``frame`` to whoever waits; ``done`` says that a retry is to get the same."""
+        with self._lock:
+            if self._answered:
+                return
+            recipients, self.recipients = self.recipients, []
+            self.close(frame if done else None)
+        fault_point("transport.before_reply")
+        for connection in recipients:
+            connection.answer(self, frame)
+
+    def close(self, frame: Sequence[memoryview] | None) -> None:
+        """The request is over, with an answer to keep for retries or without; its lock is held."""
+        self._answered = True
+        if self.once and frame is not None:
+            self._server.once.finish(self.identity, frame)
+        elif self.once:
+            self._server.once.abandon(self.identity)
+        self._server.finished(self._nbytes, 0 if frame is None else sum(map(len, frame)))
+
+    def leave(self, connection: Connection) -> None:
+        """The client behind ``connection`` has gone."""
+        with self._lock:
+            if connection in self.recipients:
+                self.recipients.remove(connection)

@@ -1,0 +1,324 @@
+"""One client's connection on the server: greeted, read, checked, served, answered, without ever waiting.
+
+::
+
+    shaking hands ──> greeting ──> [ header ──> admitted? ──> body ──> handler ──> answer ] ...
+                                       │
+                                       └── needs a thread of its own: its driver hands it over (``drivers.py``)
+
+``step`` goes on as far as the socket lets it; whoever calls it, a loop that drives many connections or a thread that
+drives this one, polls in between. A connection carries one request at a time, so whatever arrives while one is being
+served is the far side leaving, and its request is cancelled. An answer is written by the thread that has it, as far as
+the socket takes it at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
+from anabranch.transport.call import Call, Verb
+from anabranch.transport.failures import failure_of
+from anabranch.transport.frame import Failure, Frame, FrameReader, FrameWriter, Header, Hello, RequestHeader, encode
+from anabranch.transport.streams import Stream
+
+if TYPE_CHECKING:
+    from anabranch.transport.server import Server
+
+__all__ = ["Connection", "Driver", "Fate"]
+
+_GREETING = 10.0
+# A peer that neither sends nor takes a byte for so long in the middle of a frame is gone.
+_STALLED = 30.0
+_LINGER = 1.0
+# Bytes of a request up to which it is read among those of other connections.
+_SMALL = 64 << 10
+
+
+class Fate(Enum):
+    """What becomes of a connection after a step."""
+
+    STAYS = auto()
+    NEEDS_THREAD = auto()
+    ENDED = auto()
+
+
+class Driver(Protocol):
+    """Whoever polls a connection and calls its ``step``."""
+
+    alone: bool
+
+    def wake(self, connection: Connection) -> None:
+        """There is something to be sent, or to end; from any thread."""
+
+
+class _Phase(Enum):
+    SHAKING = auto()
+    GREETING = auto()
+    SERVING = auto()
+
+
+class Connection:
+    """One client's connection; steps are taken by one thread at a time, answers come from any."""
+
+    def __init__(self, server: Server, stream: Stream, driver: Driver, *, full: bool) -> None:
+        self.stream = stream
+        self.descriptor = stream.fileno()
+        self.driver = driver
+        self.registered = 0
+        """The events that its driver polls for."""
+        self._server = server
+        self._full = full
+        # Held for every use of the stream but poll and abort: OpenSSL allows one thread at a time.
+        self._lock = threading.RLock()
+        self._writer = FrameWriter()
+        self._reader = FrameReader(server.limits, self._accept)
+        self._phase = _Phase.SHAKING
+        self.closed = False
+        self._verb: Verb | None = None
+        self._reserved = 0
+        self._call: Call | None = None
+        self._needs_thread = False
+        self._last_words: Failure | None = None
+        self._progress = time.monotonic()
+
+    # From any thread.
+
+    def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
+        """Writes the answer to ``call`` as far as the socket takes it; the driver does the rest."""
+        gathered = self._server.gathered()
+        if gathered is not None and not self.driver.alone:
+            gathered.append((self, call, frame))
+            return
+        self.write_answer(call, frame)
+
+    def write_answer(self, call: Call, frame: Sequence[memoryview]) -> None:
+        """``answer``, now."""
+        with self._lock:
+            if self._call is not call or self.closed:
+                return
+            # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
+            self._call = None
+            self._write(frame)
+
+    def beat(self, frame: Sequence[memoryview]) -> None:
+        """Tells a client that waits, within its deadline, that the server lives."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            call = self._call
+            waits = call is not None and not call.deadline.expired()
+            serving = self._phase is _Phase.SERVING and not self._writer and not self.closed
+            if serving and (waits or not self._reader.idle()):
+                self._write(frame)
+        finally:
+            self._lock.release()
+
+    def abort(self) -> None:
+        """Cuts the connection; its driver lets it go."""
+        with self._lock:
+            if not self.closed:
+                self.stream.abort()
+                self.driver.wake(self)
+
+    def _write(self, frame: Sequence[memoryview]) -> None:
+        self._writer.put(frame)
+        try:
+            self._writer.flush(self.stream)
+        except (OSError, BoundaryError):
+            self.stream.abort()
+            return
+        if self._writer:
+            self.driver.wake(self)
+
+    # On the driver's thread.
+
+    def interest(self) -> int:
+        """The events to poll for."""
+        if self._phase is _Phase.SHAKING and self.stream.wants_write():
+            return select.POLLOUT | select.POLLRDHUP
+        return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer else 0)
+
+    def resting(self) -> bool:
+        """Whether nothing is on its way in either direction, nor being served."""
+        serving = self._phase is _Phase.SERVING and self._call is None
+        return serving and not self._writer and self._reader.idle()
+
+    def patience(self, now: float) -> float:
+        """Seconds after which ``give_up`` is to be called, if nothing happens."""
+        if self._phase is not _Phase.SERVING:
+            return self._progress + _GREETING - now
+        between = not self._writer and self._reader.idle()
+        return 3600.0 if between else self._progress + _STALLED - now
+
+    def give_up(self) -> Fate:
+        """The client has stalled in the middle of a frame, or never greeted."""
+        if self._phase is _Phase.SERVING:
+            self.end()
+            return Fate.ENDED
+        return self._refuse(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
+
+    def step(self, events: int) -> Fate:
+        """Goes on as far as the socket lets it."""
+        try:
+            if events & select.POLLRDHUP:
+                raise ConnectionResetError("the client has left")
+            if self._last_words is not None:
+                return self._dismiss(self._last_words)
+            return self._advance(readable=bool(events & ~select.POLLOUT))
+        except (BoundaryError, ValueError) as error:
+            return self._refuse(error)
+        except OSError:
+            self.end()
+            return Fate.ENDED
+
+    def _advance(self, *, readable: bool) -> Fate:
+        if self._phase is _Phase.SHAKING:
+            if not self.stream.handshake():
+                return Fate.STAYS
+            # What came with the end of the handshake may lie in the TLS layer already, where poll does not see it.
+            self._phase, readable = _Phase.GREETING, True
+        while True:
+            with self._lock:
+                moved = self._writer.flush(self.stream) if self._writer else 0
+                before = self._reader.received
+                frame = self._reader.advance(self.stream) if readable else None
+                moved += self._reader.received - before
+            if moved:
+                self._progress = time.monotonic()
+            if self._needs_thread:
+                self._needs_thread = False
+                return Fate.NEEDS_THREAD
+            if frame is None:
+                return Fate.STAYS
+            if self._phase is _Phase.GREETING:
+                # A request may have come with the greeting.
+                self._greet()
+            else:
+                # A frame without tensors was refused when its header came; its body has passed by.
+                if frame.tensors is not None:
+                    self._take(frame)
+                # The client waits for its answer, so the kernel has nothing more.
+                readable = self._reader.holds_more()
+
+    def _greet(self) -> None:
+        if self._full:
+            raise Overloaded(f"the server has its {self._server.max_connections} connections; try later")
+        with self._lock:
+            self._phase = _Phase.SERVING
+            self._write(encode(Hello(self._server.heartbeat, self._server.limits.body)))
+
+    def _accept(self, header: Header) -> Sequence[Tensor] | None:
+        if self._phase is not _Phase.SERVING:
+            if not isinstance(header, Hello) or header.tensors:
+                raise ProtocolError("a client's first frame is a greeting without tensors")
+            return ()
+        if not isinstance(header, RequestHeader):
+            raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
+        if self._call is not None:
+            raise ProtocolError("a request came while another is served; a connection carries one at a time")
+        nbytes = 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        if not self.driver.alone and (nbytes > _SMALL or self._server.may_wait(header.verb)):
+            self._needs_thread = True
+            self._reader.postpone()
+            return None
+        try:
+            self._verb = self._server.admit(self.stream.peer(), header, nbytes)
+        except Exception as error:  # noqa: BLE001 - whatever the check raises is the client's answer
+            failure = failure_of(error)
+            self._server.count_refusal(failure)
+            self._write(encode(failure))
+            return None
+        self._reserved = nbytes
+        try:
+            return self._verb.allocate(header.tensors)
+        except (RuntimeError, MemoryError) as error:
+            self._write(encode(failure_of(Overloaded(f"no memory for {self._reserved} bytes: {error}"))))
+            self._server.finished(self._reserved)
+            self._verb = None
+            return None
+
+    def _take(self, frame: Frame) -> None:
+        header, verb = frame.header, self._verb
+        assert isinstance(header, RequestHeader)
+        assert verb is not None
+        assert frame.tensors is not None
+        call = Call(self._server, verb, self.stream.peer(), header, frame.tensors, self._reserved)
+        self._verb, self._reserved = None, 0
+        call.recipients.append(self)
+        self._call = call
+        try:
+            serve = self._choose(call, verb, header.settled)
+            if serve is not None:
+                call.deadline.check(peer="client", operation=header.verb)
+                serve(call)
+        except Exception as error:  # noqa: BLE001 - whatever the handler raises is the client's answer
+            call.fail(error)
+
+    def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
+        """What serves the call: its verb's handler, or nothing if the same was asked before and is taken care of."""
+        if not call.once:
+            return verb.handler
+        once = self._server.once
+        with once.lock:
+            found = once.begin(call, settled)
+            call.once = found is call
+            if found is call:
+                return verb.handler
+            if isinstance(found, Call):
+                call.recipients.clear()
+                call.close(None)
+                found.recipients.append(self)
+                self._call = found
+                return None
+        if found is None:
+            return verb.again or _say_done
+        call.answer(found, done=False)
+        return None
+
+    def _refuse(self, error: Exception) -> Fate:
+        """The client has to go; telling it why may take time, so a loop leaves that to a thread."""
+        failure = failure_of(error)
+        self._server.count_refusal(failure)
+        if not self.driver.alone:
+            self._last_words = failure
+            return Fate.NEEDS_THREAD
+        return self._dismiss(failure)
+
+    def _dismiss(self, failure: Failure) -> Fate:
+        with self._lock:
+            self._writer = FrameWriter()
+            self._writer.put(encode(failure))
+            with suppress(OSError, BoundaryError):
+                self._writer.flush(self.stream)
+            self.stream.linger(_LINGER)
+        self.end()
+        return Fate.ENDED
+
+    def end(self) -> None:
+        """Lets the connection go; its call, if there is one, has nobody any more who waits for it."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            call, self._call = self._call, None
+            self.stream.close()
+        if call is not None:
+            call.leave(self)
+        if self._verb is not None:
+            self._server.finished(self._reserved)
+        self._server.forget(self)
+
+
+def _say_done(call: Call) -> None:
+    call.fail(RuntimeError("this request was done, but its answer is not kept any more"))

@@ -1,0 +1,277 @@
+"""Who polls connections: one loop for all that ask small things, and a thread for each that needs one.
+
+::
+
+    loop ── listener, and every connection at first: a wake-up reads all the small requests that have come
+     │ ^
+     v └─ a connection that has rested for a while comes back, and its thread ends
+    thread ── one connection: its requests are large, or are served by a handler that may wait
+
+A thread for every connection costs a switch between threads for each request, and as many threads fight for the
+interpreter as there are clients; on one loop 64 clients' requests are read in a few wake-ups and reach the queue of
+their expert together. A thread of its own is right for what takes long anyway: large bodies are then copied, and
+decrypted, side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from anabranch.events import report
+from anabranch.transport.connection import Connection, Fate
+from anabranch.transport.streams import Listener, Stream
+
+if TYPE_CHECKING:
+    from anabranch.transport.call import Call
+    from anabranch.transport.server import Server
+
+__all__ = ["Answer", "Loop", "ThreadOfItsOwn"]
+
+Answer = tuple[Connection, "Call", Sequence[memoryview]]
+
+# Between two looks at who has stalled, in seconds.
+_SWEEP = 1.0
+# Out of descriptors, most likely: seconds to let some connections end rather than spin.
+_ACCEPT_PAUSE = 0.05
+# A connection that has rested for so long gives its thread back.
+_REST = 10.0
+
+
+class Loop:
+    """Accepts connections and drives those that need no thread of their own."""
+
+    alone = False
+
+    def __init__(self, server: Server, listener: Listener) -> None:
+        self._server = server
+        self._listener = listener
+        self._poller = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._connections: dict[int, Connection] = {}
+        self._answers: deque[Answer] = deque()
+        self._called: deque[Connection] = deque()
+        self._stopped = False
+        self._accept_at = 0.0
+        self._poller.register(self._wake, select.EPOLLIN)
+
+    # From any thread.
+
+    def wake(self, connection: Connection) -> None:
+        """``connection`` has something to send, or to end, or comes back."""
+        self._called.append(connection)
+        self._ring()
+
+    def send(self, answers: Sequence[Answer]) -> None:
+        """Sends many answers, which costs the caller one call of the kernel."""
+        self._answers.extend(answers)
+        self._ring()
+
+    def stop(self) -> None:
+        """Ends the thread and its connections."""
+        self._stopped = True
+        self._ring()
+
+    def close(self) -> None:
+        """Frees the descriptors; after the thread has ended."""
+        self._poller.close()
+        os.close(self._wake)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # On the loop's thread.
+
+    def run(self) -> None:
+        """Serves until it is stopped."""
+        sweep_at = 0.0
+        while not self._stopped:
+            now = time.monotonic()
+            if self._accept_at <= now:
+                self._listen()
+            if sweep_at <= now:
+                sweep_at = now + _SWEEP
+                self._sweep(now)
+            for descriptor, events in self._poller.poll(self._timeout(now)):
+                connection = self._connections.get(descriptor)
+                if connection is not None:
+                    self._step(connection, events)
+                elif descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    self._accept_all()
+            self._do_what_was_asked()
+            self._server.round_over()
+        for connection in list(self._connections.values()):
+            connection.end()
+        self._connections.clear()
+
+    def _timeout(self, now: float) -> float:
+        seconds = _SWEEP if self._connections else 60.0
+        return seconds if self._accept_at == float("inf") else min(seconds, max(self._accept_at - now, 0.0))
+
+    def _do_what_was_asked(self) -> None:
+        while self._answers:
+            connection, call, frame = self._answers.popleft()
+            connection.write_answer(call, frame)
+        while self._called:
+            connection = self._called.popleft()
+            if connection.driver is self and not connection.closed:
+                self._watch(connection)
+
+    def _step(self, connection: Connection, events: int) -> None:
+        try:
+            fate = connection.step(events)
+        except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
+            report("transport.connection_failed", error=traceback.format_exc())
+            connection.end()
+            fate = Fate.ENDED
+        self._follow(connection, fate)
+
+    def _follow(self, connection: Connection, fate: Fate) -> None:
+        if fate is Fate.STAYS:
+            if connection.interest() != connection.registered:
+                self._watch(connection)
+            return
+        # A descriptor that was closed has left the poller by itself.
+        self._connections.pop(connection.descriptor, None)
+        if fate is Fate.NEEDS_THREAD:
+            self._poller.unregister(connection.descriptor)
+            connection.registered = 0
+            ThreadOfItsOwn(self._server, connection, self).start()
+
+    def _watch(self, connection: Connection) -> None:
+        """Polls for what ``connection`` waits for now."""
+        try:
+            events = connection.interest()
+            if connection.registered:
+                self._poller.modify(connection.descriptor, events)
+            else:
+                self._poller.register(connection.descriptor, events)
+                self._connections[connection.descriptor] = connection
+            connection.registered = events
+        except (OSError, ValueError) as error:
+            # No memory for another descriptor in the kernel's table.
+            report("transport.accept_failed", error=str(error))
+            self._connections.pop(connection.descriptor, None)
+            connection.end()
+
+    def _sweep(self, now: float) -> None:
+        for connection in list(self._connections.values()):
+            if connection.patience(now) <= 0:
+                self._follow(connection, connection.give_up())
+
+    def _listen(self) -> None:
+        self._poller.register(self._listener.fileno(), select.EPOLLIN)
+        self._accept_at = float("inf")
+
+    def _accept_all(self) -> None:
+        while not self._stopped:
+            try:
+                stream = self._listener.accept()
+            except OSError as error:
+                report("transport.accept_failed", error=str(error))
+                self._poller.unregister(self._listener.fileno())
+                self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+                return
+            if stream is None:
+                return
+            self._welcome(stream)
+
+    def _welcome(self, stream: Stream) -> None:
+        connection = self._server.connect(stream, self)
+        if connection is not None:
+            self._watch(connection)
+            self._step(connection, select.POLLIN)
+
+
+class ThreadOfItsOwn:
+    """A thread that drives one connection until it ends or rests."""
+
+    alone = True
+
+    def __init__(self, server: Server, connection: Connection, loop: Loop) -> None:
+        self._server = server
+        self._connection = connection
+        self._loop = loop
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._over = False
+
+    def start(self) -> None:
+        """Takes the connection over."""
+        connection = self._connection
+        connection.driver = self
+        thread = threading.Thread(target=self.run, name="anabranch-connection", daemon=True)
+        self._server.threads_of[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # No thread is left in the system: this client finds the connection lost, the others are served on.
+            report("transport.accept_failed", error=str(error))
+            connection.end()
+            self._leave()
+
+    def wake(self, connection: Connection) -> None:
+        """There is something to be sent, or to end; from any thread."""
+        with self._lock:
+            if not self._over:
+                os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """Drives the connection."""
+        connection = self._connection
+        try:
+            if self._serve(connection) is Fate.STAYS:
+                connection.driver = self._loop
+                self._loop.wake(connection)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._over = True
+            os.close(self._wake)
+        self._server.threads_of.pop(self._connection, None)
+
+    def _serve(self, connection: Connection) -> Fate:
+        poller = select.poll()
+        poller.register(connection.descriptor, connection.interest())
+        poller.register(self._wake, select.POLLIN)
+        connection.registered = connection.interest()
+        # What it was handed over for has come in part.
+        events = select.POLLIN
+        while True:
+            fate = Fate.STAYS
+            if events:
+                fate = connection.step(events)
+                self._server.round_over()
+            if fate is not Fate.STAYS:
+                return fate
+            if self._server.stopping():
+                connection.end()
+                return Fate.ENDED
+            if connection.interest() != connection.registered:
+                connection.registered = connection.interest()
+                poller.modify(connection.descriptor, connection.registered)
+            resting = connection.resting()
+            patience = _REST if resting else max(connection.patience(time.monotonic()), 0.0)
+            found = poller.poll(max(1, int(patience * 1000)))
+            if not found and resting and connection.resting():
+                connection.registered = 0
+                return Fate.STAYS
+            if not found and connection.patience(time.monotonic()) <= 0:
+                return connection.give_up()
+            events = 0
+            for descriptor, happened in found:
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                    events |= select.POLLOUT
+                else:
+                    events |= happened
