@@ -131,8 +131,8 @@ def sampled(graph: Graph, seeds: Ints, key: int) -> Batch:
     places, far = neighbours_of(graph, nodes, FAN_OUTS[1], 2 * key + 1)
     nodes = np.concatenate([nodes, np.setdiff1d(far, nodes)])
     outer = np.stack([_places(nodes, far), places])
-    found = {"nodes": nodes, "inner": inner, "outer": outer, "blocks": graph.block[seeds], "reached": np.array(reached)}
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
+    found = {"nodes": nodes, "inner": inner, "outer": outer, "blocks": graph.block[seeds], "reached": np.int64(reached)}
+    return {name: torch.as_tensor(values) for name, values in found.items()}
 
 
 def _places(nodes: Ints, wanted: Ints) -> Ints:
@@ -245,6 +245,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=at_least_one, default=20_000, help="of the graph (%(default)s)")
     parser.add_argument("--batch", type=at_least_one, default=256, help="seeds a step, of all workers (%(default)s)")
     parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.set_defaults(engine="tape")  # a graph is captured for one shape of batch, and here no two are alike
     options = parser.parse_args(given)
     if options.nodes * 4 // 5 < options.batch:
         parser.error(f"--nodes {options.nodes} leave fewer than --batch {options.batch} to train on; give more of them")

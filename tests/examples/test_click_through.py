@@ -61,7 +61,7 @@ def test_each_model_is_near_the_best_auc_after_80_steps(name, tmp_path, capsys):
 def test_adults_format_is_learnt_too(tmp_path, capsys):
     arguments = "--format adult --steps 80 --batch 512 --lines 41000 --held-out-lines 8000 --rows 8192".split()
     result = run_here(capsys, *arguments, "--out", tmp_path)
-    assert result["best_auc"] - 0.03 < result["auc"] < result["best_auc"] + 0.002
+    assert result["best_auc"] - 0.045 < result["auc"] < result["best_auc"] + 0.002
 
 
 def test_deepfms_pairs_are_the_products_of_all_pairs_of_vectors():
