@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from anabranch import Directory
+from anabranch import Directory, DirectoryServer
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import (
     Constant,
@@ -363,5 +363,7 @@ def test_a_shard_is_in_the_directory_while_it_serves() -> None:
     with ParameterServer(1, 2, transport=MemoryTransport(), directory=directory) as server:
         assert directory.lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
     assert directory.lookup(["parameters.1"]) == {}
-    with pytest.raises(ValueError, match="endpoint"):
-        ParameterServer(directory="unix:/nowhere")
+    with DirectoryServer() as elsewhere:
+        with ParameterServer(1, 2, directory=elsewhere.endpoint) as server:
+            assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
+        assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {}

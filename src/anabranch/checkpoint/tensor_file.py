@@ -197,7 +197,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _opened(path: Path) -> BinaryIO:

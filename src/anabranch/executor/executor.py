@@ -29,6 +29,7 @@ from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
 from anabranch.executor.tape import TapeEngine
+from anabranch.executor.upcoming import UpcomingIds
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.parameter_server import Cache, Consistency
@@ -160,6 +161,9 @@ class Executor:
                 for runner in self._runners.values():
                     runner.remote = RemoteWindow(self._remote, runner.step)
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
+            if prefetch and cache is not None and self._remote is not None:
+                for name in self._runners.keys() & self._batches.loaders.keys():
+                    self._ask_ahead(name, self._remote)
             for step in self._steps.values():
                 if isinstance(step, TrainStep):
                     step.model.train()
@@ -198,6 +202,17 @@ class Executor:
                 if value.data_ptr() != parameter.data_ptr():
                     parameter.copy_(value)
 
+    def _ask_ahead(self, name: str, remote: RemotePart) -> None:
+        """Lets the step ask for the rows of its loader's next batch between forward and backward."""
+        runner, loader, upcoming = self._runners[name], self._batches.loaders[name], UpcomingIds()
+
+        def between() -> None:
+            batch = loader.peek()
+            if batch is not None:
+                remote.ask_ahead(upcoming.of(as_tensors(batch, self._devices[name])))
+
+        runner.between, runner.watching = between, upcoming.watching
+
     # Running.
 
     def run(
@@ -215,7 +230,8 @@ class Executor:
             batch: this worker's shard: a nested structure of tensors that agree in rows (dim 0), numpy arrays or
                 scipy.sparse matrices; ``None`` takes the next batch of the step's loader.
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
-                output), ``"<parameter>.grad"`` (as the optimizer got it); by default all that the step returns.
+                output), ``"<parameter>.grad"`` (as the optimizer got it; not of what lives on servers); by default all
+                that the step returns.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -230,6 +246,8 @@ class Executor:
         self._check_open()
         step = self._step(name)
         wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
+        if self._remote is not None:
+            self._remote.check_fetch(wanted.names or (), step.model)
         began = time.monotonic()
         try:
             if isinstance(step, TrainStep):
@@ -317,14 +335,16 @@ class Executor:
     def statistics(self) -> Statistics:
         """What was done since this executor was made."""
         workers = self._workers
+        tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
             steps=sum(runner.steps for runner in self._runners.values()),
             runs=dict(self._runs),
             rows=self._rows,
-            bytes=0 if workers is None else workers.bytes_sent,
+            bytes=(0 if workers is None else workers.bytes_sent) + sum(loads.bytes for loads in tables.values()),
             run_seconds=self._run_seconds,
             wait_seconds=0.0 if workers is None else workers.wait_seconds,
             load_seconds=self._batches.load_seconds,
+            tables=tables,
         )
 
     def record_loads(self) -> Statistics:

@@ -89,7 +89,8 @@ class BoundLoader:
         self._world_size = world_size
         self._position = position_of(loader, world_size)
         # What is in a list is fetched already.
-        self._prefetch = prefetch and not isinstance(loader, list | tuple)
+        self._in_memory = isinstance(loader, list | tuple)
+        self._prefetch = prefetch and not self._in_memory
         self._usual_seconds = 0.0
         self._thread: ThreadPoolExecutor | None = None
         self._closed = False
@@ -135,6 +136,27 @@ class BoundLoader:
         if self._prefetch and self._fetched >= _WATCHED and self._usual_seconds > _WORTH_A_THREAD:
             self._fetch_ahead(self._iterator)
         return batch
+
+    def peek(self) -> Structure | None:
+        """The next batch, which stays the next, if it can be had now without being seen in the numbers; else ``None``.
+
+        Not before the loader was found to fetch unseen, and not while its thread is still fetching.
+        """
+        if self._closed or self._ended or self._iterator is None:
+            return None
+        if self._pending is None:
+            if not self._in_memory and not (self._prefetch and self._fetched >= _WATCHED):
+                return None
+            self._snapshot = self._position.snapshot()
+            self._pending = Future()
+            try:
+                self._pending.set_result(self._fetch(self._iterator))
+            except Exception as error:  # noqa: BLE001 - it is next_batch's to raise
+                self._pending.set_exception(error)
+        if not self._pending.done() or self._pending.exception(timeout=0) is not None:
+            return None
+        batch = self._pending.result(timeout=0)
+        return None if batch is ENDED else batch
 
     def start_epoch(self) -> None:
         """Lets the next ``next_batch`` start a new epoch, wherever this one is; nothing if none has begun."""

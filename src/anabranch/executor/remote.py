@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from anabranch.collectives import Workers
 from anabranch.executor.routes import Place, Route, Routes
+from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.job import job
 from anabranch.parameter_server import (
     Cache,
+    CacheStatistics,
     Consistency,
     Kept,
     ParameterClient,
@@ -161,6 +163,34 @@ class RemotePart:
             self.whole.refresh(self.clock)
             self._read_at = self.clock
 
+    def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
+        """Raises ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
+        prefix = next(prefix for prefix, other in self._models.items() if other is model)
+        served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
+        for name in names:
+            if name in served:
+                raise ValueError(
+                    f"fetch names {name!r}, and the workers' gradients of {served[name]} come together on the servers "
+                    f"only; keep it on the workers to fetch its gradient: routes={{{served[name]!r}: 'AllReduce'}}"
+                )
+
+    def loads(self) -> dict[str, TableLoads]:
+        """What this worker has asked the servers so far."""
+        caches = self.tables.statistics()
+        none = CacheStatistics(0, 0, 0, 0, 0)
+        return {
+            name: TableLoads(
+                traffic.pulls,
+                traffic.pushes,
+                traffic.bytes,
+                caches.get(name, none).hits,
+                caches.get(name, none).misses,
+                caches.get(name, none).evictions,
+                traffic.wait_seconds,
+            )
+            for name, traffic in self.client.traffic().items()
+        }
+
     # Saving and loading; every worker calls these.
 
     def settle(self) -> None:
@@ -199,6 +229,14 @@ class RemotePart:
         self._read_at = clock
 
     # The end.
+
+    def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
+        """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
+        wanted = {}
+        for name, some in ids.items():
+            rows = self.tables.spec(name).rows
+            wanted[name] = some if rows is None else some[(some >= 0) & (some < rows)]
+        self.tables.prefetch(wanted)
 
     def close(self, *, clean: bool = True) -> None:
         """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""

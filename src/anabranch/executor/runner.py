@@ -12,7 +12,7 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,12 @@ class StepRunner:
     Attributes:
         remote: what of the step is on servers, if anything is.
         between: called between forward and backward, while there is time to ask for what the next step needs.
+        watching: what the engine's work on a batch happens in.
     """
 
     remote: RemoteWindow | None = None
     between: Callable[[], None] | None = None
+    watching: Callable[[Structure], AbstractContextManager[Structure]] = nullcontext
 
     def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
         self.step = step
@@ -100,7 +102,8 @@ class StepRunner:
         weight = rows if self._averages else 1.0
         started: list[Totals] = []
         with self._window_kept_whole(started):
-            ran = self.engine.differentiate(batch, fetch, lambda loss: self._go_between(started, loss, weight))
+            with self.watching(batch):
+                ran = self.engine.differentiate(batch, fetch, lambda loss: self._go_between(started, loss, weight))
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
             self._push()

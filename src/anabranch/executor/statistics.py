@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "TableLoads"]
+
+
+@dataclass(frozen=True, slots=True)
+class TableLoads:
+    """What this worker has asked the servers about one table or parameter.
+
+    Attributes:
+        pulls: messages that read it.
+        pushes: messages that moved it.
+        bytes: of ids, versions, rows and gradients, both ways.
+        hits: rows that were read without coming over: cached, and checked lately or unchanged; 0 without a cache.
+        misses: rows that came over for the cache; 0 without one.
+        evictions: rows that left the cache for others.
+        wait_seconds: seconds spent waiting for the servers, those of a message about several shared between them.
+    """
+
+    pulls: int = 0
+    pushes: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    wait_seconds: float = 0.0
+
+    def since(self, earlier: TableLoads) -> TableLoads:
+        """What was done between ``earlier`` and this record."""
+        return TableLoads(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +43,11 @@ class Statistics:
         steps: optimizer steps.
         runs: runs of any step, by the step's name.
         rows: rows that this worker's training runs were given.
-        bytes: bytes that this worker handed to collectives.
+        bytes: bytes that this worker handed to collectives, and exchanged with the servers.
         run_seconds: seconds inside ``run``.
-        wait_seconds: of these, seconds spent waiting for other workers.
+        wait_seconds: of these, seconds spent waiting for other workers in collectives.
         load_seconds: of these, seconds spent waiting for batches.
+        tables: what lives on the servers, by name.
     """
 
     steps: int = 0
@@ -29,6 +57,7 @@ class Statistics:
     run_seconds: float = 0.0
     wait_seconds: float = 0.0
     load_seconds: float = 0.0
+    tables: Mapping[str, TableLoads] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was done between ``earlier`` and this record."""
@@ -40,6 +69,7 @@ class Statistics:
             run_seconds=self.run_seconds - earlier.run_seconds,
             wait_seconds=self.wait_seconds - earlier.wait_seconds,
             load_seconds=self.load_seconds - earlier.load_seconds,
+            tables={name: loads.since(earlier.tables.get(name, TableLoads())) for name, loads in self.tables.items()},
         )
 
     def as_dict(self) -> dict[str, object]:

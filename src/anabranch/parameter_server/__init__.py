@@ -6,7 +6,7 @@ kernels that work on them, compiled (``_compiled.py``) beside their plain forms 
 """
 
 from anabranch.parameter_server.cache import Cache, CacheStatistics, RowCache
-from anabranch.parameter_server.client import ParameterClient, Pulled, Worker
+from anabranch.parameter_server.client import ParameterClient, Pulled, Traffic, Worker
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
 from anabranch.parameter_server.kernels import Crew
@@ -51,6 +51,7 @@ __all__ = [
     "TableGroup",
     "TableSpec",
     "TableStatistics",
+    "Traffic",
     "Uniform",
     "WholeParameters",
     "Worker",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -49,7 +51,7 @@ from anabranch.parameter_server.shard import ShardStatistics
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
 
-__all__ = ["ParameterClient", "Pulled", "Worker"]
+__all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 _CHUNK = 1 << 16  # rows of a checkpoint in one message
@@ -83,6 +85,22 @@ class Pulled:
     positions: Tensor
     versions: Tensor
     rows: Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one client has asked about one table or parameter.
+
+    Attributes:
+        pulls, pushes: messages that read and moved it, those to several shards at once counted as one.
+        bytes: of ids, versions, rows and gradients, both ways.
+        wait_seconds: that the caller waited for answers; a message about several is shared between them.
+    """
+
+    pulls: int = 0
+    pushes: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +168,8 @@ class ParameterClient:
         self._watch = watch
         self._look_every = heartbeat
         self._holdings: dict[str, _Holding] = {}
+        self._traffic: dict[str, Traffic] = {}
+        self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
         found = list(job().servers if endpoints is None else endpoints)
         if not found:
             transport = MemoryTransport()
@@ -382,6 +402,7 @@ class ParameterClient:
         step: int | None = None,
         known: Mapping[str, Tensor] | None = None,
         widths: Mapping[str, int] | None = None,
+        ahead: bool = False,
     ) -> dict[str, Pulled]:
         """Rows of several tables, and dense parameters (no ids), in one message a shard.
 
@@ -391,7 +412,9 @@ class ParameterClient:
             step: of the worker, whose turn is waited for; ``None`` reads what is there.
             known: for each table the version that is held of each id, -1 for none; only rows of another version come.
             widths: asks for rows with their optimizer's state, and says how many numbers that is a row.
+            ahead: nobody waits for the answer yet.
         """
+        began = time.monotonic()
         deadline = Deadline.after(self._timeout)
         plans = [self._plan(name, ids) for name, ids in wanted.items()]
         requests: list[tuple[int, Request, list[tuple[str, Tensor]]]] = []
@@ -408,9 +431,29 @@ class ParameterClient:
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
             self._sort_in(answer, asked, arrived, widths or {})
-        return {name: self._in_order(name, parts, ids) for (name, ids), parts in zip(
-            wanted.items(), arrived.values(), strict=True
-        )}  # fmt: skip
+        found = {
+            name: self._in_order(name, parts, ids)
+            for (name, ids), parts in zip(wanted.items(), arrived.values(), strict=True)
+        }
+        waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
+        for name, ids in wanted.items():
+            sent = ids.nbytes if known is None else 2 * ids.nbytes
+            came = sum(tensor.nbytes for tensor in (found[name].positions, found[name].versions, found[name].rows))
+            self._count(name, waited, sent + came, pulls=1)
+        return found
+
+    def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
+        with self._counting:
+            traffic = self._traffic.setdefault(name, Traffic())
+            traffic.pulls += pulls
+            traffic.pushes += pushes
+            traffic.bytes += size
+            traffic.wait_seconds += waited
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What this client has asked so far, by table and parameter."""
+        with self._counting:
+            return {name: replace(traffic) for name, traffic in self._traffic.items()}
 
     def _sort_in(
         self,
@@ -498,6 +541,8 @@ class ParameterClient:
                 tensors = [_joined(ids), *join_floats(grads)]
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
         self._gather(requests, deadline)
+        for name, (some, rows) in gradients.items():
+            self._count(name, deadline.elapsed() / len(gradients), some.nbytes + rows.nbytes, pushes=1)
 
     def squared_norm(self, step: int) -> float:
         """The sum of squares of the merged gradients that are held of ``step``, over all shards."""

@@ -212,7 +212,9 @@ class RemoteTables:
     def _fetch(self, missing: Mapping[str, Tensor]) -> dict[str, Pulled]:
         report("tables.prefetch", tables=list(missing))
         known = {name: torch.full((len(ids),), -1) for name, ids in missing.items()}
-        return self._client.pull_many(missing, training=self._training, known=known, widths=self._widths(missing))
+        return self._client.pull_many(
+            missing, training=self._training, known=known, widths=self._widths(missing), ahead=True
+        )
 
     def _collect(self) -> None:
         """Puts what was prefetched into the caches."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
+from anabranch.events import report
 
 __all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
@@ -57,6 +58,7 @@ def look_up(
         assert ids is not None
         return [Form((*ids.shape, table.width), table.dtype, ids.device)]
 
+    report("tables.lookup", table=table.name, ids=ids)
     return cross(RecordedBoundary("table", table.name, crossing, forms), ids)[0]
 
 
@@ -100,6 +102,7 @@ def look_up_bags(
         count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
         return [Form((count, table.width), table.dtype, ids.device)]
 
+    report("tables.lookup", table=table.name, ids=ids)
     boundary = RecordedBoundary("table", table.name, crossing, forms)
     return cross(boundary, ids, offsets, per_sample_weights)[0]
 

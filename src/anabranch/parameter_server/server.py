@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
+from anabranch.parameter_server.announcing import Announces, ServedDirectory
 from anabranch.parameter_server.durability import Durability, Keeper
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
@@ -38,21 +39,11 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.shard import Shard, ShardStatistics
 from anabranch.transport import Call, RequestHeader, Server, Transport, Verb, pack, unpack
 
-__all__ = ["Announces", "ParameterServer"]
+__all__ = ["ParameterServer"]
 
 _M = TypeVar("_M", bound=msgspec.Struct)
 _WORKERS = frozenset({"worker"})
 _TTL = 30.0  # seconds that an announcement holds
-
-
-class Announces(Protocol):
-    """What a server needs of a directory."""
-
-    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
-
-    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
 
 
 class ParameterServer:
@@ -70,7 +61,8 @@ class ParameterServer:
         durability: ``"none"``: a shard that dies is gone; ``"checkpoint"``: it comes back as it was last written;
             ``"log"``: with every push that was acknowledged.
         checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
-        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``.
+        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, or the endpoint of a
+            ``DirectoryServer``.
         checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
         threads: threads that share the work of one request.
         memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
@@ -90,7 +82,7 @@ class ParameterServer:
         listen: str | None = None,
         durability: Durability = "none",
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        directory: Announces | None = None,
+        directory: Announces | str | None = None,
         *,
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
@@ -106,11 +98,14 @@ class ParameterServer:
             raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
         if not checkpoint_seconds > 0:
             raise ValueError(f"checkpoint_seconds={checkpoint_seconds} must be above 0")
-        if isinstance(directory, str):
-            raise ValueError(f"directory={directory!r} is an endpoint; give anabranch.Directory({directory!r})")
         own = None
         if durability != "none" and checkpoint_dir is not None:
             own = Path(checkpoint_dir) / f"shard-{shard}-of-{shards}"
+        self._stack = ExitStack()
+        if isinstance(directory, str):
+            served = ServedDirectory(directory, keys=keys, insecure=insecure, transport=transport)
+            self._stack.callback(served.close)
+            directory = served
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
         self._checkpoint_seconds = checkpoint_seconds
@@ -128,7 +123,6 @@ class ParameterServer:
         self._server.once.restore(self._done)
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._stack = ExitStack()
 
     @property
     def endpoint(self) -> str:

@@ -64,8 +64,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """
     if tensor.dtype in _PLAIN and tensor.numel() > 1:
         return memoryview(tensor.numpy()).cast("B")
-    # A single value expanded to a shape counts as contiguous with strides of 0, which no view as bytes accepts.
-    flat = tensor.reshape(-1) if tensor.numel() != 1 else tensor.as_strided((1,), (1,))
+    # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
+    flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

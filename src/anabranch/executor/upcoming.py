@@ -1,0 +1,168 @@
+"""Which rows the next batch will look up, told before its step begins, so that they can be asked for meanwhile.
+
+A step makes ids of its batch by a few operations: it takes a column, adds an offset, wraps it around. The first run is
+watched: from the ids that reached a table back to the batch's tensors, the operations in between are a recipe, which is
+then followed with the next batch::
+
+    batch["x"] ──[:, 3]──> + offset ──> lookup of "emb.weight"        watched once
+    next["x"]  ──[:, 3]──> + offset ──> rows of "emb.weight" to ask for
+
+A recipe is a hint. Only operations that change nothing and draw nothing are followed; where others make the ids, or
+another batch does not go through, nothing is asked for ahead, and the step's own lookups are none the wiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anabranch.events import Event, subscribe
+from anabranch.tensors import Structure, flatten
+
+__all__ = ["UpcomingIds"]
+
+_ATTEMPTS = 8
+# fmt: off
+_PURE = frozenset({
+    "__getitem__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__", "__floordiv__",
+    "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "add", "sub", "mul", "remainder", "fmod",
+    "floor_divide", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp", "abs", "where", "view", "reshape", "flatten",
+    "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand", "select", "narrow", "index_select",
+    "gather", "take", "unbind", "chunk", "split", "tensor_split", "cat", "stack", "hstack", "concat", "to", "long",
+    "int", "contiguous", "clone", "detach", "repeat_interleave", "flip", "movedim", "masked_select", "type", "cpu",
+    "cuda", "unique",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One operation's result: which, of what, and which of its outputs."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: int | None
+
+
+class _NoRecipe(Exception):
+    """Ids that were made in another way."""
+
+
+class _Watch(TorchFunctionMode):
+    """Remembers the pure operations that run in its block, and what others make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, _Made] = {}
+        self.others: set[int] = set()
+        self._alive: list[Tensor] = []  # so that no two results share an address
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        pure = getattr(func, "__name__", "") in _PURE and "out" not in kwargs
+        several = isinstance(result, tuple | list)
+        for output, tensor in enumerate(result if several else (result,)):
+            if isinstance(tensor, Tensor):
+                self._alive.append(tensor)
+                if pure and not tensor.is_floating_point():
+                    self.made.setdefault(id(tensor), _Made(func, args, kwargs, output if several else None))
+                else:
+                    self.others.add(id(tensor))
+        return result
+
+
+class UpcomingIds:
+    """Learns how one step makes ids of its batches, and tells those of another batch.
+
+    >>> from anabranch.parameter_server import RemoteEmbedding
+    >>> users = RemoteEmbedding("users", 100, 2, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.1))
+    >>> upcoming = UpcomingIds()
+    >>> with upcoming.watching({"x": torch.tensor([[1, 7], [2, 8]])}) as batch:
+    ...     _ = users(batch["x"][:, 1] + 10)
+    >>> upcoming.of({"x": torch.tensor([[3, 9]])})
+    {'users': tensor([19])}
+    >>> users.close()
+    """
+
+    def __init__(self) -> None:
+        self._recipes: dict[str, list[Callable[[list[Any]], Tensor]]] | None = None
+        self._attempts = 0
+
+    @contextmanager
+    def watching(self, batch: Structure) -> Iterator[Structure]:
+        """Learns from what the block does with ``batch``, if there is something to learn yet."""
+        if self._recipes is not None or self._attempts >= _ATTEMPTS:
+            yield batch
+            return
+        self._attempts += 1
+        watch, looked_up, here = _Watch(), list[tuple[str, Tensor]](), get_ident()
+
+        def note(event: Event) -> None:
+            if event.name == "tables.lookup" and event.thread == here:
+                looked_up.append((event.facts["table"], event.facts["ids"]))  # type: ignore[arg-type]
+
+        with subscribe(note), watch:
+            yield batch
+        leaves = {id(leaf): number for number, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)}
+        recipes: dict[str, list[Callable[[list[Any]], Tensor]]] = {}
+        for table, ids in looked_up:
+            try:
+                recipes.setdefault(table, []).append(_recipe(ids, watch, leaves))
+            except _NoRecipe:
+                continue
+        self._recipes = recipes
+
+    def of(self, batch: Structure) -> dict[str, Tensor]:
+        """The ids that a step with ``batch`` is expected to look up, by table."""
+        if not self._recipes:
+            return {}
+        leaves = flatten(batch)[0]
+        try:
+            with torch.no_grad():
+                return {
+                    table: torch.cat([follow(leaves).reshape(-1) for follow in recipes])
+                    for table, recipes in self._recipes.items()
+                    if recipes
+                }
+        except (RuntimeError, IndexError, TypeError, ValueError):  # a batch of another shape: learn anew
+            self._recipes = None
+            return {}
+
+
+def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[list[Any]], Any]:
+    """What gives ``value`` for the leaves of another batch."""
+    if isinstance(value, tuple | list):
+        kind, parts = type(value), [_recipe(part, watch, leaves) for part in value]
+        return lambda batch: kind([part(batch) for part in parts])
+    if isinstance(value, slice):
+        bounds = [_recipe(bound, watch, leaves) for bound in (value.start, value.stop, value.step)]
+        return lambda batch: slice(*(bound(batch) for bound in bounds))
+    if not isinstance(value, Tensor):
+        return lambda batch: value
+    if id(value) in leaves:
+        number = leaves[id(value)]
+        return lambda batch: batch[number]
+    made = watch.made.get(id(value))
+    if made is not None:
+        args = _recipe(tuple(made.args), watch, leaves)
+        kwargs = {name: _recipe(argument, watch, leaves) for name, argument in made.kwargs.items()}
+
+        def follow(batch: list[Any]) -> Any:
+            result = made.func(*args(batch), **{name: argument(batch) for name, argument in kwargs.items()})
+            return result if made.output is None else result[made.output]
+
+        return follow
+    if id(value) in watch.others:
+        raise _NoRecipe
+    return lambda batch: value  # it was there before the step: a buffer of the model

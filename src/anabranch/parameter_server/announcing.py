@@ -1,0 +1,54 @@
+"""How a shard tells a directory that it is there: one in this process, or one that is served at an endpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+from anabranch.deadline import Deadline
+from anabranch.transport import Client, Request, Transport, pack
+
+__all__ = ["Announces", "ServedDirectory"]
+
+
+class Announces(Protocol):
+    """What a server needs of a directory."""
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+
+    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+        """``endpoint`` does not serve ``uids`` any more."""
+
+
+class ServedDirectory:
+    """The directory that an ``anabranch.DirectoryServer`` serves, as a shard speaks to it."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        transport: Transport | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        self._tell("directory.announce", (list(uids), endpoint, ttl))
+
+    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+        """``endpoint`` does not serve ``uids`` any more."""
+        self._tell("directory.withdraw", (list(uids), endpoint))
+
+    def _tell(self, verb: str, what: object) -> None:
+        self._client.call(Request(self._endpoint, verb, payload=pack(what)), Deadline.after(self._timeout))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()

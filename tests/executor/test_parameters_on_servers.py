@@ -1,0 +1,304 @@
+"""What an executor says, counts, caches and refuses when parameters live on servers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.events import Event, subscribe
+
+ROWS = 40
+
+
+class Model(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 4, sparse=sparse)
+        self.register_buffer("offset", torch.tensor([0, 10, 20]))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids % 10 + self.offset).mean(1))[:, 0]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"]), batch["y"])
+
+
+def batches(count: int = 6, rows: int = 8) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "ids": torch.randint(0, 1000, (rows, 3), generator=generator),
+            "y": torch.randn(rows, generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def new_model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def step_of(model: nn.Module, optimizer: Any = torch.optim.Adagrad, **options: Any) -> ab.TrainStep:
+    return ab.TrainStep(model, loss, optimizer(model.parameters(), lr=0.1), **options)
+
+
+def trained(
+    mode: str | None, *, model: Model | None = None, step: dict[str, Any] | None = None, **options: Any
+) -> Model:
+    model = new_model() if model is None else model
+    with ab.Executor(step_of(model, **(step or {})), mode, **options) as executor:
+        for batch in batches():
+            executor.run(batch=batch)
+    return model
+
+
+# Where things live.
+
+
+def test_routes_are_a_table_that_says_why() -> None:
+    model = new_model()
+    model.head.bias.requires_grad_(False)
+    with ab.Executor(step_of(model), "hybrid", routes={"head.weight": "ps"}) as executor:
+        found = {route.parameter: route for route in executor.routes()}
+        assert [found[name].place.served for name in ("table.weight", "head.weight", "head.bias")] == [
+            True,
+            True,
+            False,
+        ]
+        assert (found["table.weight"].shape, found["table.weight"].bytes) == ((ROWS, 4), ROWS * 16)
+        lines = str(executor.routes()).split("\n")
+        assert lines[0].split("  ")[0] == "parameter"
+        assert len(lines) == 4
+        assert "frozen" in lines[3]
+        assert "routes=" in lines[2]
+
+
+def test_a_table_that_is_also_a_head_stays_on_the_workers_under_hybrid() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, "Hybrid") as executor:
+        assert not executor.routes().served
+        assert "more than looked up" in str(executor.routes())
+        executor.run(batch=torch.tensor([1, 2]))
+    with ab.Executor(step, "PS") as executor:
+        assert [route.place.value for route in executor.routes()] == ["servers, whole"]
+        executor.run(batch=torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"routes": {"nowhere": "PS"}}, "table.weight, head.weight"),
+        ({"routes": {"table.weight": "there"}}, "'AllReduce', 'PS' or 'Hybrid'"),
+        ({"consistency": "sometimes"}, "'ssp:K'"),
+        ({"use_sparse_pull": False, "cache": ab.Cache()}, "use_sparse_pull=False"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ab.Executor(step_of(new_model()), "PS", **options)
+
+
+def test_what_servers_cannot_do_is_refused_at_construction_with_the_cure() -> None:
+    cure = "routes=.*AllReduce"
+    with pytest.raises(ValueError, match=f"Rprop.*{cure}"):
+        ab.Executor(step_of(new_model(), torch.optim.Rprop), "PS")
+    with pytest.raises(ValueError, match=f"float16.*{cure}"):
+        ab.Executor(step_of(new_model().half()), "PS")
+    model = new_model()
+    model.table.max_norm = 1.0
+    with pytest.raises(ValueError, match=f"max_norm=1.0.*{cure}"):
+        ab.Executor(step_of(model), "Hybrid")
+    model = new_model()
+    with pytest.raises(ValueError, match=f"optimizers of different steps.*{cure}"):
+        ab.Executor({"a": step_of(model), "b": step_of(model)}, "Hybrid")
+    with pytest.raises(ValueError, match="bsp"):
+        ab.Executor(step_of(model, clip_grad_norm=1.0), "Hybrid", consistency="asp")
+    with pytest.raises(ValueError, match="push_bound"):
+        ab.Executor(step_of(model, clip_grad_norm=1.0), "Hybrid", cache=ab.Cache(push_bound=2))
+    with pytest.raises(ValueError, match="comm_mode"):
+        ab.Executor(step_of(model), routes={"table.weight": "PS"})
+    model.remote = ab.RemoteEmbedding("users", 10, 2)
+    with pytest.raises(ValueError, match="use_sparse_pull"):
+        ab.Executor(step_of(model), "Hybrid", use_sparse_pull=False)
+    assert isinstance(model.table.weight, nn.Parameter)  # nothing has been taken over
+
+
+def test_the_gradient_of_what_is_on_servers_is_not_fetched_from_here() -> None:
+    with ab.Executor(step_of(new_model()), "Hybrid") as executor:
+        with pytest.raises(ValueError, match="table.weight.grad.*AllReduce"):
+            executor.run(batch=batches()[0], fetch=["table.weight.grad"])
+        assert executor.run(batch=batches()[0], fetch=["head.weight.grad"])["head.weight.grad"].shape == (1, 4)
+
+
+def test_the_model_is_whole_again_when_servers_in_this_process_end() -> None:
+    model = trained("PS")
+    plain = trained(None)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6), name
+    model = trained("Hybrid", model=model)  # and may move there again
+    for one, other in zip(model.parameters(), trained(None, model=plain).parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# Caches.
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize("policy", ["LRU", "LFU", "LFUOpt"])
+def test_cached_at_bound_0_is_uncached_to_the_bit(mode: str, policy: str) -> None:
+    plain = trained(mode, step={"optimizer": torch.optim.Adam})
+    data = batches()
+    for prefetch in (True, False):
+        cached = new_model()
+        step = step_of(cached, torch.optim.Adam)
+        cache = ab.Cache(policy, capacity=9)  # type: ignore[arg-type]
+        with ab.Executor(step, mode, cache=cache, prefetch=prefetch, dataloaders={"default": data}) as executor:
+            for _ in data:
+                executor.run()
+            loads = executor.statistics().tables["table.weight"]
+            assert loads.hits + loads.misses > 0
+        for one, other in zip(cached.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_next_batch_is_asked_for_before_this_backward_ends() -> None:
+    """Ids of the batch, wrapped around and shifted: the first run shows how they are made, the second asks ahead."""
+    data = [{"ids": torch.full((2, 3), 10 * k + k), "y": torch.zeros(2)} for k in range(4)]
+    log: list[str] = []
+    asked = threading.Event()
+
+    def note(event: Event) -> None:
+        if event.name == "tables.prefetch":
+            log.append("asked")
+            asked.set()
+
+    def patient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        run = len(log)
+        value.register_hook(lambda grad: log.append("waited" if not run or asked.wait(timeout=30) else "gave up"))
+        return value
+
+    model = new_model()
+    step = ab.TrainStep(model, patient, torch.optim.Adagrad(model.parameters(), lr=0.1))
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}}
+    with ab.Executor(step, "Hybrid", **options) as executor, subscribe(note):
+        executor.run()
+        assert log == ["waited"]
+        executor.run()
+        assert log == ["waited", "asked", "waited"]
+        executor.run()
+        assert executor.statistics().tables["table.weight"].misses == 4 * 3  # the third's, and the fourth's ahead
+
+
+def test_ids_that_cannot_be_foretold_are_read_when_their_step_comes() -> None:
+    class Odd(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.table((ids.double() / 7).round().long() % 40).mean(1))[:, 0]
+
+    torch.manual_seed(0)
+    plain, model = Odd(), Odd()
+    model.load_state_dict(plain.state_dict())
+    with ab.Executor(step_of(plain)) as executor:
+        for batch in batches():
+            executor.run(batch=batch)
+    data = batches()
+    with ab.Executor(step_of(model), "Hybrid", cache=ab.Cache(capacity=5), dataloaders={"default": data}) as executor:
+        for _ in data:
+            executor.run()
+    torch.testing.assert_close(model.table.weight, plain.table.weight, rtol=1e-5, atol=1e-6)
+
+
+# Counting.
+
+
+def test_statistics_count_by_table_and_record_loads_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "loads.jsonl"
+    with ab.Executor(step_of(new_model()), "PS", cache=ab.Cache(capacity=100), log_path=log) as executor:
+        for batch in batches(3):
+            executor.run(batch=batch)
+        first = executor.record_loads()
+        executor.run(batch=batches(1)[0])
+        second = executor.record_loads()
+        total = executor.statistics()
+    table = first.tables["table.weight"]
+    assert (table.pulls, table.pushes) == (3, 3)
+    assert table.hits + table.misses > 0
+    assert table.bytes > 0
+    assert table.wait_seconds > 0
+    assert second.tables["table.weight"].pushes == 1
+    assert total.tables["head.weight"].pushes == 4
+    assert total.bytes == sum(loads.bytes for loads in total.tables.values())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[0]["tables"]["table.weight"]["pushes"] == 3
+    assert capsys.readouterr().out.count("table.weight") == 2
+
+
+# Evaluating, and what goes wrong.
+
+
+def test_evaluation_reads_what_is_current_and_admits_nothing() -> None:
+    model = nn.Sequential(ab.RemoteEmbedding("users", None, 2, init=1.0), nn.Linear(2, 1))
+    step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
+    with ab.Executor({"train": step, "look": look}, "Hybrid", cache=ab.Cache(pull_bound=3)) as executor:
+        executor.run("train", torch.tensor([5, 2**60]))
+        before = executor.run("look", torch.tensor([5, 6, 7]))["rows"]
+        assert torch.equal(before[1:], torch.ones(2, 2))
+        assert not torch.equal(before[0], torch.ones(2))
+        assert executor._remote is not None
+        assert executor._remote.client.statistics()[0].tables["users"].rows == 2
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_an_id_out_of_range_is_named_and_changes_nothing(mode: str) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
+    step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.Adam(model.parameters()))
+    look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
+    with ab.Executor({"train": step, "look": look}, mode) as executor:
+        executor.run("train", torch.tensor([1, 2]))
+        before = executor.run("look", torch.arange(4))["rows"]
+        with pytest.raises(ab.NotFound, match="table 0.weight has ids 0 to 3.* is 4"):
+            executor.run("train", torch.tensor([1, 4]))
+        assert torch.equal(executor.run("look", torch.arange(4))["rows"], before)
+        executor.run("train", torch.tensor([1, 2]))
+        assert executor.statistics().steps == 2
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing() -> None:
+    model = new_model()
+    with ab.Executor(step_of(model), "PS") as executor:
+        executor.run(batch=batches()[0])
+        before = executor._remote.read()  # type: ignore[union-attr]
+        bad = batches()[1]
+        bad["y"][0] = float("nan")
+        with pytest.raises(ab.NonFinite, match="NaN or Inf"):
+            executor.run(batch=bad)
+        after = executor._remote.read()  # type: ignore[union-attr]
+        for parameter, kept in before.items():
+            assert torch.equal(after[parameter].values, kept.values)
+        executor.run(batch=batches()[2])
+
+
+def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.executor.remote import RemotePart
+
+    class Two:
+        size, rank = 2, 0
+
+    with pytest.raises(ValueError, match="anabranch run --workers 2 --servers 1"):
+        RemotePart(ab.executor.executor.Routes(), {}, {}, Two())  # type: ignore[arg-type]
