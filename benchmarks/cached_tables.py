@@ -11,8 +11,8 @@ through a relay of its own, a process that lets 200 Mbit/s pass each way and cou
                           └── shard 1                                └── shard 1
 
 The sides take turns in one run, a period of the bounds at a time, on servers of their own: rows not cached, cached, and
-as ``DistributedDataParallel`` has it, every gradient dense. What is all-reduced does not pass a relay: the time that its
-bytes would take there is added, on all sides alike.
+as ``DistributedDataParallel`` has it, every gradient dense. What is all-reduced does not pass a relay: the time that
+its bytes would take there is added, on all sides alike.
 
 Beside them the best static cache of the same size, computed for the same batches: it holds the rows that are used most
 from the start, and knows which these are. A row costs it what it costs without a cache.
@@ -106,7 +106,9 @@ def relay(pairs: list[tuple[str, str]], rate: float, counts: str, stop: multipro
     stop.wait(timeout=3600)
 
 
-def serve(path: str, shard: int, ready: multiprocessing.synchronize.Event, stop: multiprocessing.synchronize.Event) -> None:
+def serve(
+    path: str, shard: int, ready: multiprocessing.synchronize.Event, stop: multiprocessing.synchronize.Event
+) -> None:
     torch.set_num_threads(1)
     with ab.ParameterServer(shard, SHARDS, listen=f"unix:{path}"):
         ready.set()
@@ -186,9 +188,7 @@ class Side:
         os.environ["ANABRANCH_SERVERS"] = ",".join(f"unix:{place}/{name}.{rank}.{n}" for n in range(SHARDS))
         self._count = np.memmap(place / f"{name}.{rank}.counts", np.int64, "r", shape=(2,))
         torch.manual_seed(0)
-        tables = [
-            ab.RemoteEmbedding(f"t{k}", rows, WIDTH, init=Normal(0, 0.03), optimizer=RULE) for k in range(TABLES)
-        ]
+        tables = [ab.RemoteEmbedding(f"t{k}", rows, WIDTH, init=Normal(0, 0.03), optimizer=RULE) for k in range(TABLES)]
         model = Model(list(tables))
         step = ab.TrainStep(model, loss, torch.optim.Adam(model.layers.parameters(), lr=1e-3, fused=True))
         cache = None if name == "uncached" else ab.Cache("LFU", rows // 10, pull_bound=BOUND, push_bound=BOUND)
@@ -215,7 +215,9 @@ class Side:
         }
 
 
-def distributed_data_parallel(rows: int, batches: list[dict[str, Tensor]], rate: float, steps: int) -> dict[str, object]:
+def distributed_data_parallel(
+    rows: int, batches: list[dict[str, Tensor]], rate: float, steps: int
+) -> dict[str, object]:
     """Steps of the plain loop, whose buckets take as long as the link would need for them."""
     torch.manual_seed(0)
     model = Model([nn.Embedding(rows, WIDTH) for _ in range(TABLES)])
@@ -249,7 +251,7 @@ def distributed_data_parallel(rows: int, batches: list[dict[str, Tensor]], rate:
 
 
 def static_cache(batches: list[dict[str, Tensor]], rows: int, first: int, last: int) -> tuple[float, float]:
-    """Of the rows that pass the link without a cache: the share that passes with the best static one, and that is outside.
+    """Of the rows that pass without a cache: the share that passes with the best static one, and that is outside it.
 
     It holds the most frequent tenth of each table. A row in it is read again once it is BOUND steps old, and its
     gradient is sent once the first of it is; a row outside is read and sent each time.
@@ -363,11 +365,13 @@ def text_of(found: dict[str, dict[str, object]], options: argparse.Namespace) ->
                 f"{total(side) / base:.1%} | {rate:.2f} | {side.get('last_loss', float('nan')):.4f} |"
             )
     lines.append(
-        f"\nbest static cache: {found['static']:.1%} of the uncached rows; {found['outside']:.1%} of a batch's distinct "
+        f"\nbest static cache: {found['static']:.1%} of the uncached rows; {found['outside']:.1%} of a batch's "
         f"ids lie outside it. cached / static: {total(found['cached']) / base / found['static']:.2f}"
     )
     times = {name: statistics.median(side["seconds_a_step"]) for name, side in found.items() if isinstance(side, dict)}
-    lines.append(f"steps/s over a link of {options.mbit:g} Mbit/s: cached {times['uncached'] / times['cached']:.2f}x uncached")
+    lines.append(
+        f"steps/s over a link of {options.mbit:g} Mbit/s: cached {times['uncached'] / times['cached']:.2f}x uncached"
+    )
     if "ddp" in times:
         lines[-1] += f", {times['ddp'] / times['cached']:.1f}x dense gradients"
     return "\n".join(lines)

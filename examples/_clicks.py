@@ -179,7 +179,7 @@ _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 
 
 def read_adult(text: Bytes) -> Rows:
-    """14 numbers and words and the label, with commas between; ``?`` is missing, and the test file's labels end in a dot.
+    """14 numbers and words and the label, with commas between; ``?`` is missing, labels may end in a dot.
 
     ``numbers`` are age, weight, years of education, capital gain and loss, and hours a week.
     """

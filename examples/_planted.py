@@ -165,15 +165,18 @@ def _decimal(values: Floats) -> NDArray[np.uint8]:
     return np.where(missing[:, None], _NOTHING, np.concatenate([sign[:, None], digits], 1)).astype(np.uint8)
 
 
-WORDS = (
-    "Private Self-emp-not-inc Local-gov State-gov Self-emp-inc Federal-gov Without-pay".split(),
-    "HS-grad Some-college Bachelors Masters Assoc-voc 11th Assoc-acdm 10th 7th-8th Prof-school 9th Doctorate".split(),
-    "Married-civ-spouse Never-married Divorced Separated Widowed Married-spouse-absent".split(),
-    "Prof-specialty Craft-repair Exec-managerial Adm-clerical Sales Other-service Machine-op-inspct".split(),
-    "Husband Not-in-family Own-child Unmarried Wife Other-relative".split(),
-    "White Black Asian-Pac-Islander Amer-Indian-Eskimo Other".split(),
-    "Male Female".split(),
-    "United-States Mexico Philippines Germany Canada Puerto-Rico India Cuba England China".split(),
+WORDS = tuple(
+    line.split()
+    for line in """
+Private Self-emp-not-inc Local-gov State-gov Self-emp-inc Federal-gov Without-pay
+HS-grad Some-college Bachelors Masters Assoc-voc 11th Assoc-acdm 10th 7th-8th Prof-school 9th Doctorate
+Married-civ-spouse Never-married Divorced Separated Widowed Married-spouse-absent
+Prof-specialty Craft-repair Exec-managerial Adm-clerical Sales Other-service Machine-op-inspct
+Husband Not-in-family Own-child Unmarried Wife Other-relative
+White Black Asian-Pac-Islander Amer-Indian-Eskimo Other
+Male Female
+United-States Mexico Philippines Germany Canada Puerto-Rico India Cuba England China
+""".strip().splitlines()
 )
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -191,12 +190,12 @@ class Meter:
 
     def _counted(self) -> tuple[int, int, int]:
         done = self._executor.statistics()
-        tables = getattr(done, "tables", {}).values()
+        tables = done.tables.values()
         return done.bytes, sum(table.hits for table in tables), sum(table.misses for table in tables)
 
     @property
     def hit_rate(self) -> float | None:
-        return self.hits / (self.hits + self.misses) if self.hits else None
+        return self.hits / (self.hits + self.misses) if self.hits else None  # nothing is counted without a cache
 
 
 def train_on(executor: ab.Executor, team: Team, held_out: HeldOut, done: int, options: argparse.Namespace) -> Meter:

@@ -288,7 +288,9 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             if step % max(1, evaluate_every) == 0 and step < options.steps:
                 found = accuracy(executor, graph, held_out, team)
                 if team.rank == 0:
-                    print(f"step {step}/{options.steps}  loss {losses[-1]:.4f}  held out: {found:.1%} right", flush=True)
+                    print(
+                        f"step {step}/{options.steps}  loss {losses[-1]:.4f}  held out: {found:.1%} right", flush=True
+                    )
             if step % max(1, save_every) == 0 or step == options.steps or executor.stopping:
                 executor.save(team.out / "checkpoint")
             if executor.stopping and step < options.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from anabranch.testing import LocalJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "graph_sage.py"
-SMALL = "--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3".split()
+SMALL = shlex.split("--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3")
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
@@ -189,7 +190,9 @@ def test_one_process_alone_runs_with_features_on_the_servers(mode, tmp_path, cap
     assert other["accuracy"] == alone["accuracy"]
 
 
-@pytest.mark.parametrize("mode", ["AllReduce", "PS", "Hybrid"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("AllReduce", marks=pytest.mark.slow), pytest.param("PS", marks=pytest.mark.slow), "Hybrid"]
+)
 def test_two_workers_have_the_losses_of_one(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
     job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
