@@ -193,14 +193,30 @@ def test_the_next_batch_is_asked_for_before_this_backward_ends() -> None:
 
     model = new_model()
     step = ab.TrainStep(model, patient, torch.optim.Adagrad(model.parameters(), lr=0.1))
-    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}}
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "tape"}
     with ab.Executor(step, "Hybrid", **options) as executor, subscribe(note):
         executor.run()
         assert log == ["waited"]
         executor.run()
         assert log == ["waited", "asked", "waited"]
         executor.run()
-        assert executor.statistics().tables["table.weight"].misses == 4 * 3  # the third's, and the fourth's ahead
+        loads = executor.statistics().tables["table.weight"]
+        assert (loads.misses, loads.hits) == (9, 3)  # the third batch's rows were there when its step came
+
+
+def test_a_step_that_is_a_graph_asks_ahead_too() -> None:
+    """The first run is the tape's, which shows how ids are made; the rest are replays."""
+    data = [{"ids": torch.full((2, 3), 11 * k), "y": torch.zeros(2)} for k in range(4)]
+    seen: list[str] = []
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}}
+    with (
+        ab.Executor(step_of(new_model()), "Hybrid", **options) as executor,
+        subscribe(lambda event: seen.append(event.name)),
+    ):
+        for _ in data:
+            executor.run()
+        assert executor.engine() == "graph"
+    assert seen.count("tables.prefetch") == 2
 
 
 def test_ids_that_cannot_be_foretold_are_read_when_their_step_comes() -> None:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from anabranch.parameter_server import ParameterServer
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("transparency_job.py")
-SHARDS = 2
-
-
-@pytest.fixture
-def servers() -> Iterator[dict[str, str]]:
-    """The environment that names two shards."""
-    with ExitStack() as stack:
-        endpoints = [stack.enter_context(ParameterServer(shard, SHARDS)).endpoint for shard in range(SHARDS)]
-        yield {"ANABRANCH_SERVERS": ",".join(endpoints)}
 
 
 def case(optimizer: str, mode: str, **changes: object) -> dict[str, object]:
@@ -53,8 +41,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, servers: dict[str, str]) -> None:
-    result = LocalJob(workers, timeout=110, environment=servers).run(SCRIPT, json.dumps(CASES)).check()
+def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int) -> None:
+    result = LocalJob(workers, servers=2, timeout=110).run(SCRIPT, json.dumps(CASES)).check()
     for rank in range(workers):
         for tried, (parameters, loss, unused_is_none) in zip(CASES, result.results[rank]["found"], strict=True):
             assert parameters <= 1e-12, (rank, tried)

@@ -68,6 +68,11 @@ class AutoEngine:
         return ("graph+inductor" if self._compile else "graph") if self._on_graph else self._tape.name
 
     @property
+    def tape(self) -> TapeEngine:
+        """The other engine, for a run that must be one of the tape."""
+        return self._tape
+
+    @property
     def program(self) -> StepProgram | None:
         """The captured graphs, if the last run was on one."""
         return self._graph.program if self._graph is not None and self._on_graph else None

@@ -203,7 +203,7 @@ class Executor:
                     parameter.copy_(value)
 
     def _ask_ahead(self, name: str, remote: RemotePart) -> None:
-        """Lets the step ask for the rows of its loader's next batch between forward and backward."""
+        """Lets the step ask for the rows of its loader's next batch once it has read its own."""
         runner, loader, upcoming = self._runners[name], self._batches.loaders[name], UpcomingIds()
 
         def between() -> None:
@@ -211,7 +211,7 @@ class Executor:
             if batch is not None:
                 remote.ask_ahead(upcoming.of(as_tensors(batch, self._devices[name])))
 
-        runner.between, runner.watching = between, upcoming.watching
+        runner.between, runner.upcoming = between, upcoming
 
     # Running.
 

@@ -57,9 +57,7 @@ class GraphEngine:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
         between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
-        self._program = StepProgram(
-            step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate
-        )
+        self._program = StepProgram(step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate)
         self._parameters = dict(step.model.named_parameters())
         self._ready: Ready | None = None
         self._in_parts = False

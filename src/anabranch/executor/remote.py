@@ -151,14 +151,15 @@ class RemotePart:
         """The parameters of which a copy is here, and their names."""
         return {moved.parameter: moved.name for moved in self.moved if moved.place is not Place.ROWS}
 
-    def begin(self, *, training: bool, fresh: bool = True) -> None:
+    def begin(self, *, training: bool, fresh: bool = True, between: Callable[[], None] | None = None) -> None:
         """What follows reads the servers as of now; the copies here are refreshed if they may have changed.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
             fresh: the first run of a window; the others go on with the same copies.
+            between: called when the step has read as often as the one before it did.
         """
-        self.tables.begin(self.clock, training=training)
+        self.tables.begin(self.clock, training=training, between=between)
         if self._read_at != self.clock or (fresh and not self.consistency.merges):
             self.whole.refresh(self.clock)
             self._read_at = self.clock
@@ -251,7 +252,8 @@ class RemotePart:
                         if isinstance(module, RemoteEmbedding):
                             module.close()
         finally:
-            self.client.close()
+            self.client.close()  # which ends what is still asked for ahead
+            self.tables.abandon()
 
     def _give_back(self) -> None:
         for moved in self.moved:

@@ -12,18 +12,20 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError
+from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.remote import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
+from anabranch.executor.upcoming import UpcomingIds
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
 from anabranch.tensors import Structure
 
@@ -40,13 +42,13 @@ class StepRunner:
 
     Attributes:
         remote: what of the step is on servers, if anything is.
-        between: called between forward and backward, while there is time to ask for what the next step needs.
-        watching: what the engine's work on a batch happens in.
+        upcoming: learns which rows a batch looks up, if it is of use to know those of the next one.
+        between: called once the step has read what it looks up, while there is time to ask for the next one's rows.
     """
 
     remote: RemoteWindow | None = None
+    upcoming: UpcomingIds | None = None
     between: Callable[[], None] | None = None
-    watching: Callable[[Structure], AbstractContextManager[Structure]] = nullcontext
 
     def __init__(self, step: TrainStep, engine: Engine, workers: Workers | None) -> None:
         self.step = step
@@ -93,7 +95,7 @@ class StepRunner:
             return self._run_alone(batch, fetch)
         self._begin_run()
         if self.remote is not None:
-            self.remote.part.begin(training=True, fresh=self._in_window == 0)
+            self.remote.part.begin(training=True, fresh=self._in_window == 0, between=self.between)
         if not rows > 0:
             ran = self._add_nothing(active=True)
             assert ran is not None
@@ -102,8 +104,7 @@ class StepRunner:
         weight = rows if self._averages else 1.0
         started: list[Totals] = []
         with self._window_kept_whole(started):
-            with self.watching(batch):
-                ran = self.engine.differentiate(batch, fetch, lambda loss: self._go_between(started, loss, weight))
+            ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
             self._push()
@@ -116,11 +117,12 @@ class StepRunner:
         """Whether gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
-    def _go_between(self, started: list[Totals], loss: Tensor, weight: float) -> None:
-        """Between forward and backward."""
-        started.append(self._start_run(loss, weight))
-        if self.between is not None:
-            self.between()
+    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+        if self.upcoming is None or not self.upcoming.learning:
+            return self.engine.differentiate(batch, fetch, begin)
+        engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
+        with self.upcoming.watching(batch):
+            return engine.differentiate(batch, fetch, begin)
 
     def _push(self) -> None:
         """What the run has for the servers, which are told once a window."""

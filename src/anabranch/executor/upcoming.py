@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from anabranch.events import Event, subscribe
@@ -99,12 +100,14 @@ class UpcomingIds:
         self._recipes: dict[str, list[Callable[[list[Any]], Tensor]]] | None = None
         self._attempts = 0
 
+    @property
+    def learning(self) -> bool:
+        """Whether there is something to learn yet, from a run on the tape: no operation is seen inside a graph."""
+        return self._recipes is None and self._attempts < _ATTEMPTS
+
     @contextmanager
     def watching(self, batch: Structure) -> Iterator[Structure]:
-        """Learns from what the block does with ``batch``, if there is something to learn yet."""
-        if self._recipes is not None or self._attempts >= _ATTEMPTS:
-            yield batch
-            return
+        """Learns from what the block does with ``batch``."""
         self._attempts += 1
         watch, looked_up, here = _Watch(), list[tuple[str, Tensor]](), get_ident()
 
@@ -148,6 +151,8 @@ def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[l
     if isinstance(value, slice):
         bounds = [_recipe(bound, watch, leaves) for bound in (value.start, value.stop, value.step)]
         return lambda batch: slice(*(bound(batch) for bound in bounds))
+    if isinstance(value, FakeTensor):
+        raise _NoRecipe  # a graph is being captured
     if not isinstance(value, Tensor):
         return lambda batch: value
     if id(value) in leaves:

@@ -63,6 +63,8 @@ class RemoteTables:
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
         self._training = True
+        self._reads = self._usual_reads = 0
+        self._between: Callable[[], None] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
         self._coming: tuple[dict[str, Tensor], Future[dict[str, Pulled]], int] | None = None
 
@@ -173,11 +175,21 @@ class RemoteTables:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, *, training: bool = True) -> None:
-        """What follows belongs to ``step``; without ``training`` it only reads, and admits no ids."""
+    def begin(self, step: int, *, training: bool = True, between: Callable[[], None] | None = None) -> None:
+        """What follows belongs to ``step``.
+
+        Args:
+            step: counts pushes.
+            training: else it only reads, and admits no ids.
+            between: called once the step has read as often as the one before it: a good time to ``prefetch``.
+        """
         self._collect()
         self._step = step
+        if self._training:
+            self._usual_reads = self._reads
         self._training = training
+        self._between = between
+        self._reads = 0
         if training:
             for source in self._sources.values():
                 source.gradients.clear()
@@ -230,10 +242,20 @@ class RemoteTables:
             {name: _together(source.leaving) for name, source in self._sources.items() if source.leaving}
         )
 
+    def _count_read(self) -> None:
+        self._reads += 1
+        if self._between is not None and self._reads == self._usual_reads:
+            self._between()
+
     def close(self) -> None:
         """Pushes what waits, and ends the thread that prefetches."""
         self._collect()
         self.flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the thread that prefetches, and lets go of what waits: after a failure."""
+        self._coming = None
         if self._fetcher is not None:
             self._fetcher.shutdown()
             self._fetcher = None
@@ -246,8 +268,8 @@ class RemoteTables:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._fetcher is not None:
-            self._fetcher.shutdown()
+        else:
+            self.abandon()
 
     def take(self) -> dict[str, tuple[Tensor, Tensor]]:
         """What backward has left since ``begin``: by table, distinct ids and their gradients; empty if it left none."""
@@ -364,8 +386,11 @@ class _Source:
 
     def read(self, ids: Tensor) -> Tensor:
         if self.cache is not None:
-            return self.cache.read(ids, self.tables._step, training=self.tables._training)
-        return self.tables._pull(self.name, ids, None)[2]
+            rows = self.cache.read(ids, self.tables._step, training=self.tables._training)
+        else:
+            rows = self.tables._pull(self.name, ids, None)[2]
+        self.tables._count_read()
+        return rows
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if self.tables._training:

@@ -1,0 +1,135 @@
+"""Run by every worker of a job with servers: what goes wrong there, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+
+ROWS = 24
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids).mean(1))[:, 0]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"]), batch["y"])
+
+
+def batch_of(step: int, rank: int, world: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, ROWS, (7, 3), generator=generator)
+    y = torch.randn(7, generator=generator, dtype=torch.float64)
+    part = slice(7 * rank // world, 7 * (rank + 1) // world)
+    return {"ids": ids[part], "y": y[part]}
+
+
+def new_model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def executor_of(model: Model, mode: str | None, **options: object) -> ab.Executor:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
+    look = ab.EvalStep(model, lambda model, ids: {"rows": model.table(ids)})
+    return ab.Executor({"train": ab.TrainStep(model, loss, optimizer), "look": look}, mode, heartbeat=0.5, **options)
+
+
+def numbers(executor: ab.Executor, model: Model) -> list[float]:
+    rows = executor.run("look", torch.arange(ROWS))["rows"]
+    return [*rows.flatten().tolist(), *model.head.weight.flatten().tolist(), *model.head.bias.tolist()]
+
+
+def stop_one(folder: Path, rank: int, bound: int) -> dict[str, object]:
+    """Rank 1 makes three steps and stops, until rank 0 was halted; then both go on to the tenth."""
+    model, halted = new_model(), folder / "halted"
+    alone = {"done": 0, "error": ""}
+    with executor_of(model, "PS", consistency=f"ssp:{bound}", timeout=2.0) as executor:
+        for step in range(10):
+            if rank == 1 and step == 3:
+                until = time.monotonic() + 40
+                while not halted.exists() and time.monotonic() < until:
+                    time.sleep(0.01)
+            while executor.statistics().steps == step:
+                try:
+                    executor.run("train", batch_of(step, rank, 2))
+                except ab.DeadlineExceeded as error:
+                    if not halted.exists():
+                        alone = {"done": step, "error": str(error)}
+                        halted.touch()
+    return alone
+
+
+def die(grad: Tensor) -> None:
+    time.sleep(0.3)  # so that the others have this worker's share of the totals
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_one(rank: int, world: int, mode: str) -> dict[str, object]:
+    """Rank 1 is killed in its fourth step, once it has said how many rows it has and before its gradients left."""
+    model = new_model()
+
+    def fatal(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        if rank == 1 and executor.statistics().steps == 3:
+            value.register_hook(die)
+        return value
+
+    step = ab.TrainStep(model, fatal, torch.optim.Adam(model.parameters(), lr=0.05))
+    with ab.Executor(step, mode, engine="tape", heartbeat=0.5, timeout=50.0) as executor:
+        for number in range(3):
+            executor.run(batch=batch_of(number, rank, world))
+        began = time.monotonic()
+        try:
+            for number in range(3, 6):
+                executor.run(batch=batch_of(number, rank, world))
+        except ab.PeerLost as error:
+            facts = {"peer": error.peer, "seconds": time.monotonic() - began, "text": str(error)}
+            print(json.dumps(facts), flush=True)
+            raise
+    return {}
+
+
+def go_on(folder: Path, rank: int, world: int, mode: str, last: int, at_end: str) -> dict[str, object]:
+    """Trains from the newest checkpoint to step ``last``, then saves, or stops because rank 1 asks for it."""
+    model = new_model()
+    with executor_of(model, mode, cache=ab.Cache(capacity=10)) as executor:
+        executor.resume(folder)
+        while (step := executor.statistics().steps) < last and not executor.stopping:
+            if at_end == "stop" and step == 3 and rank == 1:
+                executor.request_stop()
+            executor.run("train", batch_of(step, rank, world))
+        executor.save(folder)
+        return {"steps": executor.statistics().steps, "numbers": numbers(executor, model)}
+
+
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if what == "stop_one":
+        found = stop_one(folder, rank, int(sys.argv[3]))
+    elif what == "lose_one":
+        found = lose_one(rank, world, sys.argv[3])
+    else:
+        found = go_on(folder, rank, world, sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
