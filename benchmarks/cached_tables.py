@@ -10,9 +10,9 @@ through a relay of its own, a process that lets 200 Mbit/s pass each way and cou
     worker 0 ── relay 0 ──┬── shard 0          worker 1 ── relay 1 ──┬── shard 0
                           └── shard 1                                └── shard 1
 
-The sides take turns in one run, a period of the bounds at a time, on servers of their own: rows not cached; cached; cached
-and kept in bfloat16; and as ``DistributedDataParallel`` has it, every gradient dense. What is all-reduced does not pass a relay: the time that
-its bytes would take there is added, on all sides alike.
+The sides take turns in one run, a period of the bounds at a time, on servers of their own: rows not cached; cached;
+cached and kept in bfloat16; and as ``DistributedDataParallel`` has it, every gradient dense. What is all-reduced does
+not pass a relay: the time that its bytes would take there is added, on all sides alike.
 
 Beside them the best static cache of the same size, computed for the same batches: it holds the rows that are used most
 from the start, and knows which these are. A row costs it what it costs without a cache.
