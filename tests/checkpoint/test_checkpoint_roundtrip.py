@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +97,8 @@ def test_any_strides_storage_and_gradient_flag_are_written_as_values(tmp_path: P
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "scalar": torch.tensor(3),
         "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "empty, no strides": torch.empty_strided((0, 2), (0, 0)),
+        "empty, from numpy": torch.from_numpy(np.empty(0)),
     }
     checkpoint.write(tmp_path, {"model": given_tensors}, None, step=0)
     found = checkpoint.read(tmp_path).tensors("model")

@@ -60,8 +60,9 @@ def stop_one(folder: Path, rank: int, bound: int) -> dict[str, object]:
     """Rank 1 makes three steps and stops, until rank 0 was halted; then both go on to the tenth."""
     model, halted = new_model(), folder / "halted"
     alone = {"done": 0, "error": ""}
-    with executor_of(model, "PS", consistency=f"ssp:{bound}", timeout=2.0) as executor:
+    with executor_of(model, "PS", consistency=f"ssp:{bound}") as executor:
         for step in range(10):
+            executor._remote.client._timeout = 60.0 if halted.exists() or step < 3 else 5.0
             if rank == 1 and step == 3:
                 until = time.monotonic() + 40
                 while not halted.exists() and time.monotonic() < until:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 from servers_job import batch_of, executor_of, new_model, numbers  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 2])
 def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(bound: int, tmp_path: Path) -> None:
     result = LocalJob(2, servers=2).run(SCRIPT, "stop_one", str(tmp_path), str(bound)).check()
@@ -26,7 +27,7 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(bound: int,
     assert "nothing came from worker 1" in str(halted["error"])
 
 
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_named_on_the_others_at_once(mode: str, tmp_path: Path) -> None:
     job = LocalJob(3, servers=1, patience=Patience(failure=20.0))
     result = job.run(SCRIPT, "lose_one", str(tmp_path), mode)
@@ -38,6 +39,7 @@ def test_a_killed_worker_is_named_on_the_others_at_once(mode: str, tmp_path: Pat
         assert float(str(facts["seconds"])) < 5.0
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_goes_on_with_other_workers_and_servers(tmp_path: Path) -> None:
     plain = new_model()
     with executor_of(plain, None) as executor:

@@ -153,6 +153,21 @@ def test_the_model_is_whole_again_when_servers_in_this_process_end() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_table_that_is_frozen_meanwhile_does_not_move() -> None:
+    model = new_model()
+    look = ab.EvalStep(model, lambda m, ids: {"rows": m.table(ids)})
+    weight = model.table.weight
+    with ab.Executor({"train": step_of(model), "look": look}, "Hybrid") as executor:
+        executor.run("train", batches()[0])
+        before = executor.run("look", torch.arange(ROWS))["rows"]
+        weight.requires_grad_(False)
+        executor.run("train", batches()[1])
+        assert torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
+        weight.requires_grad_(True)
+        executor.run("train", batches()[2])
+        assert not torch.equal(executor.run("look", torch.arange(ROWS))["rows"], before)
+
+
 # Caches.
 
 
@@ -235,6 +250,47 @@ def test_ids_that_cannot_be_foretold_are_read_when_their_step_comes() -> None:
         for _ in data:
             executor.run()
     torch.testing.assert_close(model.table.weight, plain.table.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cache", [None, ab.Cache(capacity=30), ab.Cache(capacity=30, pull_bound=2, push_bound=2)], ids=str
+)
+def test_what_a_step_reads_of_all_tables_is_one_request(cache: ab.Cache | None) -> None:
+    """From the second run on: the first shows how ids are made. One table is looked up twice."""
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList([nn.Embedding(ROWS, 4) for _ in range(3)])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            columns = [table(ids[:, k] % ROWS) for k, table in enumerate(self.tables)]
+            return (sum(columns) + self.tables[0]((ids[:, 1] + 1) % ROWS)).sum(1)
+
+    torch.manual_seed(0)
+    plain, model = Columns(), Columns()
+    model.load_state_dict(plain.state_dict())
+    with ab.Executor(step_of(plain)) as executor:
+        for batch in batches():
+            executor.run(batch=batch)
+    calls: list[int] = []
+    with ab.Executor(step_of(model), "Hybrid", cache=cache) as executor:
+        assert executor._remote is not None
+        pull_many = executor._remote.client.pull_many
+
+        def counted(wanted: Any, **options: Any) -> Any:
+            calls.append(len(wanted))
+            return pull_many(wanted, **options)
+
+        executor._remote.client.pull_many = counted  # type: ignore[method-assign]
+        for batch in batches():
+            executor.run(batch=batch)
+        if cache is not None and cache.pull_bound:
+            assert len(calls) <= 4 + 5  # rows that were checked lately are not asked about
+            return
+        assert calls[-5:] == [3] * 5
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 # Counting.

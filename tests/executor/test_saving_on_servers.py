@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterServer
+from anabranch.parameter_server import ParameterServer, RowOptimizer, from_torch
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -123,3 +123,75 @@ def test_training_goes_on_as_it_would_have(
         assert executor.statistics().steps == 6
         for name, value in numbers(executor, after).items():
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_an_open_window_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    plain = new_model()
+    with executor_of(plain, "adamw", None, accumulate=3) as executor:
+        for step in range(6):
+            executor.run("train", batch_of(step))
+        wanted = numbers(executor, plain)
+    before = new_model()
+    with servers(1, monkeypatch), executor_of(before, "adamw", mode, accumulate=3) as executor:
+        for step in range(5):
+            executor.run("train", batch_of(step))
+        executor.save(tmp_path)
+    after = new_model(seed=1)
+    with servers(2, monkeypatch), executor_of(after, "adamw", mode, accumulate=3) as executor:
+        executor.load(tmp_path)
+        executor.run("train", batch_of(5))
+        for name, value in numbers(executor, after).items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12)
+    with (
+        executor_of(new_model(), "adamw", None, accumulate=3) as executor,
+        pytest.raises(ab.CheckpointError, match="accumulated, under another comm_mode"),
+    ):
+        executor.load(tmp_path)
+
+
+def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone = torch.tensor([3, -7, 2**60, 5, 6])
+
+    def trained(folder: Path | None, steps: range, shards: int) -> Tensor:
+        users = ab.RemoteEmbedding("users", None, 4, dtype=torch.float64)
+        model = nn.Sequential(users, nn.Linear(4, 1, dtype=torch.float64))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        train = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)
+        look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
+        cache = ab.Cache(capacity=3)
+        with (
+            servers(shards, monkeypatch),
+            ab.Executor({"train": train, "look": look}, "Hybrid", cache=cache) as executor,
+        ):
+            if folder is not None and steps.start:
+                executor.load(folder)
+            for step in steps:
+                executor.run("train", everyone[[step % 5, (step + 1) % 4]])
+            if folder is not None and not steps.start:
+                executor.save(folder)
+            return executor.run("look", everyone)["rows"]
+
+    wanted = trained(None, range(6), 1)
+    trained(tmp_path, range(3), 2)
+    torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_checkpoint_without_the_rows_of_a_remote_embedding_is_refused(tmp_path: Path) -> None:
+    model = new_model()
+    with executor_of(model, "sgd", "Hybrid") as executor:
+        executor.save(tmp_path)
+    model.users = ab.RemoteEmbedding("users", 5, 2)
+    with executor_of(model, "sgd", "Hybrid") as executor, pytest.raises(ab.CheckpointError, match="users"):
+        executor.load(tmp_path)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    rule = RowOptimizer.from_factory(lambda p: torch.optim.Adam(p))
+    with pytest.raises(ValueError, match="exp_avg, exp_avg_sq"):
+        from_torch(rule, torch.zeros(3), {"step": 1.0, "exp_avg": torch.zeros(3)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).with_name("transparency_job.py")
+sys.path.insert(0, str(SCRIPT.parent))
+
+from transparency_job import distance, plain_loop, with_workers  # noqa: E402
 
 
 def case(optimizer: str, mode: str, **changes: object) -> dict[str, object]:
     return {
         "optimizer": optimizer, "mode": mode, "sparse": False, "unequal": True, "reduction": "mean", "clip": None,
-        "accumulate": 1, **changes,
+        "accumulate": 1, "engine": "tape", **changes,
     }  # fmt: skip
 
 
@@ -35,12 +39,13 @@ CASES = [
     *(case("adam", mode, cache={"capacity": 20}) for mode in MODES),
     *(case("adam", mode, sparse_pull=False) for mode in MODES),
     case("adamw", "PS", sparse="adagrad", sparse_pull=False),
+    *(case("adamw", mode, engine="graph", rare=False, clip=clip) for mode in MODES for clip in (None, 0.5)),
     case("adam", "PS", routes={"head.weight": "AllReduce"}),
     case("adam", "AllReduce", routes={"table.weight": "PS", "shared.weight": "PS"}),
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int) -> None:
     result = LocalJob(workers, servers=2, timeout=110).run(SCRIPT, json.dumps(CASES)).check()
     for rank in range(workers):
@@ -48,3 +53,13 @@ def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int) ->
             assert parameters <= 1e-12, (rank, tried)
             assert loss <= 1e-12, (rank, tried)
             assert unused_is_none, (rank, tried)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_worker_alone_has_its_servers_in_memory() -> None:
+    for tried in CASES:
+        expected, expected_losses = plain_loop(tried, rows=11)
+        found, losses = with_workers(tried, 11, 0, 1)
+        for name, value in expected.named_parameters():
+            assert distance(found[name], value) <= 1e-12, (tried, name)
+        assert losses == pytest.approx(expected_losses, rel=1e-12), tried

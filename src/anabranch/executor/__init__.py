@@ -1,12 +1,14 @@
 """Runs programs of training and evaluation steps. Open ``executor.py`` first.
 
 ``steps.py`` describes what is run, ``tape.py`` runs a training step eagerly, ``window.py`` holds what one optimizer
-step sums up, ``loading.py`` takes batches from loaders, ``saving.py`` says what a checkpoint holds. Not a trainer:
-loops, epochs and logging are the user's.
+step sums up, ``loading.py`` takes batches from loaders, ``saving.py`` says what a checkpoint holds. ``routes.py``
+decides what lives on servers, ``remote.py`` is this side of them. Not a trainer: loops, epochs and logging are the
+user's.
 """
 
 from anabranch.executor.executor import Executor
-from anabranch.executor.statistics import Statistics
+from anabranch.executor.routes import Route, Routes
+from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, TrainStep
 
-__all__ = ["EvalStep", "Executor", "Statistics", "TrainStep"]
+__all__ = ["EvalStep", "Executor", "Route", "Routes", "Statistics", "TableLoads", "TrainStep"]

@@ -22,7 +22,8 @@ from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
-from anabranch.executor.remote import RemotePart, RemoteWindow
+from anabranch.executor.remote import RemotePart
+from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.saving import Saver
@@ -160,6 +161,7 @@ class Executor:
                 )
                 for runner in self._runners.values():
                     runner.remote = RemoteWindow(self._remote, runner.step)
+                    runner.upcoming = UpcomingIds() if self._remote.tables.names else None
             self._batches = Batches(dataloaders or {}, self._workers, together=together, prefetch=prefetch)
             if prefetch and cache is not None and self._remote is not None:
                 for name in self._runners.keys() & self._batches.loaders.keys():
@@ -204,14 +206,14 @@ class Executor:
 
     def _ask_ahead(self, name: str, remote: RemotePart) -> None:
         """Lets the step ask for the rows of its loader's next batch once it has read its own."""
-        runner, loader, upcoming = self._runners[name], self._batches.loaders[name], UpcomingIds()
+        runner, loader = self._runners[name], self._batches.loaders[name]
 
         def between() -> None:
             batch = loader.peek()
-            if batch is not None:
-                remote.ask_ahead(upcoming.of(as_tensors(batch, self._devices[name])))
+            if batch is not None and runner.upcoming is not None:
+                remote.ask_ahead(runner.upcoming.of(as_tensors(batch, self._devices[name])))
 
-        runner.between, runner.upcoming = between, upcoming
+        runner.between = between
 
     # Running.
 

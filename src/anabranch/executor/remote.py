@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +32,11 @@ from anabranch.parameter_server import (
     RowOptimizer,
     WholeParameters,
     Worker,
-    merge_rows,
     to_torch,
     users_of,
 )
 
-__all__ = ["Moved", "RemotePart", "RemoteWindow", "Sums"]
+__all__ = ["Moved", "RemotePart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +140,11 @@ class RemotePart:
                 sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
             self.whole.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other workers."""
+        return self._workers is None
+
     def _meet(self) -> None:
         if self._workers is not None:
             self._workers.barrier(operation="meet at the servers")
@@ -151,18 +154,28 @@ class RemotePart:
         """The parameters of which a copy is here, and their names."""
         return {moved.parameter: moved.name for moved in self.moved if moved.place is not Place.ROWS}
 
-    def begin(self, *, training: bool, fresh: bool = True, between: Callable[[], None] | None = None) -> None:
+    def begin(
+        self,
+        *,
+        training: bool,
+        fresh: bool = True,
+        expected: Mapping[str, Tensor] | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """What follows reads the servers as of now; the copies here are refreshed if they may have changed.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
             fresh: the first run of a window; the others go on with the same copies.
+            expected: ids by table that the run is expected to look up.
             between: called when the step has read as often as the one before it did.
         """
         self.tables.begin(self.clock, training=training, between=between)
         if self._read_at != self.clock or (fresh and not self.consistency.merges):
             self.whole.refresh(self.clock)
             self._read_at = self.clock
+        if expected:
+            self.tables.expect(expected)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
         """Raises ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
@@ -262,115 +275,6 @@ class RemotePart:
                 moved.optimizer.state[moved.parameter] = state
             if moved.place is Place.ROWS:
                 self.tables.give_back(moved.name, kept.values)
-
-
-class Sums(TypedDict):
-    """What an open window weighs so far on one worker, and its sums: of copies, and of the tables' rows."""
-
-    total: float
-    dense: dict[str, Tensor]
-    rows: dict[str, dict[str, Tensor]]
-
-
-class RemoteWindow:
-    """What one training step's window has for the servers."""
-
-    def __init__(self, part: RemotePart, step: TrainStep) -> None:
-        self.part = part
-        self._step = step
-        mine = set(step.model.parameters())
-        self.parameters = {name: tensor for tensor, name in part.whole_parameters.items() if tensor in mine}
-        self._names: dict[Tensor, str] = {tensor: name for name, tensor in self.parameters.items()}
-        self._weight = 1.0
-        self.start()
-
-    def start(self) -> None:
-        """Begins a new sum."""
-        self._total = 0.0
-        self._dense: dict[str, Tensor] = {}
-        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def start_run(self, weight: float) -> None:
-        """Begins a run whose gradients count ``weight`` times."""
-        self._weight = weight
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` belongs here."""
-        return parameter in self._names
-
-    def ready(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Takes a final gradient of a copy."""
-        name = self._names[parameter]
-        if self._alone:
-            self._dense[name] = gradient
-        elif name in self._dense:
-            self._dense[name] = self._dense[name] + gradient * self._weight
-        else:
-            self._dense[name] = gradient * self._weight
-
-    @property
-    def _alone(self) -> bool:
-        """A window of one run sums nothing, so its gradients go as they are."""
-        return self._step.accumulate == 1
-
-    def end_run(self) -> None:
-        """Takes what backward has left of the looked-up tables."""
-        self._total += self._weight
-        for name, (ids, grads) in self.part.tables.take().items():
-            self._rows.setdefault(name, []).append((ids, grads if self._alone else grads * self._weight))
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def push(self) -> None:
-        """Sends the window's gradients; with clipping they wait for ``release``."""
-        mean = self._step.reduction == "mean"
-        divisor = self._total if mean and not self._alone and self._total else 1.0
-        given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
-        dense = self._dense
-        if divisor != 1.0:
-            given = {name: (ids, grads / divisor) for name, (ids, grads) in given.items()}
-            dense = {name: gradient / divisor for name, gradient in dense.items()}
-        self.part.tables.push(
-            self._total if mean else 1.0,
-            mean=mean,
-            hold=self._step.clip_grad_norm is not None,
-            given=given,
-            beside=self.part.whole.beside(dense),
-        )
-        self.start()
-        self.part.clock += 1
-
-    @property
-    def names(self) -> set[str]:
-        """What this window may hold gradients of."""
-        return {*self.parameters, *self.part.tables.names}
-
-    def sums(self) -> Sums:
-        """The open window on this worker, for a checkpoint."""
-        rows = {name: merge_rows(parts) for name, parts in self._rows.items()}
-        return {
-            "total": self._total,
-            "dense": {name: gradient.to_dense() for name, gradient in self._dense.items()},
-            "rows": {name: {"ids": ids, "grads": grads} for name, (ids, grads) in rows.items()},
-        }
-
-    def restore(self, windows: Iterable[Sums]) -> None:
-        """Goes on with the open windows of several workers as one."""
-        self.start()
-        for window in windows:
-            self._total += window["total"]
-            for name, gradient in window["dense"].items():
-                self._dense[name] = self._dense[name] + gradient if name in self._dense else gradient
-            for name, part in window["rows"].items():
-                self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
-
-    def squared_norm(self) -> float:
-        """The sum of squares of the gradients just pushed, of all workers together."""
-        return self.part.client.squared_norm(self.part.clock - 1)
-
-    def release(self, scale: float) -> None:
-        """Applies the gradients just pushed, times ``scale``."""
-        self.part.client.release(self.part.clock - 1, scale)
 
 
 def _moved(route: Route, models: Mapping[str, nn.Module]) -> Moved:

@@ -23,7 +23,7 @@ from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.remote import RemoteWindow
+from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.upcoming import UpcomingIds
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
@@ -77,6 +77,11 @@ class StepRunner:
         self._layout = layout
         named = {name: value for name, value in self.step.model.named_parameters() if value.requires_grad}
         summed = {name: value for name, value in named.items() if not (self.remote and self.remote.holds(value))}
+        if summed and self.remote is not None and not self.remote.part.alone and self._workers is None:
+            raise ValueError(
+                f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency the "
+                "workers sum nothing among themselves: make a new Executor"
+            )
         self._buckets = GradientBuckets(
             summed, self._workers, sparse=_sparse_tables(self.step.model), header=HEADER_SIZE
         )
@@ -95,7 +100,8 @@ class StepRunner:
             return self._run_alone(batch, fetch)
         self._begin_run()
         if self.remote is not None:
-            self.remote.part.begin(training=True, fresh=self._in_window == 0, between=self.between)
+            expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
+            self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
         if not rows > 0:
             ran = self._add_nothing(active=True)
             assert ran is not None

@@ -34,7 +34,8 @@ from anabranch.collectives import Workers
 from anabranch.errors import AnabranchError, CheckpointError
 from anabranch.executor.loading import BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.remote import Moved, RemotePart, Sums
+from anabranch.executor.remote import Moved, RemotePart
+from anabranch.executor.remote_window import Sums
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
 from anabranch.parameter_server import Kept, from_torch, to_torch

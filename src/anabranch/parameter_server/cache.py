@@ -163,13 +163,14 @@ class RowCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, step: int, *, training: bool = True) -> Tensor:
-        """The rows of distinct ``ids`` at ``step``; evaluation neither puts rows in nor counts as use."""
+        """The rows of distinct ``ids`` at ``step``; evaluation asks about all, puts none in and counts as no use."""
         slots = self._use(ids, step) if training else self._find(ids)
         here = slots >= 0
         at = slots.clamp(min=0)
         known = torch.where(here, self._versions[at], -1)
         held = known >= 0
-        fresh = held & (step - self._checked[at] <= self.cache.pull_bound)
+        bound = self.cache.pull_bound if training else 0
+        fresh = held & (step - self._checked[at] <= bound)
         ask = torch.nonzero(~fresh)[:, 0]
         out = torch.empty(len(ids), self._held, dtype=self._dtype)
         out[fresh] = self._rows[slots[fresh]]
@@ -177,6 +178,14 @@ class RowCache:
             self._fetch(ids, slots, known, ask, out, step)
         self._hits += int(fresh.sum())
         return out if self._held == self._width else out[:, : self._width].contiguous()
+
+    def stale(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
+        slots = self._find(ids)
+        at = slots.clamp(min=0)
+        known = torch.where(slots >= 0, self._versions[at], -1)
+        ask = (known < 0) | (step - self._checked[at] > self.cache.pull_bound)
+        return ids[ask], known[ask]
 
     def missing(self, ids: Tensor) -> Tensor:
         """Those of distinct ``ids`` that are not here."""

@@ -190,9 +190,44 @@ class RemoteTables:
         self._training = training
         self._between = between
         self._reads = 0
-        if training:
-            for source in self._sources.values():
+        for source in self._sources.values():
+            source.at_hand = None
+            if training:
                 source.gradients.clear()
+
+    def expect(self, wanted: Mapping[str, Tensor]) -> None:
+        """Reads what this step's lookups are expected to need, of all tables together: one message a shard.
+
+        A lookup of other ids reads them itself, so an expectation that is wrong costs time and nothing else. Ids of
+        dynamic vocabularies are left to the lookups, for reading them admits them.
+
+        Args:
+            wanted: ids by table; those that a table does not have are left to the lookup that names them.
+        """
+        distinct: dict[str, Tensor] = {}
+        for name, ids in wanted.items():
+            rows = self._sources[name].spec.rows
+            if rows is not None:
+                ids = torch.unique(ids.detach().cpu().long())
+                distinct[name] = ids[(ids >= 0) & (ids < rows)]
+        sources = {name: self._sources[name] for name in distinct}
+        if self._cache is None:
+            pulled = self._pull_many(distinct, None) if distinct else {}
+        else:
+            stale = {name: source.stale(distinct[name]) for name, source in sources.items()}
+            asked = {name: (ids, known) for name, (ids, known) in stale.items() if len(ids)}
+            if asked:
+                found = self._pull_many(
+                    {name: ids for name, (ids, _) in asked.items()}, {name: known for name, (_, known) in asked.items()}
+                )
+                for name, (ids, known) in asked.items():
+                    sources[name].answer = (ids, known, found[name])
+        for name, source in sources.items():
+            if source.cache is None:
+                source.at_hand = distinct[name], pulled[name].rows
+            else:
+                source.at_hand = distinct[name], source.cache.read(distinct[name], self._step)
+            source.answer = None
 
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
@@ -362,14 +397,17 @@ class RemoteTables:
         return {source.name: source.rule().row_width(source.spec.width) for source in sources}
 
     def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        found = self._client.pull_many(
-            {name: ids},
+        found = self._pull_many({name: ids}, None if known is None else {name: known})[name]
+        return found.positions, found.versions, found.rows
+
+    def _pull_many(self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None) -> dict[str, Pulled]:
+        return self._client.pull_many(
+            ids,
             training=self._training,
             step=self._step if self._client.worker is not None else None,
-            known=None if known is None else {name: known},
-            widths=None if known is None else self._widths([name]),
-        )[name]
-        return found.positions, found.versions, found.rows
+            known=known,
+            widths=None if known is None else self._widths(ids),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -383,14 +421,34 @@ class _Source:
     cache: RowCache | None = None
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    at_hand: tuple[Tensor, Tensor] | None = None  # ids and rows that this step was expected to look up
+    answer: tuple[Tensor, Tensor, Pulled] | None = None  # to what the cache is about to ask
 
     def read(self, ids: Tensor) -> Tensor:
-        if self.cache is not None:
+        expected = self._expected(ids)
+        if expected is not None:
+            rows = expected
+        elif self.cache is not None:
             rows = self.cache.read(ids, self.tables._step, training=self.tables._training)
         else:
             rows = self.tables._pull(self.name, ids, None)[2]
         self.tables._count_read()
         return rows
+
+    def _expected(self, ids: Tensor) -> Tensor | None:
+        """The rows of ``ids``, if the step has read them all."""
+        if self.at_hand is None:
+            return None
+        known, rows = self.at_hand
+        if not len(known):
+            return None
+        places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+        return rows[places] if torch.equal(known[places], ids) else None
+
+    def stale(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of ``ids`` that the cache will ask about, and the versions that it has."""
+        assert self.cache is not None
+        return self.cache.stale(ids, self.tables._step)
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if self.tables._training:
@@ -409,6 +467,9 @@ class _Source:
     # The far side, for the cache.
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.answer is not None and torch.equal(ids, self.answer[0]) and torch.equal(known, self.answer[1]):
+            found = self.answer[2]
+            return found.positions, found.versions, found.rows
         return self.tables._pull(self.name, ids, known)
 
     def push(self, ids: Tensor, grads: Tensor) -> None:
