@@ -185,7 +185,13 @@ class RowCache:
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions[at], -1)
         ask = (known < 0) | (step - self._checked[at] > self.cache.pull_bound)
-        return ids[ask], known[ask]
+        return ids[ask], self._asked(slots[ask], known[ask])
+
+    def _asked(self, slots: Tensor, known: Tensor) -> Tensor:
+        """The versions to ask with: a row that is used again and has no state here comes with it."""
+        if self._stateless:
+            return known
+        return torch.where((known >= 0) & ~self._stated[slots.clamp(min=0)], WITH_STATE, known)
 
     def missing(self, ids: Tensor) -> Tensor:
         """Those of distinct ``ids`` that are not here."""
@@ -220,9 +226,7 @@ class RowCache:
         return torch.from_numpy(self._index.find(ids.numpy()))
 
     def _fetch(self, ids: Tensor, slots: Tensor, known: Tensor, ask: Tensor, out: Tensor, step: int) -> None:
-        asked = known[ask]
-        if not self._stateless:
-            asked = torch.where((asked >= 0) & ~self._stated[slots[ask]], WITH_STATE, asked)
+        asked = self._asked(slots[ask], known[ask])
         positions, versions, rows = self._peer.pull(ids[ask], asked)
         came = ask[positions]
         unchanged = torch.ones(len(ids), dtype=torch.bool)
