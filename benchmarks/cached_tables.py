@@ -195,7 +195,9 @@ class Side:
         step = ab.TrainStep(model, loss, torch.optim.Adam(model.layers.parameters(), lr=1e-3, fused=True))
         cache = None if name == "uncached" else ab.Cache("LFU", rows // 10, pull_bound=BOUND, push_bound=BOUND)
         self._extra = dense_bytes(model) / rate if rate else 0.0
-        self.executor = ab.Executor({"train": step}, "Hybrid", cache=cache, dataloaders={"train": batches})
+        self.executor = ab.Executor(
+            {"train": step}, "Hybrid", cache=cache, dataloaders={"train": batches}, heartbeat=5.0
+        )
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.bytes = np.zeros(2, np.int64)
