@@ -327,7 +327,7 @@ def test_evaluation_reads_what_is_current_and_admits_nothing() -> None:
     model = nn.Sequential(ab.RemoteEmbedding("users", None, 2, init=1.0), nn.Linear(2, 1))
     step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
-    with ab.Executor({"train": step, "look": look}, "Hybrid", cache=ab.Cache(pull_bound=3)) as executor:
+    with ab.Executor({"look": look, "train": step}, "Hybrid", cache=ab.Cache(pull_bound=3)) as executor:
         executor.run("train", torch.tensor([5, 2**60]))
         before = executor.run("look", torch.tensor([5, 6, 7]))["rows"]
         assert torch.equal(before[1:], torch.ones(2, 2))

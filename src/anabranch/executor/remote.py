@@ -126,7 +126,7 @@ class RemotePart:
 
     def _take_over(self, steps: Mapping[str, Step]) -> None:
         everyone = list(self._models.values())
-        for step in steps.values():
+        for step in sorted(steps.values(), key=lambda step: not isinstance(step, TrainStep)):
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
         for moved in self.moved:
@@ -176,6 +176,14 @@ class RemotePart:
             self._read_at = self.clock
         if expected:
             self.tables.expect(expected)
+
+    def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
+        """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
+        wanted = {}
+        for name, some in ids.items():
+            rows = self.tables.spec(name).rows
+            wanted[name] = some if rows is None else some[(some >= 0) & (some < rows)]
+        self.tables.prefetch(wanted)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
         """Raises ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
@@ -243,14 +251,6 @@ class RemotePart:
         self._read_at = clock
 
     # The end.
-
-    def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
-        """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
-        wanted = {}
-        for name, some in ids.items():
-            rows = self.tables.spec(name).rows
-            wanted[name] = some if rows is None else some[(some >= 0) & (some < rows)]
-        self.tables.prefetch(wanted)
 
     def close(self, *, clean: bool = True) -> None:
         """Flushes and closes; after a ``clean`` end the model's copies are as trained, and tables held here return."""
