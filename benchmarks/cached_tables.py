@@ -329,13 +329,13 @@ def main() -> None:
     parser.add_argument("--skews", action="store_true", help="only the saving against skew")
     parser.add_argument("--out", type=Path, default=None, help="where to write the numbers as JSON")
     parser.add_argument("--place", help=argparse.SUPPRESS)
-    parser.add_argument("--sides", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--sides", nargs="+", default=["uncached", "cached", "bfloat16"], help="the first two at least")
     options = parser.parse_args()
     if options.place:
         return work(options)
     before = machine()
     report: dict[str, object] = {"benchmark": "cached_tables", "machine": before}
-    sides = ["uncached", "cached", "bfloat16"]
+    sides = options.sides
     if not options.skews:
         found = measure(options, sides, options.zipf, options.mbit, options.ddp)
         report["hybrid"] = found
