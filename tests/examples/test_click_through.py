@@ -238,8 +238,8 @@ def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
 @pytest.mark.slow
 def test_stale_rows_cost_no_auc(tmp_path):
     """Both bounds at 50 steps against both at 0, on two workers: the AUC is within 0.002."""
-    arguments = shlex.split("--steps 600 --batch 384 --lines 120000 --held-out-lines 20000 --ids 300 --rows 16384")
-    cached = [*arguments, "--comm-mode", "Hybrid", "--cache-rows", "1600", "--evaluate-every", "600"]
+    arguments = shlex.split("--steps 800 --batch 384 --lines 120000 --held-out-lines 20000 --ids 300 --rows 16384")
+    cached = [*arguments, "--comm-mode", "Hybrid", "--cache-rows", "1600", "--evaluate-every", "800"]
     found = []
     for bound in (0, 50):
         job = LocalJob(workers=2, servers=2, timeout=200)
