@@ -50,6 +50,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compression.py --out $(RESULTS)/compression.json
 	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
 	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)/parameter_server.json
+	$(BIN)/python benchmarks/cached_tables.py --out $(RESULTS)/cached_tables.json
+	$(BIN)/python benchmarks/cached_tables.py --skews --out $(RESULTS)/cached_tables_skews.json
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
 	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)

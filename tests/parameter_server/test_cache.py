@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
 from anabranch.parameter_server import Cache, RowCache
+from anabranch.parameter_server.messages import WITH_STATE
 
 UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
 
@@ -43,12 +44,16 @@ class Server:
 class Later:
     """A worker's way to the server, by which what leaves the cache goes with the rest of the step's pushes."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, states: bool = False) -> None:
         self.server = server
+        self.states = states  # a column more, which is 1 in rows that were asked for with their state
         self.leaving: list[tuple[Tensor, Tensor]] = []
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.server.pull(ids, known)
+        positions, versions, rows = self.server.pull(ids, known)
+        if self.states:
+            rows = torch.cat([rows, (known[positions] == WITH_STATE).float()[:, None]], 1)
+        return positions, versions, rows
 
     def push(self, ids: Tensor, grads: Tensor) -> None:
         self.leaving.append((ids, grads))
@@ -61,6 +66,11 @@ class Later:
 
 def add(rows: Tensor, grads: Tensor) -> Tensor:
     return rows + grads
+
+
+def add_with_state(rows: Tensor, grads: Tensor) -> Tensor:
+    assert (rows[:, -1] == 1).all(), "a row moves here only if its state is here"
+    return torch.cat([rows[:, :-1] + grads, rows[:, -1:]], 1)
 
 
 IDS = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
@@ -76,12 +86,19 @@ class Workers(RuleBasedStateMachine):
         push_bound=st.integers(0, 4),
         workers=st.integers(2, 3),
         kind=st.sampled_from(["compiled", "plain"]),
+        states=st.booleans(),
     )
-    def start(self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, kind: str) -> None:
+    def start(
+        self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, kind: str, states: bool
+    ) -> None:
         self.cache = Cache(policy, capacity, pull_bound, push_bound)
         self.server = Server()
-        self.peers = [Later(self.server) for _ in range(workers)]
-        self.caches = [RowCache(self.cache, UPDATES, torch.float32, peer, move=add, kind=kind) for peer in self.peers]
+        states = states and push_bound > 0
+        self.peers = [Later(self.server, states=states) for _ in range(workers)]
+        move, held = (add_with_state, UPDATES + 1) if states else (add, UPDATES)
+        self.caches = [
+            RowCache(self.cache, UPDATES, torch.float32, peer, move=move, held=held, kind=kind) for peer in self.peers
+        ]
         self.step = 0
         self.updates: list[tuple[int, int, int]] = []  # (step, worker, id); the column is the place in this list
 
@@ -122,7 +139,7 @@ class Workers(RuleBasedStateMachine):
         def ask() -> None:
             for cache, ids in zip(self.caches, ahead, strict=False):
                 missing = cache.missing(torch.tensor(ids))
-                coming.append((cache, missing, self.server.pull(missing, torch.full((len(missing),), -1))))
+                coming.append((cache, missing, self.peers[0].pull(missing, torch.full((len(missing),), -1))))
 
         self.run_step(batches, between=ask)
         for cache, missing, (positions, versions, rows) in coming:
@@ -244,6 +261,25 @@ def test_a_dirty_row_that_leaves_is_pushed() -> None:
     read(cache, [2], 1)
     assert server.rows[1].tolist() == [1, 1]
     assert not len(cache.waiting()[0])
+
+
+def test_a_row_comes_without_its_state_until_it_is_used_again() -> None:
+    """Most rows are used once and leave; what they came with would have come for nothing."""
+    server = Server(2)
+    peer = Later(server, states=True)
+    cache = RowCache(
+        Cache(capacity=4, pull_bound=2, push_bound=100), 2, torch.float32, peer, move=add_with_state, held=3
+    )
+    asked: list[list[int]] = []
+    pull = peer.pull
+    peer.pull = lambda ids, known: asked.append(known.tolist()) or pull(ids, known)
+    one, grad = torch.tensor([1]), torch.ones(1, 2)
+    for step in range(6):
+        assert cache.read(one, step).tolist() == [[step, step]], "own writes are read"
+        due_ids, due = cache.write(one, grad, step)
+        assert due_ids.tolist() == ([1] if step == 0 else []), "the first is pushed at once, the others wait"
+        server.push(due_ids, due)
+    assert asked == [[-1], [WITH_STATE], [server.versions[1]]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,10 @@
     write(ids, grads, step):  the row here moves at once (own writes are read); its gradient waits, and is pushed once
                               the first of it is push_bound steps old
 
+Own gradients can only move a row here whose optimizer's state is here, and most rows are used once and leave: a row
+comes without it. Its first gradient is pushed with the step; used again, it comes with its state, which from then on is
+moved here and comes no more.
+
 An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
 misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
 """
@@ -24,6 +28,7 @@ from torch import Tensor
 
 from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
+from anabranch.parameter_server.messages import WITH_STATE
 
 __all__ = ["Cache", "CacheStatistics", "Move", "Peer", "RowCache"]
 
@@ -78,7 +83,10 @@ class Peer(Protocol):
     """The far side of one table."""
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the rows whose version is not the ``known`` one: positions among ``ids``, versions, rows."""
+        """Of the rows whose version is not the ``known`` one: positions among ``ids``, versions, rows.
+
+        Those known as ``WITH_STATE`` come with their optimizer's state, if the cache needs it.
+        """
 
     def push(self, ids: Tensor, grads: Tensor) -> None:
         """Gradients, at once."""
@@ -132,6 +140,7 @@ class RowCache:
         self._peer, self._move = peer, move
         self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
         self._width, self._dtype, self._held = width, dtype, held or width
+        self._stateless = self._held == self._width
         self._hits = self._misses = self._refreshed = self._evictions = self._pushed = 0
         self._begin()
 
@@ -148,6 +157,7 @@ class RowCache:
         self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
         self._dirty_since = torch.full((capacity,), -1)
+        self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state, if any, here
         self._sent: list[tuple[int, Tensor]] = []  # ids pushed from rows that are not here, by step; of the last steps
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -175,7 +185,13 @@ class RowCache:
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions[at], -1)
         ask = (known < 0) | (step - self._checked[at] > self.cache.pull_bound)
-        return ids[ask], known[ask]
+        return ids[ask], self._asked(slots[ask], known[ask])
+
+    def _asked(self, slots: Tensor, known: Tensor) -> Tensor:
+        """The versions to ask with: a row that is used again and has no state here comes with it."""
+        if self._stateless:
+            return known
+        return torch.where((known >= 0) & ~self._stated[slots.clamp(min=0)], WITH_STATE, known)
 
     def missing(self, ids: Tensor) -> Tensor:
         """Those of distinct ``ids`` that are not here."""
@@ -189,6 +205,7 @@ class RowCache:
         into = slots[new]
         self._rows[into] = rows[new].to(self._dtype)
         self._versions[into] = versions[new]
+        self._stated[into] = self._stateless
         # What was pushed since these rows were asked for may not be in them, and own writes are read.
         pushed = torch.cat([some for at, some in self._sent if at >= step] or [ids[:0]])
         self._checked[into] = torch.where(torch.isin(ids[new], pushed), _LONG_AGO, step)
@@ -209,7 +226,8 @@ class RowCache:
         return torch.from_numpy(self._index.find(ids.numpy()))
 
     def _fetch(self, ids: Tensor, slots: Tensor, known: Tensor, ask: Tensor, out: Tensor, step: int) -> None:
-        positions, versions, rows = self._peer.pull(ids[ask], known[ask])
+        asked = self._asked(slots[ask], known[ask])
+        positions, versions, rows = self._peer.pull(ids[ask], asked)
         came = ask[positions]
         unchanged = torch.ones(len(ids), dtype=torch.bool)
         unchanged[came] = False
@@ -219,6 +237,8 @@ class RowCache:
         cached = slots[came] >= 0
         into = slots[came][cached]
         fresh_rows = rows.to(self._dtype)
+        if not self._stateless and len(into):
+            fresh_rows = self._with_states(fresh_rows, cached, into, asked[positions][cached])
         if self.cache.push_bound and len(into):
             fresh_rows = self._with_own_writes(fresh_rows, cached, into)
         out[came] = fresh_rows
@@ -228,6 +248,14 @@ class RowCache:
         self._hits += len(still)
         self._misses += len(came)
         self._refreshed += int((known[came] >= 0).sum())
+
+    def _with_states(self, rows: Tensor, cached: Tensor, into: Tensor, asked: Tensor) -> Tensor:
+        """Rows as they came, with the states that are here already."""
+        here = (asked >= 0) & self._stated[into]
+        self._stated[into] = here | (asked == WITH_STATE)
+        rows = rows.clone()
+        rows[torch.nonzero(cached)[:, 0][here], self._width :] = self._rows[into[here], self._width :]
+        return rows
 
     def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
         """Rows as they came, with the gradients that still wait here applied again."""
@@ -253,13 +281,16 @@ class RowCache:
         mine = slots[held]
         self._sent = [(at, some) for at, some in self._sent if at >= step - 1]
         self._sent.append((step, ids[~held]))
-        if self._move is not None:
-            self._rows[mine] = self._move(self._rows[mine], grads[held])
-        else:
-            self._checked[mine] = _LONG_AGO
         if not self.cache.push_bound:
+            self._checked[mine] = _LONG_AGO
             self._pushed += len(ids)
             return ids, grads
+        stated = self._stated[mine]
+        self._checked[mine[~stated]] = _LONG_AGO
+        held[torch.nonzero(held)[:, 0][~stated]] = False
+        mine = mine[stated]
+        assert self._move is not None
+        self._rows[mine] = self._move(self._rows[mine], grads[held])
         clean = self._dirty_since[mine] < 0
         self._dirty_since[mine[clean]] = step
         self._waiting[mine] += grads[held]

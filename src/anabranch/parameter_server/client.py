@@ -28,6 +28,7 @@ from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, Schema
 from anabranch.job import job
 from anabranch.parameter_server.initial import Constant, Initial, table_key
 from anabranch.parameter_server.messages import (
+    WITH_STATE,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -309,7 +310,7 @@ class ParameterClient:
         everything = torch.empty(rows, row_width, dtype=holding.dtype)
         for first in range(0, rows, _CHUNK):
             ids = torch.arange(first, min(first + _CHUNK, rows))
-            unknown = torch.full((len(ids),), -1)
+            unknown = torch.full((len(ids),), WITH_STATE)
             found = self.pull_many({name: ids}, known={name: unknown}, widths={name: row_width})[name]
             everything[first + found.positions] = found.rows
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
@@ -411,7 +412,8 @@ class ParameterClient:
             training: admits ids to dynamic tables.
             step: of the worker, whose turn is waited for; ``None`` reads what is there.
             known: for each table the version that is held of each id, -1 for none; only rows of another version come.
-            widths: asks for rows with their optimizer's state, and says how many numbers that is a row.
+            widths: those whose known version is ``WITH_STATE`` come with their optimizer's state, and this is how many
+                numbers that is a row; the state of the others is left zero.
             ahead: nobody waits for the answer yet.
         """
         began = time.monotonic()
@@ -430,7 +432,7 @@ class ParameterClient:
         answers = self._in_turn([request for _, request, _ in requests], deadline)
         arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
-            self._sort_in(answer, asked, arrived, widths or {})
+            self._sort_in(answer, asked, arrived, widths or {}, known or {})
         found = {
             name: self._in_order(name, parts, ids)
             for (name, ids), parts in zip(wanted.items(), arrived.values(), strict=True)
@@ -439,6 +441,9 @@ class ParameterClient:
         for name, ids in wanted.items():
             sent = ids.nbytes if known is None else 2 * ids.nbytes
             came = sum(tensor.nbytes for tensor in (found[name].positions, found[name].versions, found[name].rows))
+            if widths is not None and name in widths and known is not None:
+                stateless = len(found[name].rows) - int((known[name] == WITH_STATE).sum())
+                came -= stateless * (widths[name] - self._holdings[name].width) * found[name].rows.itemsize
             self._count(name, waited, sent + came, pulls=1)
         return found
 
@@ -461,24 +466,35 @@ class ParameterClient:
         asked: list[tuple[str, Tensor]],
         arrived: dict[str, list[Pulled]],
         widths: Mapping[str, int],
+        known: Mapping[str, Tensor],
     ) -> None:
         counts = unpack(answer.payload, PullReply).counts
-        shapes = []
-        for (name, _), count in zip(asked, counts, strict=True):
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        for (name, where), count in zip(asked, counts, strict=True):
             holding = self._holdings[name]
-            whole = holding.placement is None
-            shapes.append((holding.dtype, holding.shape if whole else (count, widths.get(name, holding.width))))
+            if holding.placement is None:
+                shapes.append((holding.dtype, holding.shape))
+                continue
+            if name in widths:
+                stated = int((known[name].reshape(-1)[where] == WITH_STATE).sum())
+                shapes.append((holding.dtype, (stated, widths[name])))
+                count -= stated
+            shapes.append((holding.dtype, (count, holding.width)))
         positions, versions, *flat = answer.tensors
-        numbers = split_floats(flat, shapes)
+        numbers = iter(split_floats(flat, shapes))
         everything = not len(positions)
         found = [positions] * len(counts) if everything else torch.split(positions, counts)
-        for (name, where), at, version, rows in zip(asked, found, torch.split(versions, counts), numbers, strict=True):
+        for (name, where), at, version in zip(asked, found, torch.split(versions, counts), strict=True):
             if self._holdings[name].placement is None:
-                arrived[name].append(Pulled(at, version, rows))
-            elif everything:
-                arrived[name].append(Pulled(where[: len(version)], version, rows))
-            else:
+                arrived[name].append(Pulled(at, version, next(numbers)))
+                continue
+            rows = next(numbers)
+            if name in widths:
+                rows = torch.cat([rows, padded(next(numbers), widths[name])])
+            arrived[name].append(Pulled(where[: len(version)] if everything else where[at], version, rows))
                 arrived[name].append(Pulled(where[at], version, rows))
+            else:
+                arrived[name].append(Pulled(where[at], version, next(numbers)))
 
     def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
         if not parts:
@@ -799,6 +815,11 @@ def _of(tensor: Tensor, where: Tensor) -> Tensor:
     """The chosen numbers of a tensor; itself, flat, where all are chosen: ``where`` ascends and names none twice."""
     flat = tensor.detach().reshape(-1)
     return flat if len(where) == len(flat) else flat[where]
+
+
+def padded(rows: Tensor, width: int) -> Tensor:
+    """``rows`` with zeros after their numbers."""
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -30,10 +30,12 @@ __all__ = [
     "PushMessage",
     "ReleaseMessage",
     "RestoreMessage",
+    "WITH_STATE",
     "join_floats",
     "split_floats",
 ]
 
+WITH_STATE = -2  # the version of a row that is asked for whatever its version is, and its optimizer's state with it
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -116,7 +118,8 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the version that the asker has of each.
 
-    With ``states`` each row comes with its optimizer's state, as ``RowTable.pull_with_state`` gives it. ``rank`` is -1
+    With ``states`` each row whose version is asked as ``WITH_STATE`` comes with its optimizer's state, as
+    ``RowTable.pull_with_state`` gives it, before the others of its part, which come without. ``rank`` is -1
     for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
     """
 

@@ -33,6 +33,7 @@ from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
     FLOATS,
+    WITH_STATE,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -619,8 +620,14 @@ class Shard:
             if versions is not None:
                 where = torch.nonzero(current != versions[at])[:, 0]
                 current = current[where]
-            read = holder.pull_with_state if message.states else holder.pull
-            numbers.append(read(ids[at][where]))
+            if message.states and versions is not None:
+                stated = versions[at][where] == WITH_STATE
+                order = torch.cat([torch.nonzero(stated)[:, 0], torch.nonzero(~stated)[:, 0]])
+                where, current, whole = where[order], current[order], int(stated.sum())
+                numbers.append(holder.pull_with_state(ids[at][where[:whole]]))
+                numbers.append(holder.pull(ids[at][where[whole:]]))
+            else:
+                numbers.append(holder.pull(ids[at][where]))
             counts.append(len(where))
             positions.append(where)
             found.append(current)

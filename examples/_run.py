@@ -1,0 +1,134 @@
+"""What every run of an example does alike: its options, its place on disk, stopping when told to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anabranch as ab
+
+MODES = ("None", "AllReduce", "PS", "Hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The workers that train one model together: this one's rank, how many they are, where they keep the model."""
+
+    mode: str
+    rank: int
+    workers: int
+    out: Path
+
+    @property
+    def comm_mode(self) -> str | None:
+        """As the executor takes it."""
+        return None if self.mode == "None" else self.mode
+
+    def share(self, batch: int, what: str) -> int:
+        """The smallest multiple of the workers that is at least ``batch``."""
+        if batch % self.workers:
+            sys.exit(f"{what} {batch} cannot be shared equally by {self.workers} workers; give a multiple of it")
+        return batch // self.workers
+
+
+def team_of(mode: str | None, out: Path, job: ab.Job) -> Team:
+    """By default the tables live on the servers if the job has any, and several workers average their gradients."""
+    usual = "Hybrid" if job.servers else "AllReduce" if job.world_size > 1 else "None"
+    mode = mode or usual
+    if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
+        return Team(mode, 0, 1, out / f"worker-{job.rank}")
+    return Team(mode, job.rank, job.world_size, out)
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2**31 - 1, not {text!r}")
+    return int(text)
+
+
+def comm_mode(text: str) -> str:
+    modes = {mode.lower(): mode for mode in MODES}
+    if text.lower() not in modes:
+        raise argparse.ArgumentTypeError(f"one of {', '.join(MODES)}, not {text!r}")
+    return modes[text.lower()]
+
+
+def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
+    """The options that every example has."""
+    add = parser.add_argument
+    add("--steps", type=at_least_one, default=steps, help="optimizer steps (%(default)s)")
+    add("--seed", type=from_zero, default=0, help="of the model and of all that is drawn (%(default)s)")
+    add("--out", type=Path, default=Path(out), help="the checkpoint goes there (%(default)s)")
+    add("--comm-mode", type=comm_mode, help=f"{', '.join(MODES)} (Hybrid with servers, AllReduce with several workers)")
+    add("--engine", choices=["auto", "graph", "tape"], default="auto", help="how steps are run (%(default)s)")
+    add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a fifth of all steps)")
+    add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
+    add("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
+
+
+def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
+    """Makes the place for the model. What lies there goes on exactly as it began, or not at all."""
+    checkpoint, kept = team.out / "checkpoint", team.out / "settings.json"
+    team.out.mkdir(parents=True, exist_ok=True)
+    if not fresh and checkpoint.exists():
+        saved = json.loads(kept.read_text()) if kept.exists() else {}
+        changed = [name for name in settings if saved.get(name) != settings[name]]
+        if changed:
+            was = ", ".join(f"{name} was {saved.get(name)}, now {settings[name]}" for name in changed)
+            sys.exit(
+                f"{team.out} holds another run: {was}. Give the same arguments to go on with it, another --out to keep "
+                "it, or --fresh to start anew"
+            )
+    if team.rank == 0:
+        if fresh:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        temporary = kept.with_suffix(".tmp")
+        temporary.write_text(json.dumps(dict(settings)))
+        temporary.replace(kept)
+
+
+class Stopped(Exception):
+    """A worker was told to stop; all have saved after the same step."""
+
+
+@contextmanager
+def stopped_by_sigterm(executor: ab.Executor) -> Iterator[None]:
+    """SIGTERM lets the step under way end and be saved, on all workers alike."""
+    before = signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def reported(run: Callable[[], Mapping[str, object]], job: ab.Job) -> int:
+    """Runs, and prints the last line on rank 0; the exit code."""
+    try:
+        result = run()
+    except ab.CheckpointError as error:
+        print(f"{error}; --fresh starts anew", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        if job.rank == 0:
+            print(stopped, file=sys.stderr)
+        return 0
+    except KeyboardInterrupt:
+        if job.rank == 0:
+            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if job.rank == 0:
+        print(json.dumps(dict(result)), flush=True)
+    return 0

@@ -1,0 +1,328 @@
+"""GraphSAGE on sampled mini-batches: which of eight blocks a node belongs to, from its features and its neighbours'.
+
+    python examples/graph_sage.py                                                 # one process
+    anabranch run --workers 2 --servers 2 examples/graph_sage.py                  # the features on two servers
+
+The graph is a stochastic block model: nodes of a block are linked more often. Features are a faint hint of the block
+under much noise, so that a node alone says little and its neighbourhood much::
+
+    seeds ──sample──> neighbours ──sample──> their neighbours      ids of all of them, each once, and two lists of edges
+      ids ──> table of features ──> mean over edges ──> layer ──> mean over edges ──> layer ──> block of each seed
+
+A batch's shape is never twice the same: how many nodes it reaches depends on the sample. Nodes come as ids, and their
+features from a table with a row a node, which may live on servers and is trained, too. Which neighbours a node shows in
+a step depends on the node and the step alone, so any number of workers with a part of the seeds each do what one does.
+
+``_run.py`` is what all examples do alike. Shapes: S seeds, V nodes of a batch, E edges, D width of a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_sigterm, team_of
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anabranch as ab
+
+BLOCKS = 8
+FEATURES = 16
+WIDTH = 64
+FAN_OUTS = (10, 5)  # neighbours that a seed shows, and that each of these shows
+NOISE = 3.0
+
+Ints = NDArray[np.int64]
+Batch = dict[str, Tensor]
+
+
+# The graph. -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes and whom they are linked to: those of node v are ``neighbours[first[v] : first[v + 1]]``."""
+
+    block: Ints
+    features: NDArray[np.float64]
+    centres: NDArray[np.float64]
+    first: Ints
+    neighbours: Ints
+
+    @property
+    def nodes(self) -> int:
+        return len(self.block)
+
+    def best_without_edges(self, nodes: Ints) -> float:
+        """How often the nearest centre is the block: nobody who sees features alone is right more often."""
+        distances = ((self.features[nodes, None] - self.centres) ** 2).sum(2)
+        return float((distances.argmin(1) == self.block[nodes]).mean())
+
+
+def stochastic_block_model(nodes: int, seed: int, *, within: float = 8.0, between: float = 4.0) -> Graph:
+    """A graph whose nodes have ``within`` neighbours in their block and ``between`` outside it, on average.
+
+    Each pair inside a block is linked with one probability, each other pair with a smaller one. How many pairs are
+    linked is drawn first, then which; the few that are drawn twice are one link.
+    """
+    draw = np.random.default_rng(seed)
+    block = draw.integers(0, BLOCKS, nodes)
+    members = [np.flatnonzero(block == number) for number in range(BLOCKS)]
+    pairs = []
+    for one in range(BLOCKS):
+        for other in range(one, BLOCKS):
+            sizes = len(members[one]), len(members[other])
+            possible = sizes[0] * (sizes[0] - 1) // 2 if one == other else sizes[0] * sizes[1]
+            chance = within * BLOCKS if one == other else between * BLOCKS / (BLOCKS - 1)
+            count = draw.binomial(possible, min(1.0, chance / nodes))
+            if count:
+                ends = [members[kind][draw.integers(0, len(members[kind]), count)] for kind in (one, other)]
+                pairs.append(np.stack(ends))
+    links = np.concatenate(pairs, 1) if pairs else np.empty((2, 0), np.int64)
+    links = np.unique(np.sort(links[:, links[0] != links[1]], 0), axis=1)
+    sources, targets = np.concatenate([links, links[::-1]], 1)
+    order = np.argsort(sources, kind="stable")
+    first = np.searchsorted(sources[order], np.arange(nodes + 1))
+    centres = draw.normal(size=(BLOCKS, FEATURES))
+    features = centres[block] + NOISE * draw.normal(size=(nodes, FEATURES))
+    return Graph(block, features, centres, first, targets[order])
+
+
+# Sampling. ------------------------------------------------------------------------------------------------------------
+
+
+def neighbours_of(graph: Graph, nodes: Ints, fan_out: int, key: int) -> tuple[Ints, Ints]:
+    """``fan_out`` neighbours of each node with replacement, fewer only of a node without any: places, neighbours.
+
+    Which they are depends on the node and the key alone: not on the other nodes, nor on who asks.
+    """
+    degree = graph.first[nodes + 1] - graph.first[nodes]
+    places = np.repeat(np.flatnonzero(degree), fan_out)
+    slots = np.tile(np.arange(fan_out), int((degree > 0).sum()))
+    chance = _hashed(nodes[places] * 64 + slots, key)
+    picked = graph.first[nodes[places]] + (chance % degree[places].astype(np.uint64)).astype(np.int64)
+    return places, graph.neighbours[picked]
+
+
+def _hashed(values: Ints, key: int) -> NDArray[np.uint64]:
+    bits = values.astype(np.uint64) + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def sampled(graph: Graph, seeds: Ints, key: int) -> Batch:
+    """The seeds' surroundings as a batch: ``nodes`` (V,), seeds first; ``blocks`` (S,); edges (2, E) into each layer.
+
+    ``outer`` edges lead into the seeds' neighbours and the seeds, ``inner`` edges into the seeds; they name places
+    among ``nodes``, from and to. The first ``reached`` of the nodes are the seeds and their neighbours.
+    """
+    places, near = neighbours_of(graph, seeds, FAN_OUTS[0], 2 * key)
+    nodes = np.concatenate([seeds, np.setdiff1d(near, seeds)])
+    reached = len(nodes)
+    inner = np.stack([_places(nodes, near), places])
+    places, far = neighbours_of(graph, nodes, FAN_OUTS[1], 2 * key + 1)
+    nodes = np.concatenate([nodes, np.setdiff1d(far, nodes)])
+    outer = np.stack([_places(nodes, far), places])
+    found = {"nodes": nodes, "inner": inner, "outer": outer, "blocks": graph.block[seeds], "reached": np.int64(reached)}
+    return {name: torch.as_tensor(values) for name, values in found.items()}
+
+
+def _places(nodes: Ints, wanted: Ints) -> Ints:
+    """Where each of ``wanted`` is among distinct ``nodes``."""
+    order = np.argsort(nodes)
+    return order[np.searchsorted(nodes[order], wanted)]
+
+
+class Samples:
+    """The batches of training: this worker's part of each step's seeds, with their surroundings.
+
+    A loader that knows its position: the step. Every epoch takes the seeds in another order.
+    """
+
+    def __init__(self, graph: Graph, seeds: Ints, batch: int, seed: int, *, rank: int = 0, workers: int = 1) -> None:
+        self._graph, self._seeds, self._batch, self._seed = graph, seeds, batch, seed
+        self._rank, self._workers = rank, workers
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._seeds) // self._batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, begin = divmod(self._step, len(self))
+        order = np.random.default_rng([self._seed, epoch]).permutation(self._seeds)
+        for number in range(begin, len(self)):
+            seeds = order[number * self._batch : (number + 1) * self._batch]
+            self._step += 1
+            yield sampled(self._graph, np.array_split(seeds, self._workers)[self._rank], self._step)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._step = state["step"]
+
+
+# The model. -----------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A node and the mean of those with an edge to it: (V, D), (2, E) -> (the first ``count``, D).
+
+    Hamilton et al., "Inductive Representation Learning on Large Graphs" (2017).
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(inputs, outputs)
+        self.others = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, hidden_VD: Tensor, edges_2E: Tensor, count: int) -> Tensor:
+        source, target = edges_2E
+        summed = hidden_VD.new_zeros(count, hidden_VD.shape[1]).index_add(0, target, hidden_VD[source])
+        degree = torch.bincount(target, minlength=count).clamp(min=1)
+        return self.own(hidden_VD[:count]) + self.others(summed / degree[:, None])
+
+
+class GraphSage(nn.Module):
+    """A batch -> scores of the blocks, (S, BLOCKS)."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = nn.Embedding.from_pretrained(features, freeze=False, sparse=True)
+        self.outer = Layer(FEATURES, WIDTH)
+        self.inner = Layer(WIDTH, BLOCKS)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden_VD = self.features(batch["nodes"])
+        hidden_VD = F.relu(self.outer(hidden_VD, batch["outer"], int(batch["reached"])))
+        return self.inner(hidden_VD, batch["inner"], len(batch["blocks"]))
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch), batch["blocks"])
+
+
+def right(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    return {"right": (model(batch).argmax(1) == batch["blocks"]).sum().double()}
+
+
+def seeds_in(batch: Batch) -> int:
+    """What a batch weighs: its tensors have no common dimension to count by."""
+    return len(batch["blocks"])
+
+
+def training_step(model: GraphSage) -> ab.TrainStep:
+    layers = [*model.outer.parameters(), *model.inner.parameters()]
+    optimizers = [torch.optim.Adagrad([model.features.weight], lr=0.01), torch.optim.Adam(layers, lr=0.01, fused=True)]
+    return ab.TrainStep(model, loss, optimizers, rows=seeds_in)
+
+
+def accuracy(executor: ab.Executor, graph: Graph, nodes: Ints, team: Team) -> float:
+    """The share of nodes whose block is found; each worker looks at its part of them."""
+    mine = np.array_split(nodes, team.workers)[team.rank]
+    total = torch.zeros((), dtype=torch.float64)
+    for number, seeds in enumerate(np.array_split(mine, max(1, len(mine) // 1000))):
+        total += executor.run("validate", sampled(graph, seeds, -1 - number))["right"]
+    if team.workers > 1:
+        total = ab.all_reduce(total)
+    return total.item() / len(nodes)
+
+
+# The run. -------------------------------------------------------------------------------------------------------------
+
+
+def parse_options(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains GraphSAGE on a stochastic block model.", allow_abbrev=False)
+    add_usual(parser, steps=200, out="runs/graph_sage")
+    parser.add_argument("--nodes", type=at_least_one, default=20_000, help="of the graph (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=256, help="seeds a step, of all workers (%(default)s)")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.set_defaults(engine="tape")  # a graph is captured for one shape of batch, and here no two are alike
+    options = parser.parse_args(given)
+    if options.nodes * 4 // 5 < options.batch:
+        parser.error(f"--nodes {options.nodes} leave fewer than --batch {options.batch} to train on; give more of them")
+    return options
+
+
+def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
+    """Trains, measures and reports; returns what the last line says."""
+    began = time.monotonic()
+    team = team_of(options.comm_mode, options.out, job)
+    prepare(
+        team, {name: getattr(options, name) for name in ("steps", "batch", "seed", "nodes", "double")},
+        fresh=options.fresh,
+    )  # fmt: skip
+    graph = stochastic_block_model(options.nodes, options.seed)
+    shuffled = np.random.default_rng([options.seed, 1]).permutation(graph.nodes)
+    train, held_out = np.split(shuffled, [graph.nodes * 4 // 5])
+    torch.manual_seed(options.seed)
+    kind = torch.float64 if options.double else torch.float32
+    model = GraphSage(torch.from_numpy(graph.features).to(kind)).to(kind)
+    samples = Samples(graph, train, options.batch, options.seed, rank=team.rank, workers=team.workers)
+    evaluate_every, save_every = options.evaluate_every or options.steps // 5, options.save_every or options.steps // 4
+    with (
+        ab.Executor(
+            {"train": training_step(model), "validate": ab.EvalStep(model, right)},
+            comm_mode=team.comm_mode,
+            engine=options.engine,
+            dataloaders={"train": samples},
+        ) as executor,
+        stopped_by_sigterm(executor),
+    ):
+        done, losses, seconds, moved = 0, [], 0.0, 0
+        if not options.fresh and executor.resume(team.out / "checkpoint"):
+            done = executor.statistics().steps
+        for step in range(done + 1, options.steps + 1):
+            before, at = executor.statistics().bytes, time.monotonic()
+            losses.append(executor.run("train")["loss"].item())
+            seconds += time.monotonic() - at
+            moved += executor.statistics().bytes - before
+            if step % max(1, evaluate_every) == 0 and step < options.steps:
+                found = accuracy(executor, graph, held_out, team)
+                if team.rank == 0:
+                    print(
+                        f"step {step}/{options.steps}  loss {losses[-1]:.4f}  held out: {found:.1%} right", flush=True
+                    )
+            if step % max(1, save_every) == 0 or step == options.steps or executor.stopping:
+                executor.save(team.out / "checkpoint")
+            if executor.stopping and step < options.steps:
+                raise Stopped(f"told to stop: saved after step {step}, the same command goes on from there")
+        found = accuracy(executor, graph, held_out, team)
+        engine = executor.engine("train")
+    steps = max(1, options.steps - done)
+    return {
+        "steps": options.steps,
+        "seed": options.seed,
+        "comm_mode": team.mode,
+        "workers": job.world_size,
+        "servers": len(job.servers),
+        "engine": engine,
+        "losses": losses,
+        "accuracy": found,
+        "best_without_edges": graph.best_without_edges(held_out),
+        "nodes": graph.nodes,
+        "links": len(graph.neighbours) // 2,
+        "resumed_from": done,
+        "bytes_per_step": moved // steps,
+        "steps_per_second": round(len(losses) / max(1e-9, seconds), 2),
+        "seconds": round(time.monotonic() - began, 2),
+        "out": str(team.out),
+    }
+
+
+def main(given: list[str] | None = None) -> int:
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    options, job = parse_options(given), ab.job()
+    return reported(lambda: run(options, job), job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

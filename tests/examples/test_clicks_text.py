@@ -1,0 +1,251 @@
+"""Clicks as text: Criteo's and Adult's lines as read, exact positions, and the ceiling of what is generated."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ADULT = (
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
+    "United-States, <=50K\n"
+)
+
+
+def criteo(label: object = 1, numbers: object = range(13), categories: object = range(26)) -> str:
+    fields = [label, *numbers, *(f"{value:08x}" if isinstance(value, int) else value for value in categories)]
+    return "\t".join(map(str, fields)) + "\n"
+
+
+def clicks(path: Path, text: str | bytes, form: str = "criteo", batch: int = 4, **others: object):
+    import _clicks
+
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return _clicks.Clicks(_clicks.Part(path), _clicks.FORMATS[form], batch, **{"rows": None, **others})
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def slowly(text: str):
+    """Criteo's lines read the simple way."""
+    import _clicks
+
+    labels, numbers, categories = [], [], []
+    for line in text.splitlines():
+        label, *fields = line.split("\t")
+        labels.append(float(label))
+        numbers.append([float(field) if field else np.nan for field in fields[:13]])
+        categories.append([int(field, 16) if field else _clicks.MISSING for field in fields[13:]])
+    return np.array(labels), np.array(numbers), np.array(categories)
+
+
+# Reading.
+
+
+def test_criteos_lines_are_read_as_the_simple_way_reads_them(tmp_path):
+    import _clicks
+    import _planted
+
+    path = tmp_path / "clicks.txt"
+    _planted.Planted("criteo", seed=3).write(path, 500, part=0)
+    text = path.read_text() + criteo(0, [-3, "", *[999999999999] * 11], ["", "ffffffff", "0", *["ABcdef01"] * 23])
+    read = _clicks.read_criteo(np.frombuffer(text.encode(), np.uint8))
+    for mine, expected in zip((read.clicked, read.numbers, read.categories), slowly(text), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    assert {len(line.split("\t")) for line in text.splitlines()} == {40}
+    assert np.isnan(read.numbers[:-1]).any(), "empty numbers are among what is generated"
+    assert (read.categories[:-1] == _clicks.MISSING).any()
+    assert (read.numbers[:-1] < 0).any()
+
+
+def test_a_batch_has_logarithms_flags_of_what_is_missing_and_ids_by_field(tmp_path):
+    (batch,) = clicks(tmp_path / "c", criteo(1, [5, "", -2, *[0] * 10], [7, 7, "", *range(23)]))
+    logs = batch["numbers"][0, :13]
+    assert logs[:4].tolist() == pytest.approx([np.log(6), 0, -np.log(3), 0])
+    assert batch["numbers"][0, 13:].tolist() == [0, 1, *[0] * 11]
+    assert batch["clicked"].tolist() == [1]
+    ids = batch["ids"][0]
+    assert len(set(ids.tolist())) == 26, "the same category of two fields is two ids, and a missing one is one too"
+    (hashed,) = clicks(tmp_path / "c", criteo(), rows=5)
+    assert hashed["ids"].min() >= 0
+    assert hashed["ids"].max() < 5
+
+
+def test_adults_lines_and_its_test_files_remarks(tmp_path):
+    text = "|1x3 Cross validator\n" + ADULT + "\n" + ADULT.replace("State-gov", "?").replace("<=50K", ">50K.")
+    (batch,) = clicks(tmp_path / "adult", text, "adult", batch=8)
+    assert batch["clicked"].tolist() == [0, 1]
+    assert batch["numbers"][0, :6].exp().sub(1).round().tolist() == [39, 77516, 13, 2174, 0, 40]
+    ids = batch["ids"]
+    assert (ids[0, 1:] == ids[1, 1:]).all()
+    assert ids[0, 0] != ids[1, 0]
+
+
+def test_windows_line_ends_and_a_last_line_without_end_are_read(tmp_path):
+    plain = list(clicks(tmp_path / "a", criteo(1) + criteo(0)))
+    other = list(clicks(tmp_path / "b", (criteo(1) + criteo(0)).replace("\n", "\r\n").encode()[:-2]))
+    assert len(plain) == len(other) == 1
+    assert same(plain[0], other[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (criteo(2), "field 1 is '2', not the label 0 or 1"),
+        (criteo(""), "field 1 is '', not the label 0 or 1"),
+        (criteo(1, ["x", *range(12)]), "field 2 is 'x', not a whole number"),
+        (criteo(1, [*range(12), "1.5"]), "field 14 is '1.5', not a whole number"),
+        (criteo(1, ["-", *range(12)]), "field 2 is '-', not a whole number"),
+        (criteo(1, ["9" * 19, *range(12)]), "not a whole number of at most 18 digits"),
+        (criteo(1, range(13), ["g", *range(25)]), "field 15 is 'g', not a hexadecimal number"),
+        (criteo(1, range(13), [*range(25), "123456789"]), "field 40 is '123456789', not a hexadecimal number"),
+        (criteo(1, range(12)), "39 fields, not 40"),
+        ("\n", "1 fields, not 40"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_field(line, said, tmp_path):
+    import _clicks
+
+    loader = clicks(tmp_path / "bad.txt", criteo() * 6 + line + criteo() * 3)
+    iterator = iter(loader)
+    assert len(next(iterator)["clicked"]) == 4
+    with pytest.raises(_clicks.BadLine, match=r"bad.txt, line 7: ") as raised:
+        next(iterator)
+    assert said in str(raised.value)
+    assert raised.value.line == 7
+    loader.load_state_dict(loader.state_dict())
+    assert len(next(iter(loader))["clicked"]) == 2, "what follows the batch can be read"
+
+
+def test_a_bad_line_behind_adults_remarks_keeps_its_number(tmp_path):
+    import _clicks
+
+    loader = clicks(
+        tmp_path / "bad.txt", "\n|remark\n" + ADULT + "\n" + ADULT.replace("<=50K", "50K"), "adult", batch=9
+    )
+    with pytest.raises(_clicks.BadLine, match="line 5: field 15 is '50K', not <=50K or >50K"):
+        list(loader)
+
+
+# Positions and shares.
+
+
+def made(tmp_path: Path, lines: int, form: str = "criteo") -> Path:
+    import _planted
+
+    path = tmp_path / f"{form}.txt"
+    _planted.Planted(form, seed=1, ids=50).write(path, lines, part=0)
+    return path
+
+
+@pytest.mark.parametrize("form", ["criteo", "adult"])
+@pytest.mark.parametrize("block", [1, 300, 1 << 20])
+def test_it_goes_on_at_the_next_batch_wherever_it_stopped(form, block, tmp_path, monkeypatch):
+    import _clicks
+
+    monkeypatch.setattr(_clicks, "BLOCK", block)
+    path = made(tmp_path, 25, form)
+    whole = list(clicks(path, path.read_bytes(), form))
+    assert [len(batch["clicked"]) for batch in whole] == [4, 4, 4, 4, 4, 4, 1]
+    for stop in range(len(whole) + 1):
+        first = clicks(path, path.read_bytes(), form)
+        read = list(itertools.islice(first, stop))
+        second = clicks(path, path.read_bytes(), form)
+        if stop:
+            second.load_state_dict(first.state_dict())
+        read += list(second)
+        assert len(read) == len(whole)
+        assert all(map(same, read, whole))
+        assert all(map(same, second, whole)), "the next epoch begins at the first line"
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_the_shares_of_all_workers_are_the_batch(workers, tmp_path):
+    path = made(tmp_path, 30)
+    whole = list(clicks(path, path.read_bytes(), batch=8))
+    shares = [list(clicks(path, path.read_bytes(), batch=8, rank=rank, workers=workers)) for rank in range(workers)]
+    assert {len(share) for share in shares} == {len(whole)}
+    for number, batch in enumerate(whole):
+        together = {name: torch.cat([share[number][name] for share in shares]) for name in batch}
+        assert same(together, batch)
+
+
+def test_a_file_is_cut_between_lines(tmp_path):
+    import _clicks
+
+    path = made(tmp_path, 40)
+    train, held_out = _clicks.split_file(path, path.stat().st_size // 4)
+    rows = [sum(len(b["clicked"]) for b in _clicks.Clicks(part, _clicks.FORMATS["criteo"], 7, rows=None))
+            for part in (train, held_out)]  # fmt: skip
+    assert sum(rows) == 40
+    assert 5 <= rows[1] <= 10
+
+
+# What is generated.
+
+
+def test_the_ceiling_is_that_of_the_true_probabilities(tmp_path):
+    import _planted
+
+    for form in ("criteo", "adult"):
+        planted = _planted.Planted(form, seed=5)
+        best = planted.write(tmp_path / f"{form}.txt", 40_000, part=0)
+        parts = [(p, label) for _, p, label in planted.chunks(40_000, 0)]
+        true, clicked = (np.concatenate(values) for values in zip(*parts, strict=True))
+        assert abs(clicked.mean() - true.mean()) < 0.01, "clicks come as often as the probabilities say"
+        for low in np.arange(0.1, 0.9, 0.2):
+            among = (true >= low) & (true < low + 0.2)
+            assert abs(clicked[among].mean() - true[among].mean()) < 0.03
+        assert best.auc == pytest.approx(best.expected_auc, abs=0.006)
+        assert 0.7 < best.auc < 0.9
+        entropy = -(true * np.log(true) + (1 - true) * np.log(1 - true)).mean()
+        assert best.log_loss == pytest.approx(entropy, abs=0.01)
+        noisy = np.random.default_rng(0).normal(np.log(true / (1 - true)), 0.5)
+        import _clicks
+
+        assert _clicks.area_under_curve(noisy, clicked) < best.auc - 0.005
+
+
+def test_generated_ids_follow_zipfs_law_and_files_repeat(tmp_path):
+    import _planted
+
+    planted = _planted.Planted("criteo", seed=0, ids=1000)
+    assert planted.write(tmp_path / "a", 20_000, part=0) == planted.write(tmp_path / "b", 20_000, part=0)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    planted.write(tmp_path / "c", 20_000, part=1)
+    assert not set((tmp_path / "a").read_text().splitlines()) & set((tmp_path / "c").read_text().splitlines())
+    *_, categories = slowly((tmp_path / "a").read_text())
+    values, counts = np.unique(categories[:, 25], return_counts=True)
+    counts = np.sort(counts[values >= 0])[::-1]
+    assert len(counts) > 900
+    assert counts[0] / counts[9] == pytest.approx(10**1.05, rel=0.25)
+
+
+def test_a_file_of_other_settings_is_written_anew(tmp_path):
+    import _planted
+
+    path = tmp_path / "clicks.txt"
+    _planted.Planted("adult", seed=0).write(path, 10, part=0)
+    before = path.read_bytes()
+    _planted.Planted("adult", seed=0).write(path, 10, part=0)
+    assert path.read_bytes() == before
+    _planted.Planted("adult", seed=1).write(path, 10, part=0)
+    assert path.read_bytes() != before
+
+
+# What a prediction is worth.
+
+
+def test_area_under_curve_counts_pairs_and_halves_ties():
+    import _clicks
+
+    draw = np.random.default_rng(0)
+    scores, clicked = draw.integers(0, 8, 60).astype(float), (draw.random(60) < 0.4).astype(float)
+    yes, no = scores[clicked == 1], scores[clicked == 0]
+    pairs = ((yes[:, None] > no) + 0.5 * (yes[:, None] == no)).mean()
+    assert _clicks.area_under_curve(scores, clicked) == pytest.approx(pairs, abs=1e-12)

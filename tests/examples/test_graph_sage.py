@@ -1,0 +1,210 @@
+"""The GraphSAGE example: sampling that does not depend on who samples, and the one-process result on any job."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.testing import LocalJob
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "graph_sage.py"
+SMALL = shlex.split("--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3")
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    import graph_sage
+
+    assert graph_sage.main([str(argument) for argument in arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture
+def graph():
+    import graph_sage
+
+    return graph_sage.stochastic_block_model(800, seed=1)
+
+
+# The graph.
+
+
+def test_links_go_both_ways_and_as_often_as_asked(graph):
+    sources = np.repeat(np.arange(graph.nodes), np.diff(graph.first))
+    links = set(zip(sources.tolist(), graph.neighbours.tolist(), strict=True))
+    assert len(links) == len(graph.neighbours), "no link twice"
+    assert all((other, one) in links and one != other for one, other in links)
+    within = (graph.block[sources] == graph.block[graph.neighbours]).sum() / graph.nodes
+    assert within == pytest.approx(8, rel=0.15)
+    assert len(links) / graph.nodes - within == pytest.approx(4, rel=0.15)
+
+
+def test_a_node_shows_the_same_neighbours_whoever_asks_and_others_in_the_next_step(graph):
+    import graph_sage
+
+    nodes = np.arange(50)
+    places, shown = graph_sage.neighbours_of(graph, nodes, 5, key=3)
+    alone = graph_sage.neighbours_of(graph, nodes[20:21], 5, key=3)[1]
+    assert shown[places == 20].tolist() == alone.tolist()
+    assert not np.array_equal(shown, graph_sage.neighbours_of(graph, nodes, 5, key=4)[1])
+    for place, neighbour in zip(places, shown, strict=True):
+        node = nodes[place]
+        assert neighbour in graph.neighbours[graph.first[node] : graph.first[node + 1]]
+
+
+def test_all_neighbours_are_shown_equally_often(graph):
+    import graph_sage
+
+    node = int(np.argmax(np.diff(graph.first)))
+    shown = np.concatenate([graph_sage.neighbours_of(graph, np.array([node]), 10, key)[1] for key in range(600)])
+    counts = np.unique(shown, return_counts=True)[1]
+    assert len(counts) == graph.first[node + 1] - graph.first[node]
+    assert counts.min() > 0.7 * counts.mean()
+
+
+def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
+    import graph_sage
+
+    seeds = np.array([5, 700, 13, 42])
+    batch = {name: values.numpy() for name, values in graph_sage.sampled(graph, seeds, key=1).items()}
+    nodes, reached = batch["nodes"], int(batch["reached"])
+    assert nodes[:4].tolist() == seeds.tolist()
+    assert len(np.unique(nodes)) == len(nodes)
+    assert batch["blocks"].tolist() == graph.block[seeds].tolist()
+    for name, targets in (("inner", 4), ("outer", reached)):
+        source, target = batch[name]
+        assert target.max() < targets
+        assert source.max() < (reached if name == "inner" else len(nodes))
+        for one, other in zip(nodes[source], nodes[target], strict=True):
+            assert one in graph.neighbours[graph.first[other] : graph.first[other + 1]]
+    shapes = {len(graph_sage.sampled(graph, seeds, key)["nodes"]) for key in range(6)}
+    assert len(shapes) > 1, "a batch's shape varies"
+
+
+def test_nodes_without_neighbours_are_batches_too():
+    import graph_sage
+
+    graph = graph_sage.stochastic_block_model(40, seed=0, within=0.0, between=0.0)
+    assert len(graph.neighbours) == 0
+    batch = graph_sage.sampled(graph, np.arange(6), key=0)
+    model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
+    assert model(batch).shape == (6, graph_sage.BLOCKS)
+
+
+def test_the_shares_of_workers_have_the_loss_and_gradients_of_the_whole(graph):
+    import graph_sage
+
+    torch.manual_seed(0)
+    model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
+
+    def gradients(batches):
+        model.zero_grad()
+        rows = sum(len(batch["blocks"]) for batch in batches)
+        for batch in batches:
+            (graph_sage.loss(model, batch) * len(batch["blocks"]) / rows).backward()
+        return [value.grad.to_dense() for value in model.parameters()]
+
+    def batches(workers):
+        return [
+            next(iter(graph_sage.Samples(graph, np.arange(100), 30, 0, rank=rank, workers=workers)))
+            for rank in range(workers)
+        ]
+
+    whole = gradients(batches(1))
+    for workers in (2, 4):
+        for mine, expected in zip(gradients(batches(workers)), whole, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_samples_go_on_where_they_stopped(graph):
+    import graph_sage
+
+    def made():
+        return graph_sage.Samples(graph, np.arange(70), 20, seed=4)
+
+    whole = made()
+    assert len(whole) == 3
+    read = [*whole, *whole]
+    for stop in range(1, 6):
+        first = made()
+        iterator = iter(first)
+        for _ in range(stop):
+            batch = next(iterator, None)
+            if batch is None:
+                iterator = iter(first)
+                batch = next(iterator)
+        second = made()
+        second.load_state_dict(first.state_dict())
+        rest = [*second, *second][: len(read) - stop]
+        assert all(
+            torch.equal(one["nodes"], other["nodes"]) for one, other in zip(rest, read[stop:][: len(rest)], strict=True)
+        )
+
+
+# Runs.
+
+
+def test_neighbours_tell_more_than_features_alone(tmp_path, capsys):
+    result = run_here(capsys, "--steps", 60, "--nodes", 3000, "--batch", 128, "--out", tmp_path)
+    assert result["accuracy"] > result["best_without_edges"] + 0.15
+    assert result["losses"][-1] < 0.5 * result["losses"][0]
+    assert len(result["losses"]) == 60
+
+
+def test_interrupted_the_same_command_ends_as_if_undisturbed(tmp_path, capsys, monkeypatch):
+    import graph_sage
+
+    arguments = [*SMALL, "--save-every", "2"]
+    real = graph_sage.accuracy
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_sage, "accuracy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        assert graph_sage.main([*arguments, "--out", str(tmp_path / "stopped")]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert graph_sage.accuracy is real
+    gone_on = run_here(capsys, *arguments, "--out", tmp_path / "stopped")
+    whole = run_here(capsys, *arguments, "--out", tmp_path / "whole")
+    assert gone_on["resumed_from"] == 2
+    assert gone_on["losses"] == whole["losses"][2:]
+    assert gone_on["accuracy"] == whole["accuracy"]
+
+
+def test_sigterm_lets_the_step_end_and_saves_it(tmp_path, capsys, monkeypatch):
+    import graph_sage
+
+    monkeypatch.setattr(graph_sage, "accuracy", lambda *_: signal.raise_signal(signal.SIGTERM) or 0.0)
+    assert graph_sage.main([*SMALL, "--out", str(tmp_path)]) == 0
+    assert "saved after step 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
+def test_one_process_alone_runs_with_features_on_the_servers(mode, tmp_path, capsys):
+    alone = run_here(capsys, *SMALL, "--out", tmp_path / "alone")
+    other = run_here(capsys, *SMALL, "--comm-mode", mode, "--out", tmp_path / mode)
+    np.testing.assert_allclose(other["losses"], alone["losses"], rtol=1e-10)
+    assert other["accuracy"] == alone["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("AllReduce", marks=pytest.mark.slow), pytest.param("PS", marks=pytest.mark.slow), "Hybrid"]
+)
+def test_two_workers_have_the_losses_of_one(mode, tmp_path, capsys):
+    one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
+    job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
+    two = job.run(SCRIPT, *SMALL, "--comm-mode", mode, "--out", str(tmp_path / "two")).check().results[0]
+    assert two is not None
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-10)
+    assert two["accuracy"] == one["accuracy"]
+
+
+def test_too_few_nodes_are_named(capsys):
+    import graph_sage
+
+    with pytest.raises(SystemExit):
+        graph_sage.main(["--nodes", "100", "--batch", "90"])
+    assert "--nodes 100 leave fewer than --batch 90 to train on" in capsys.readouterr().err
