@@ -12,9 +12,9 @@ import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

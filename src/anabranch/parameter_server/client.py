@@ -492,9 +492,6 @@ class ParameterClient:
             if name in widths:
                 rows = torch.cat([rows, padded(next(numbers), widths[name])])
             arrived[name].append(Pulled(where[: len(version)] if everything else where[at], version, rows))
-                arrived[name].append(Pulled(where[at], version, rows))
-            else:
-                arrived[name].append(Pulled(where[at], version, next(numbers)))
 
     def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
         if not parts:
