@@ -25,6 +25,8 @@ _BAGS = _aten._embedding_bag_backward.default
 
 def sum_table_gradients(graph: Graph) -> Graph:
     """``graph`` with the gradients of tables on a CPU summed by ``index_add_``; padding and weights are left alone."""
+    if not any(node.target in (_ROWS, _BAGS) for node in graph.fx.nodes):
+        return graph
     graph = graph.copy()
     for node in list(graph.fx.nodes):
         if node.op != "call_function" or node.target not in (_ROWS, _BAGS) or not _is_plain(node):
