@@ -11,9 +11,9 @@ under much noise, so that a node alone says little and its neighbourhood much::
 
 How many nodes a batch reaches depends on the sample. It is padded to one of a few sizes, so that a step is captured as
 a graph a few times and not at every batch: what is padding reaches no seed, and changes no result. Nodes come as ids,
-and their features from a table with a row a node, which may live on servers and is trained, too. Which neighbours a node
-shows in a step depends on the node and the step alone, so any number of workers with a part of the seeds each do what
-one does.
+and their features from a table with a row a node, which may live on servers and is trained, too. Which neighbours a
+node shows in a step depends on the node and the step alone, so any number of workers with a part of the seeds each do
+what one does.
 
 ``_run.py`` is what all examples do alike. Shapes: S seeds, R nodes near them (seeds included), F nodes further away, V
 nodes of a batch, E edges, D width of a layer.

@@ -32,7 +32,7 @@ _REMEMBERED = 64  # messages of different tables
 class TableGroup:
     """Tables of one width, dtype and rule, whose lookups of a step are known together.
 
-    >>> from anabranch.parameter_server import Constant, RowOptimizer, TableSpec
+    >>> from anabranch.parameter_server import Constant, Family, RowOptimizer, TableSpec
     >>> rule = RowOptimizer(Family.SGD, lr=0.5)
     >>> tables = [RowTable(TableSpec(name, 10, 2, initial=Constant(1.0)), rule) for name in ("users", "items")]
     >>> group = TableGroup(tables)
@@ -249,7 +249,7 @@ class Grouping:
             tables: all that there are, by name.
             counts: the lookups of each table that is asked about, in their order.
         """
-        if not balanced(list(counts.values()), self._crew.threads):
+        if not _balanced(list(counts.values()), self._crew.threads):
             return [(None, list(counts))]
         names = tuple(counts)
         found = self._found.get(names)
@@ -291,6 +291,6 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     return begun.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def balanced(counts: Sequence[int], threads: int) -> bool:
+def _balanced(counts: Sequence[int], threads: int) -> bool:
     """Whether sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)
