@@ -15,7 +15,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]
     if node.op == "placeholder":
         return graph.node_copy(node, look)
     copied = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
-    copied.args, copied.kwargs = fx.map_arg(node.args, look), fx.map_arg(node.kwargs, look)  # type: ignore[assignment]
+    copied.args, copied.kwargs = fx.map_arg(node.args, look), fx.map_arg(node.kwargs, look)
     copied.meta = dict(node.meta)
     return copied
 
