@@ -120,9 +120,13 @@ class Graph:
         """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""
         from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
         from anabranch.graph.in_place import reuse_in_place
+        from anabranch.graph.streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
         from anabranch.graph.table_gradients import sum_table_gradients
 
-        return reuse_in_place(sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True))))
+        graph = sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True)))
+        if not crosses_from_cuda(graph):
+            return reuse_in_place(graph)
+        return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """The inputs that are bound, with what they are bound to."""

@@ -36,6 +36,7 @@ from anabranch.graph.inductor import compiled
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.python_values import PythonValues
+from anabranch.graph.replay import Replayed, can_replay
 from anabranch.graph.surroundings import Surroundings
 from anabranch.graph.tracing import Recorder, Source, undisturbed
 from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
@@ -424,11 +425,15 @@ class StepProgram:
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in self._passes:
             graph = improve(graph)
-        if self._compile:
+        if self._compile or can_replay(front):
             update_program = self._update(dense).program() if dense else None  # type: ignore[arg-type]
-            front_program = captured.program if front is backward.graph else compiled(front)
             names = [f"{name}.grad" for name in dense]
-            return _CompiledJoint(graph, backward, fetch, front.outputs, front_program, update_program, names)
+            if not self._compile:
+                read_at_once = [name in names and name not in fetch for name in front.outputs]
+                front_program: Program = Replayed(front.program(), front, read_at_once)
+            else:
+                front_program = captured.program if front is backward.graph else compiled(front)
+            return _SplitJoint(graph, backward, fetch, front.outputs, front_program, update_program, names)
         return _Joint(graph, backward, fetch, graph.program())
 
     # Running in parts.
@@ -493,8 +498,8 @@ class _Joint:
         return self.program.run(*leaves)
 
 
-class _CompiledJoint(_Joint):
-    """A joint graph that runs as two: what is before the update, compiled by Inductor, and the update."""
+class _SplitJoint(_Joint):
+    """A joint graph that runs as two: what is before the update, by Inductor or as a CUDA graph, and the update."""
 
     __slots__ = ("_gradients", "_outputs", "_update")
 
