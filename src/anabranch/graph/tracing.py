@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import operator
 import re
@@ -71,6 +72,9 @@ _LIBRARIES = (
     "<eval_with_key>",
     "<string>",
 )
+
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+"""Prints the traceback of every mistake in a shape, whoever may catch it."""
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
@@ -433,7 +437,9 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line."""
+    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line, and is all that is said."""
+    silent = _FAKES.disabled
+    _FAKES.disabled = True
     try:
         yield
     except (CaptureError, UserMistake, WrongType):
@@ -445,6 +451,8 @@ def _explained() -> Iterator[None]:
         raise CaptureError(
             f"{_line_of_error(error)}: cannot be captured as a graph ({type(error).__name__}: {reason})"
         ) from error
+    finally:
+        _FAKES.disabled = silent
 
 
 def is_library(filename: str) -> bool:
