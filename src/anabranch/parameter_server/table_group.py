@@ -22,7 +22,7 @@ from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
 from anabranch.parameter_server.row_table import RowTable
 
-__all__ = ["Grouping", "TableGroup", "side_by_side"]
+__all__ = ["Grouping", "TableGroup", "balanced", "side_by_side"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
@@ -249,7 +249,7 @@ class Grouping:
             tables: all that there are, by name.
             counts: the lookups of each table that is asked about, in their order.
         """
-        if not _balanced(list(counts.values()), self._crew.threads):
+        if not balanced(list(counts.values()), self._crew.threads):
             return [(None, list(counts))]
         names = tuple(counts)
         found = self._found.get(names)
@@ -291,6 +291,6 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     return begun.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _balanced(counts: Sequence[int], threads: int) -> bool:
+def balanced(counts: Sequence[int], threads: int) -> bool:
     """Whether sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)
