@@ -38,7 +38,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -376,6 +375,9 @@ def trace(
     Raises:
         CaptureError: naming the line of user code that cannot be captured.
     """
+    # A third of a second, which processes that capture nothing (servers, launchers) need not spend.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     fakes_of = FakeTensorMode(
         shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         static_shapes=True,
