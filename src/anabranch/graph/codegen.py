@@ -41,7 +41,7 @@ class Program:
         remake: makes the program again once memory has moved, as ``parameter.data = ...`` moves it.
     """
 
-    __slots__ = ("_anchors", "_remake", "function", "source")
+    __slots__ = ("_anchors", "_places", "_remake", "function", "source")
 
     def __init__(
         self,
@@ -52,15 +52,16 @@ class Program:
     ) -> None:
         self.source = source
         self.function = function
-        self._anchors = anchors
+        self._hold(anchors)
         self._remake = remake
+
+    def _hold(self, anchors: Sequence[tuple[Tensor, int]]) -> None:
+        self._anchors, self._places = [tensor for tensor, _ in anchors], [where for _, where in anchors]
 
     def run(self, *inputs: object) -> tuple[object, ...]:
         """Runs the function with autograd off."""
-        for tensor, where in self._anchors:
-            if tensor.data_ptr() != where:
-                self._follow()
-                break
+        if list(map(Tensor.data_ptr, self._anchors)) != self._places:
+            self._follow()
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
@@ -71,7 +72,7 @@ class Program:
     def _follow(self) -> None:
         assert self._remake is not None
         again = self._remake()
-        self.function, self._anchors = again.function, again._anchors
+        self.function, self._anchors, self._places = again.function, again._anchors, again._places
 
 
 def generate(

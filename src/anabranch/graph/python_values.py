@@ -1,7 +1,7 @@
 """The Python values that a capture baked into its graph, and whether they still are what they were.
 
-They are looked at before every step, so the look is made of loops in C: one ``itemgetter`` a holder, compared by
-identity. Only where an identity differs are values compared.
+They are looked at before every step, so the look is one loop in C: an ``itemgetter`` a holder, compared by identity.
+Only where an identity differs are values compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from anabranch.graph.surroundings import Surroundings
 
@@ -68,6 +69,9 @@ class PythonValues:
     def _remember(self) -> None:
         for group in self._groups:
             group.values = group.read(group.space)
+        self._readers = [group.read for group in self._groups]
+        self._spaces = [group.space for group in self._groups]
+        self._values = list(chain.from_iterable(group.values for group in self._groups))
         self._cell_values = tuple(map(contents, self._cells))
         self._sizes = list(map(len, self._sized))
         found = [value for group in self._groups for value in group.values] + list(self._cell_values)
@@ -79,9 +83,8 @@ class PythonValues:
         """Whether all of them are the very values that they were; the look before every step."""
         same = operator.is_
         try:
-            for group in self._groups:
-                if not all(map(same, group.read(group.space), group.values)):
-                    return False
+            if not all(map(same, chain.from_iterable(map(operator.call, self._readers, self._spaces)), self._values)):
+                return False
         except KeyError:
             return False
         if self._cells and not all(map(same, map(contents, self._cells), self._cell_values)):

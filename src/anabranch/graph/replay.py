@@ -66,22 +66,22 @@ class Replayed(Program):
         lent: which results are read before the next run, so that they need not be copied out of recorded memory.
     """
 
-    __slots__ = ("_bound", "_inputs", "_lent", "_places", "_program", "_recording", "_refused", "_runs")
+    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")
 
     def __init__(self, program: Program, graph: Graph, lent: Sequence[bool]) -> None:
         super().__init__(program.source, self._run)
         self._program = program
         self._lent = list(lent)
         self._bound = [tensor for _, tensor in graph.shared()]
-        self._places: list[int] = []
+        self._where: list[int] = []
         self._inputs: list[Tensor] = []
         self._recording: _Recording | None = None
         self._runs, self._refused = 0, False
 
     def _run(self, *inputs: Tensor) -> tuple[object, ...]:
         places = list(map(Tensor.data_ptr, self._bound))
-        if places != self._places:  # at first, and where ``parameter.data = ...`` has moved the memory
-            self._places, self._recording, self._runs = places, None, 0
+        if places != self._where:  # at first, and where ``parameter.data = ...`` has moved the memory
+            self._where, self._recording, self._runs = places, None, 0
         if self._recording is None:
             self._runs += 1
             if self._runs <= _WARM_UP or self._refused:

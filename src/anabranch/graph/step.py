@@ -53,6 +53,7 @@ Pass: TypeAlias = Callable[[Graph], Graph]
 Gate: TypeAlias = Callable[[object], None]
 """``gate(kind)`` is called before a kind of batch is captured, and raises ``CaptureError`` if it is not to be."""
 
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _MOST_NUMBERS = 8
 _MOST_CHANGES = 4
 _MOST_GRAPHS = 64
@@ -250,7 +251,7 @@ class StepProgram:
             tuple([_look(leaf) for leaf in leaves]),
             tuple([_look(leaf) for leaf in more]),
             tuple([module.training for module in self._modules]),
-            tuple([parameter.requires_grad for parameter in self._parameters.values()]),
+            tuple(map(_requires_grad, self._parameters.values())),
             self._group_numbers.current(),
             tuple(fetch),
             _modes(),

@@ -24,6 +24,7 @@ _NOT_STATE = {"_parameters", "_buffers", "_modules", "training", "_non_persisten
 _NOT_STATE |= {"_is_full_backward_hook"}  # hooks are looked at by themselves
 # How torch's recurrent modules remember their parameters, which are swapped during a capture.
 _NOT_STATE |= {"_flat_weights", "_flat_weight_refs"}
+_UNREAD = {"in_features", "out_features"}  # by the forward of a plain Linear, which small models are full of
 _NEVER_RUN = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__setstate__", "__del__"}
 _LOOKUPS = {"getattr", "vars", "__dict__", "locals", "globals", "attrgetter", "methodcaller"}
 _FEW = 64
@@ -100,7 +101,12 @@ class Surroundings:
     def mentioned(self, holder: Holder) -> list[str]:
         """The names of the holder's attributes that count."""
         everything = holder.whole or (self._looks_up and holder.is_object)
-        return [name for name in holder.values if is_state(name) and (everything or name in self._names)]
+        unread = _UNREAD if type(holder.owner) is nn.Linear else ()
+        return [
+            name
+            for name in holder.values
+            if is_state(name) and name not in unread and (everything or name in self._names)
+        ]
 
     def mentions(self, *names: str) -> bool:
         """Whether some of the code mentions one of these names."""
