@@ -248,7 +248,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     """
     if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]
-    return tensor.view(-1).split(_PIECE)
+    return torch.split(tensor.view(-1), _PIECE)
 
 
 def _input_name(path: str) -> str:
