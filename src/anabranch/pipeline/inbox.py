@@ -102,5 +102,8 @@ class Post(Protocol):
     def is_stuck(self) -> bool:
         """Whether something waits for a peer, and nobody can end that."""
 
+    def settle(self, seconds: float) -> None:
+        """Waits for peers that are on their way to the end of a failed turn, so that they are not taken for stuck."""
+
     def close(self) -> None:
         """Ends what was started, in a moment."""

@@ -37,6 +37,10 @@ class LocalEngine:
         self._workers: Workers | None = None
         self._word: object = None
 
+    def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
+        """A copy of a pipe starts threads of its own."""
+        return LocalEngine, (self._rank_of, self._timeout)
+
     @contextmanager
     def turn(self, operation: str) -> Iterator[LocalEngine]:
         """A forward, its backward or a step."""

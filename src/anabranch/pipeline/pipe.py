@@ -22,7 +22,7 @@ from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.describe import Observed, describe
 from anabranch.pipeline.local import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, microbatch_sizes, scatter
-from anabranch.pipeline.orders import default_ranks, make_schedule
+from anabranch.pipeline.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
 from anabranch.pipeline.random_streams import refuse_undrawable
 from anabranch.pipeline.ranks import RankEngine
@@ -527,8 +527,21 @@ class _Schedules:
         if self._given is not None and self._given.microbatches == m:
             return self._given
         if m not in self._made:
-            self._made[m] = self._make(m)
+            self._made[m] = self._make_like_given(m) if self._given is not None else self._make(m)
         return self._made[m]
+
+    def _make_like_given(self, m: int) -> Schedule:
+        """The schedule of the given one's name, for a batch that makes another number of microbatches."""
+        given = self._given
+        assert given is not None
+        if self.name in SCHEDULES:
+            made = self._make(m)
+            if (made.rank_of, made.splits_backward) == (given.rank_of, given.splits_backward):
+                return made
+        raise ValueError(
+            f"the schedule {self.name!r} is for {given.microbatches} microbatches, this batch makes {m}; give batches "
+            f"of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
+        )
 
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:

@@ -57,6 +57,7 @@ _log = logging.getLogger("anabranch.pipeline")
 _TEXT_BYTES = 256
 _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
+_LAST_SECONDS = 2.0
 _FIRST_TAG = 0x70697065
 # Pipes on one group keep apart by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -112,7 +113,7 @@ class RankEngine:
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_the_lost, self._post)
-        self._end = weakref.finalize(self, _end, self._inbox, self._post, self._beats, leave)
+        self._end = weakref.finalize(self, _end, self._post, self._beats, leave)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
@@ -255,6 +256,7 @@ class RankEngine:
 
 def _exit_without_the_lost(post: Post) -> None:
     """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
+    post.settle(_LAST_SECONDS)
     if not post.is_stuck():
         return
     logging.shutdown()
@@ -263,11 +265,10 @@ def _exit_without_the_lost(post: Post) -> None:
     os._exit(1)
 
 
-def _end(inbox: Inbox, post: Post, beats: Beats, leave: Callable[[], None]) -> None:
-    inbox.close()
+def _end(post: Post, beats: Beats, leave: Callable[[], None]) -> None:
+    post.close()
     if not post.is_stuck():
         atexit.unregister(leave)
-    post.close()
     beats.close()
 
 

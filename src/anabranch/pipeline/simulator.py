@@ -1,8 +1,6 @@
 """Runs a schedule on paper: in what order, how long, how much idle, how many activations at once.
 
-Every rank runs its list in order; a receive waits for its send; that is the whole model, and the whole runtime. So a
-schedule that ends here ends there, and what the clock says here is what a pipeline of stages that take these times
-shows.
+What the clock says here is what a pipeline of stages that take these times shows.
 """
 
 from __future__ import annotations
@@ -11,18 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.clock import Clock, Interval
 from anabranch.pipeline.schedule import Lowered, Schedule
 
 __all__ = ["Interval", "Simulation", "simulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """When a computing action ran, in the units of its costs."""
-
-    action: Action
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,17 @@ def simulate(
         ValueError: it never ends; names the actions that wait for one another.
     """
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
-    return _Run(lowered, _as_function(costs, lowered.schedule)).run()
+    clock = Clock(lowered.actions, _as_function(costs, lowered.schedule))
+    if clock.stuck:
+        raise ValueError(f"{lowered.schedule.name} never ends, its ranks wait for one another: {clock.stuck}")
+    makespan = max(clock.times)
+    busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
+    return Simulation(
+        tuple(map(tuple, clock.intervals)),
+        makespan,
+        1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
+        tuple(map(_peak_activations, lowered.actions)),
+    )
 
 
 def _as_function(
@@ -72,64 +72,6 @@ def _as_function(
         table = costs
         return lambda action: table.get(action.kind, 0.0)
     return costs
-
-
-_SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-
-
-class _Run:
-    def __init__(self, lowered: Lowered, cost: Callable[[Action], float]) -> None:
-        self._lowered = lowered
-        self._cost = cost
-        self._arrivals: dict[tuple[Kind, int, int, int], float] = {}
-        self._clock = [0.0] * len(lowered.actions)
-        self._done = [0] * len(lowered.actions)
-        self._intervals: list[list[Interval]] = [[] for _ in lowered.actions]
-
-    def run(self) -> Simulation:
-        moved = True
-        while moved:
-            moved = max([self._advance(rank) for rank in range(len(self._done))])
-        stuck = [
-            f"rank {rank} at {actions[done]}"
-            for rank, (actions, done) in enumerate(zip(self._lowered.actions, self._done, strict=True))
-            if done < len(actions)
-        ]
-        if stuck:
-            raise ValueError(f"{self._lowered.schedule.name} never ends, its ranks wait for one another: {stuck}")
-        makespan = max(self._clock)
-        busy = sum(interval.end - interval.start for row in self._intervals for interval in row)
-        return Simulation(
-            tuple(map(tuple, self._intervals)),
-            makespan,
-            1.0 - busy / (makespan * len(self._done)) if makespan else 0.0,
-            tuple(map(_peak_activations, self._lowered.actions)),
-        )
-
-    def _advance(self, rank: int) -> bool:
-        """Runs the rank until it has to wait; whether it got anywhere."""
-        start = self._done[rank]
-        for action in self._lowered.actions[rank][start:]:
-            if not self._step(rank, action):
-                break
-            self._done[rank] += 1
-        return self._done[rank] > start
-
-    def _step(self, rank: int, action: Action) -> bool:
-        now = self._clock[rank]
-        if action.kind.computes:
-            self._clock[rank] = now + self._cost(action)
-            self._intervals[rank].append(Interval(action, now, self._clock[rank]))
-            return True
-        assert action.peer is not None
-        if action.kind in _SENT_AS:
-            arrival = self._arrivals.get((_SENT_AS[action.kind], action.peer, action.stage, action.microbatch))
-            if arrival is None:
-                return False
-            self._clock[rank] = max(now, arrival)
-            return True
-        self._arrivals[action.kind, action.stage, action.peer, action.microbatch] = now + self._cost(action)
-        return True
 
 
 def _peak_activations(actions: tuple[Action, ...]) -> int:
