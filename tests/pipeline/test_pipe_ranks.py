@@ -13,7 +13,7 @@ OVER_GLOO = {"PIPELINE_POST": "gloo"}
 """Ranks of one host use shared memory unless they are told not to."""
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_ranks_are_the_unsplit_module(ranks: int):
     LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
 
@@ -61,6 +61,7 @@ def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_i
     found = LocalJob(2, timeout=60, environment=environment).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]
+    assert found[0]["step"] == 1
     assert found[0]["seconds"] < 2 * 0.5 + 0.5
     assert found[1]["type"].endswith("PeerLost")
 

@@ -133,8 +133,8 @@ class Turn(Protocol):
 class Engine(Protocol):
     """Takes the turns of a pipeline, on threads or with other processes."""
 
-    def turn(self, operation: str) -> AbstractContextManager[Turn]:
-        """Begins a turn, which ends, for all ranks alike, with the block."""
+    def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
+        """Begins a turn of call number ``step``, which ends, for all ranks alike, with the block."""
 
     def close(self) -> None:
         """Ends what was started for it."""
@@ -147,6 +147,7 @@ class Call:
         engine: takes the turn of its backward.
         runs: the stages of this process, by number.
         actions: of each rank.
+        step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: whether a backward may follow.
         observed: takes in what the runs show.
@@ -159,6 +160,7 @@ class Call:
         engine: Engine,
         runs: Mapping[int, StageRun],
         actions: Sequence[Sequence[Action]],
+        step: int,
         inputs: Inputs,
         records: bool,
         *,
@@ -169,6 +171,7 @@ class Call:
         self._engine = engine
         self._runs = runs
         self._actions = actions
+        self._step = step
         self.inputs = inputs
         self.records = records
         self._observed = observed
@@ -213,7 +216,7 @@ class Call:
             )
         self._open = keep
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
-        with self._engine.turn("backward") as turn:
+        with self._engine.turn("backward", self._step) as turn:
             outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.actions import Action
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
@@ -36,14 +37,16 @@ class LocalEngine:
         self._timeout = timeout
         self._workers: Workers | None = None
         self._word: object = None
+        self._step = 0
 
     def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
         """A copy of a pipe starts threads of its own."""
         return LocalEngine, (self._rank_of, self._timeout)
 
     @contextmanager
-    def turn(self, operation: str) -> Iterator[LocalEngine]:
+    def turn(self, operation: str, step: int) -> Iterator[LocalEngine]:
         """A forward, its backward or a step."""
+        self._step = step
         yield self
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
@@ -78,7 +81,7 @@ class LocalEngine:
         if self._workers is None:
             self._workers = Workers(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)
-        exchange = Exchange(self._rank_of, deadline)
+        exchange = Exchange(self._rank_of, deadline, self._step)
         attempt = _Attempt(exchange, self._workers)
         runners = [Runner(runs, outside, exchange, keep=keep) for _ in actions]
         tasks = [
@@ -86,7 +89,11 @@ class LocalEngine:
             for runner, todo in zip(runners, actions, strict=True)
         ]
         try:
-            self._workers.run(tasks, deadline, on_interrupt=exchange.abort)
+            try:
+                self._workers.run(tasks, deadline, on_interrupt=exchange.abort, step=self._step)
+            except DeadlineExceeded:
+                attempt.raise_failure()  # a stage that waited in vain says for whom
+                raise
             attempt.raise_failure()
         except BaseException:
             for run in runs.values():

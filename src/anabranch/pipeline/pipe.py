@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from anabranch.errors import PipelineError
 from anabranch.pipeline.ambient import Ambient
 from anabranch.pipeline.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
@@ -205,7 +206,7 @@ class Pipe(nn.Module):
             ValueError: tensors that disagree in rows, or a keyword that no layer takes.
             BaseException: whatever a stage raises, with a note of stage, microbatch and phase.
         """
-        with self._engine.turn("forward") as turn:
+        with self._engine.turn("forward", self.calls) as turn:
             call = self._call(turn, x, inputs, head=None)
             if call.differentiable:
                 return open_portal(call, turn)
@@ -236,7 +237,7 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or rows of ``target`` that are not those of ``x``.
             BaseException: whatever a stage raises; no gradient has accumulated then.
         """
-        with self._engine.turn("step") as turn:
+        with self._engine.turn("step", self.calls) as turn:
             call, output, grads = self._step(turn, x, inputs, (loss, target, reduction))
         # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
         if call.records:
@@ -260,7 +261,7 @@ class Pipe(nn.Module):
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
-        with self._engine.turn("step") as turn:
+        with self._engine.turn("step", self.calls) as turn:
             call, _, grads = self._step(turn, x, {}, (loss, target, reduction), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), str(mine.dtype).removeprefix("torch.")], word])
@@ -301,6 +302,7 @@ class Pipe(nn.Module):
     ) -> Call:
         ambient = Ambient.take()
         facts = turn.agree(lambda: self._facts(x, inputs, ambient))
+        self.calls = facts.step + 1
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
@@ -323,6 +325,7 @@ class Pipe(nn.Module):
             self._engine,
             runs,
             lowered.actions,
+            facts.step,
             given,
             plan.records,
             observed=self._observed,
@@ -332,8 +335,7 @@ class Pipe(nn.Module):
 
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
-        self.calls += 1
-        return Facts(self.calls - 1, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        return Facts(self.calls, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
@@ -363,7 +365,7 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
-        with self._engine.turn("clip_grad_norm") as turn:
+        with self._engine.turn("clip_grad_norm", self.calls) as turn:
             elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
             here = [p for p in self.parameters() if p.grad is not None]
             values = {p: _values_of_gradient(p) for p in here}
@@ -386,7 +388,7 @@ class Pipe(nn.Module):
         """Gives a parameter that several ranks share the gradient that the first of them has; all ranks call it."""
         if self.process_group is None:
             return
-        with self._engine.turn("align_ties") as turn:
+        with self._engine.turn("align_ties", self.calls) as turn:
             for index, (parameter, ranks) in enumerate(self._ties):
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
@@ -477,10 +479,16 @@ def _find_balance(
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
         return finders[by](n, module, sample)
-    # Measured on one rank, as all must cut alike.
-    found = torch.tensor(finders[by](n, module, sample) if dist.get_rank(group) == 0 else [0] * n)
-    dist.broadcast(found, group=group, group_src=0)
-    return [int(size) for size in found]
+    # Measured on one rank, as all must cut alike; zeros say that it could not be.
+    sizes = torch.zeros(n, dtype=torch.int64)
+    try:
+        if dist.get_rank(group) == 0:
+            sizes = torch.tensor(finders[by](n, module, sample))
+    finally:
+        dist.broadcast(sizes, group=group, group_src=0)
+    if not sizes.any():
+        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; it raises the reason")
+    return [int(size) for size in sizes]
 
 
 _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction]

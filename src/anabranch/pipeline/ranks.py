@@ -145,7 +145,7 @@ class RankEngine:
         return None
 
     @contextmanager
-    def turn(self, operation: str) -> Iterator[RankTurn]:
+    def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
         """What all ranks do together; ends when all have done it, or with an error on each.
 
         Raises:
@@ -156,7 +156,7 @@ class RankEngine:
         """
         self._turns += 1
         self._inbox.begin(self._turns, operation)
-        turn = RankTurn(self, self._turns, operation, Deadline.after(self._timeout))
+        turn = RankTurn(self, self._turns, operation, step, Deadline.after(self._timeout))
         try:
             yield turn
             turn.end(None)
@@ -198,7 +198,9 @@ class RankEngine:
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
         self._post.send(rank, header, tensors)
 
-    def wait(self, found: Callable[[], bool], deadline: Deadline, operation: str, peers: Sequence[int]) -> None:
+    def wait(
+        self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
+    ) -> None:
         """Waits for ``found()``, which looks at the inbox; ``peers`` are whom it waits for."""
         inbox, began = self._inbox, monotonic()
         while True:
@@ -217,8 +219,8 @@ class RankEngine:
                 lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
             lost |= self._beats.lost()
             if lost:
-                raise self._peer_lost(lost, deadline, operation)
-            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
+                raise self._peer_lost(lost, deadline, operation, step)
+            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}", step=step)
 
     def _out_of_order(self, peer: int, theirs: str, ours: str) -> RuntimeError:
         here, there = self.rank_name(self.rank), self.rank_name(peer)
@@ -227,10 +229,10 @@ class RankEngine:
             "same calls in the same order"
         )
 
-    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
+    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str, step: int) -> PeerLost:
         what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
         who = ", ".join(f"rank {rank}" for rank in sorted(lost))
-        return PeerLost(what, peer=who, operation=f"pipeline {operation}", elapsed=deadline.elapsed())
+        return PeerLost(what, peer=who, operation=f"pipeline {operation}", step=step, elapsed=deadline.elapsed())
 
     def _show(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {self.rank_name(rank)}" for rank in ranks)
@@ -287,10 +289,11 @@ def _as_error(fault: Fault) -> PipelineError:
 class RankTurn:
     """One turn, as one rank takes part in it; the link of its runner."""
 
-    def __init__(self, engine: RankEngine, number: int, operation: str, deadline: Deadline) -> None:
+    def __init__(self, engine: RankEngine, number: int, operation: str, step: int, deadline: Deadline) -> None:
         self._engine = engine
         self._number = number
         self._operation = operation
+        self._step = step
         self._deadline = deadline
         self._has_ended = False
         self._word: object = None
@@ -408,7 +411,7 @@ class RankTurn:
         self.check()
 
     def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
-        self._engine.wait(found, self._deadline, f"{self._operation} {what}", peers)
+        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers)
 
 
 _SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}

@@ -1,8 +1,9 @@
 """A schedule: for each rank, the list of actions it runs in a step. Data, so it is checked, drawn, saved and read back.
 
-``orders.py`` makes the well-known ones; ``clock.py`` runs one on paper, to see that it ends. A schedule as made holds computing actions
-only. ``with_transfers`` adds what a given pipeline needs besides: sends and receives between neighbours and along
-skips, and the second forward of what keeps no activations. That is the list a rank executes, as it stands.
+``orders.py`` makes the well-known ones; ``clock.py`` runs one on paper, to see that it ends. A schedule as made holds
+computing actions only. ``with_transfers`` adds what a given pipeline needs besides: sends and receives between
+neighbours and along skips, and the second forward of what keeps no activations. That is the list a rank executes, as it
+stands.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class _Slot:
         for name, shape in described:
             dtype = dtype_named(name)
             size = prod(shape) * dtype.itemsize
-            found.append(self._view(at, size, hold).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype))
+            found.append(
+                self._view(at, size, hold).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            )
             at += _aligned(size)
         return found
 
