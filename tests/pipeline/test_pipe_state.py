@@ -294,6 +294,48 @@ def test_activations_are_freed_as_backward_goes():
     assert all(reference.expired() for reference in kept)
 
 
+def test_outputs_are_kept_only_where_somebody_wants_them():
+    kept: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            kept.append(StorageWeakRef(y.untyped_storage()))
+            return y
+
+    def count(event) -> None:
+        if (event.name, event.facts["stage"], event.facts["phase"]) == ("pipeline.end", 1, "backward"):
+            alive.append(sum(not reference.expired() for reference in kept))
+
+    x = torch.randn(4, 3)
+    with (
+        Pipe(nn.Sequential(nn.Linear(3, 3), Keep()), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
+        subscribe(count),
+    ):
+        pipe.step_together(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
+        assert max(alive) <= 1
+        kept.clear()
+        result = pipe.step(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum")
+        assert alive[-1] == 4
+        assert torch.equal(result.output, pipe(x))
+        assert result.output is result.output
+        assert all(reference.expired() for reference in kept[:4]), "put together, the parts are let go of"
+
+
+def test_an_output_that_cannot_be_put_together_is_nobodys_concern_until_it_is_asked_for():
+    class Number(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    x = torch.randn(4, 3)
+    with Pipe(nn.Sequential(nn.Linear(3, 3), Number()), [1, 1], chunks=2) as pipe:
+        result = pipe.step(x, loss=lambda y, _: y, reduction="sum")
+        torch.testing.assert_close(result.loss, pipe.module[0](x).sum().detach())
+        with pytest.raises(ValueError, match="no rows to join microbatches along"):
+            _ = result.output
+
+
 def test_the_pipes_threads_end_with_it():
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
     pipe(torch.randn(2, 2))

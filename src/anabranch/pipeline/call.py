@@ -205,7 +205,12 @@ class Call:
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
         """Runs the F half. Returns the output, and for each of its leaves whether a gradient can enter there."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
-        return self._collect(turn.run(self._runs, half, self._outside()))
+        packets = self._collect(turn.run(self._runs, half, self._outside()))
+        if not packets:
+            return None, []
+        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
+        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        return gather([packet.structure() for packet in packets]), needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Runs the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
@@ -220,11 +225,16 @@ class Call:
             outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
-    def step(self, turn: Turn) -> tuple[Structure, list[Tensor | None]]:
-        """Runs the whole schedule, loss included. Returns the output, and the gradients of ``leaves``."""
+    def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
+        """Runs the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
         outcome = turn.run(self._runs, self._actions, self._outside())
-        output, _ = self._collect(outcome)
-        return output, self._gradients(turn, outcome)
+        packets = self._collect(outcome)
+        return [packet.structure() for packet in packets], self._gradients(turn, outcome)
+
+    def outputs(self, turn: Turn) -> list[Structure]:
+        """Runs the F half, loss included. Returns the microbatches' outputs."""
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
+        return [packet.structure() for packet in self._collect(turn.run(self._runs, half, self._outside()))]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         return {
@@ -233,14 +243,11 @@ class Call:
             if OUTSIDE in run.stage.sources
         }
 
-    def _collect(self, outcome: Outcome) -> tuple[Structure, list[bool]]:
+    def _collect(self, outcome: Outcome) -> list[Packet]:
         self._observed.add(outcome.observed)
         if not outcome.outputs:
-            return None, []
-        packets: list[Packet] = [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
-        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
-        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
-        return gather([packet.structure() for packet in packets]), needs_grad
+            return []
+        return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:

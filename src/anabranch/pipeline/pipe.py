@@ -22,7 +22,7 @@ from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_po
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.describe import Observed, describe
 from anabranch.pipeline.local import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, microbatch_sizes, scatter
+from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
 from anabranch.pipeline.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
 from anabranch.pipeline.random_streams import refuse_undrawable
@@ -45,17 +45,24 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """From output and target to one number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What a scheduled step found; ``None`` on ranks without the last stage.
 
     Attributes:
         loss: the whole batch's loss, a tensor of no dimensions, without a graph.
-        output: the model's output for the whole batch, without a graph.
+        output: the model's output for the whole batch, without a graph; put together when it is first asked for.
     """
 
     loss: Tensor | None
-    output: Structure
+    _outputs: list[Structure]
+
+    @property
+    def output(self) -> Structure:
+        if not self._outputs:
+            return None
+        self._outputs = [gather(self._outputs)]
+        return self._outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +245,11 @@ class Pipe(nn.Module):
             BaseException: whatever a stage raises; no gradient has accumulated then.
         """
         with self._engine.turn("step", self.calls) as turn:
-            call, output, grads = self._step(turn, x, inputs, (loss, target, reduction))
+            call, outputs, grads = self._step(turn, x, inputs, (loss, target, reduction, True))
         # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), output)
+        return StepResult(call.loss(), outputs)
 
     def step_together(
         self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
@@ -262,7 +269,7 @@ class Pipe(nn.Module):
             BaseException: as for ``step``.
         """
         with self._engine.turn("step", self.calls) as turn:
-            call, _, grads = self._step(turn, x, {}, (loss, target, reduction), rows)
+            call, _, grads = self._step(turn, x, {}, (loss, target, reduction, False), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), str(mine.dtype).removeprefix("torch.")], word])
         if call.records:
@@ -275,13 +282,13 @@ class Pipe(nn.Module):
 
     def _step(
         self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
-    ) -> tuple[Call, Structure, list[Tensor | None]]:
+    ) -> tuple[Call, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
         call = self._call(turn, x, inputs, head=head, expected_rows=rows)
         if call.records:
             return call, *call.step(turn)
-        return call, call.forward(turn)[0], []
+        return call, call.outputs(turn), []
 
     @contextmanager
     def output_everywhere(self) -> Iterator[None]:
@@ -491,7 +498,8 @@ def _find_balance(
     return [int(size) for size in sizes]
 
 
-_HeadParts: TypeAlias = tuple[Loss, Structure, Reduction]
+_HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
+"""The loss, its targets, what it is over the rows, and whether outputs are kept beside it."""
 
 
 def _check_choices(chunks: int, checkpoint: str) -> None:
@@ -663,9 +671,9 @@ def _check_rows(value: Structure, rows: int, what: str) -> None:
 
 
 def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage) -> Head:
-    loss, target, reduction = parts
+    loss, target, reduction, keeps_output = parts
     if target is not None:
         _check_rows(target, rows, "the target")
     on_device = map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, target)
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, scatter(on_device, sizes), weights)
+    return Head(loss, scatter(on_device, sizes), weights, keeps_output)

@@ -86,6 +86,7 @@ class Head:
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
     weights: Sequence[float]
+    keeps_outputs: bool
 
 
 @dataclass(frozen=True, slots=True)
