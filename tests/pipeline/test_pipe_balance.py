@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_models import LAYERS, skipping_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, SkipError, skippable, stash
 from anabranch.events import Event, on_fault_point, subscribe
@@ -221,6 +222,61 @@ def test_stages_are_busy_at_once_wherever_the_simulator_says_so(name: str, check
     pipe = Pipe(model, [1] * stages, devices=["cpu"] * 2, chunks=m, checkpoint=checkpoint, schedule=name)
     with pipe, on_fault_point(meet):
         pipe.step(x, x, loss=F.mse_loss)
+
+
+class Hold(nn.Module):
+    """Keeps so many bytes for backward."""
+
+    def __init__(self, size: int, alive: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.size, self.alive = size, alive
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Hold.apply(self.linear(x), self.size, self.alive)
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, size, alive):
+        kept = torch.empty(size, dtype=torch.uint8)
+        alive.append(StorageWeakRef(kept.untyped_storage()))
+        ctx.save_for_backward(kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.saved_tensors[0].dtype == torch.uint8
+        return grad, None, None
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
+def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoint: str):
+    stages, m, ranks = (6 if name in ("Interleaved1F1B", "ZBV") else 3), 5, 3
+    sizes = [100 * (j + 1) for j in range(stages)]
+    alive: list[list[StorageWeakRef]] = [[] for _ in sizes]
+    rank_of = make_schedule(name, stages, m, ranks=ranks).rank_of
+    most = [0] * ranks
+
+    def look(event: Event) -> None:
+        if event.name == "pipeline.end":
+            rank = rank_of[event.facts["stage"]]
+            held = [
+                size * sum(not one.expired() for one in kept)
+                for j, (size, kept) in enumerate(zip(sizes, alive, strict=True))
+                if rank_of[j] == rank
+            ]
+            most[rank] = max(most[rank], sum(held))
+
+    model = nn.Sequential(*[Hold(size, kept) for size, kept in zip(sizes, alive, strict=True)])
+    x = torch.zeros(m, 2)
+    pipe = Pipe(model, [1] * stages, devices=["cpu"] * ranks, chunks=m, checkpoint=checkpoint, schedule=name)
+    with pipe, subscribe(look):
+        pipe.step(x, x, loss=F.mse_loss)
+    again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
+    lowered = make_schedule(name, stages, m, ranks=ranks).with_transfers(recompute=again)
+    assert tuple(most) == simulate(lowered, activation_bytes=sizes).peak_bytes
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

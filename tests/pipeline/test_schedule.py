@@ -110,6 +110,16 @@ def test_1f1b_takes_as_long_as_gpipe_and_holds_less(p: int, m: int):
     assert one.peak_activations == tuple(min(p - j, m) for j in range(p))
 
 
+def test_held_bytes_are_those_of_activations_and_of_inputs_kept_to_run_again():
+    schedule = make_schedule("GPipe", 2, 3)
+    assert simulate(schedule).peak_bytes == (0, 0)
+    assert simulate(schedule, activation_bytes=[10, 100]).peak_bytes == (30, 300)
+    lowered = schedule.with_transfers(recompute={(j, i) for j in range(2) for i in range(3)})
+    assert simulate(lowered, activation_bytes=[10, 100], input_bytes=[1, 2]).peak_bytes == (13, 106)
+    with pytest.raises(ValueError, match="given for 1 stages, the schedule has 2"):
+        simulate(schedule, activation_bytes=[1])
+
+
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaving_divides_the_bubble(p: int, v: int):

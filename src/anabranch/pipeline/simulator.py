@@ -5,7 +5,7 @@ What the clock says here is what a pipeline of stages that take these times show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.pipeline.actions import Action, Kind
@@ -24,16 +24,22 @@ class Simulation:
         makespan: from the first action to the end of the last.
         bubble: the idle part of all ranks' time, from 0 to 1.
         peak_activations: for each rank the most (stage, microbatch) whose activations it held at once.
+        peak_bytes: the most bytes of them, and of inputs kept to run forward again; zeros where no bytes were given.
     """
 
     intervals: tuple[tuple[Interval, ...], ...]
     makespan: float
     bubble: float
     peak_activations: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
 
 
 def simulate(
-    schedule: Schedule | Lowered, costs: Mapping[Kind, float] | Callable[[Action], float] | None = None
+    schedule: Schedule | Lowered,
+    costs: Mapping[Kind, float] | Callable[[Action], float] | None = None,
+    *,
+    activation_bytes: Sequence[int] = (),
+    input_bytes: Sequence[int] = (),
 ) -> Simulation:
     """Runs ``schedule`` on paper.
 
@@ -45,10 +51,16 @@ def simulate(
         schedule: as made, or as lowered for a pipeline.
         costs: the time of each kind of action, or of each action; what is left out takes none. A send's cost is the
             time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
+        activation_bytes: what a microbatch's activations take in each stage.
+        input_bytes: what a stage that runs forward again keeps of a microbatch until then.
 
     Raises:
-        ValueError: it never ends; names the actions that wait for one another.
+        ValueError: it never ends; names the actions that wait for one another. Or bytes not of every stage.
     """
+    stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
+    for sizes in (activation_bytes, input_bytes):
+        if len(sizes) not in (0, stages):
+            raise ValueError(f"bytes are given for {len(sizes)} stages, the schedule has {stages}; give one each")
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
     clock = Clock(lowered.actions, _as_function(costs, lowered.schedule))
     if clock.stuck:
@@ -59,7 +71,10 @@ def simulate(
         tuple(map(tuple, clock.intervals)),
         makespan,
         1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
-        tuple(map(_peak_activations, lowered.actions)),
+        tuple(_peak(actions, [1] * stages, [0] * stages) for actions in lowered.actions),
+        tuple(
+            _peak(actions, activation_bytes or [0] * stages, input_bytes or [0] * stages) for actions in lowered.actions
+        ),
     )
 
 
@@ -74,15 +89,19 @@ def _as_function(
     return costs
 
 
-def _peak_activations(actions: tuple[Action, ...]) -> int:
+def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:
+    """The most that a rank holds at once, by the stages' sizes."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
     held = peak = 0
     for action in actions:
-        kept = (action.stage, action.microbatch) not in recomputed
-        if action.kind is Kind.R or (action.kind is Kind.F and kept):
-            held += 1
-        elif action.kind is frees:
-            held -= 1
+        j, again = action.stage, (action.stage, action.microbatch) in recomputed
+        match action.kind:
+            case Kind.F:
+                held += inputs[j] if again else activations[j]
+            case Kind.R:
+                held += activations[j]
+            case kind if kind is frees:
+                held -= activations[j] + (inputs[j] if again else 0)
         peak = max(peak, held)
     return peak
