@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.actions import Action
+from anabranch.pipeline.ambient import current_streams, on_streams
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.runner import Failure, Runner, phase_of
@@ -82,7 +84,7 @@ class LocalEngine:
             self._workers = Workers(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)
         exchange = Exchange(self._rank_of, deadline, self._step)
-        attempt = _Attempt(exchange, self._workers)
+        attempt = _Attempt(exchange, self._workers, current_streams())
         runners = [Runner(runs, outside, exchange, keep=keep) for _ in actions]
         tasks = [
             lambda runner=runner, todo=todo: attempt.run(runner, todo)
@@ -114,17 +116,19 @@ class LocalEngine:
 
 
 class _Attempt:
-    """One run: the first failure in it, by which all others end."""
+    """One run, on the caller's streams: the first failure in it, by which all others end."""
 
-    def __init__(self, exchange: Exchange, workers: Workers) -> None:
+    def __init__(self, exchange: Exchange, workers: Workers, streams: Sequence[torch.cuda.Stream]) -> None:
         self._exchange = exchange
         self._workers = workers
+        self._streams = streams
         self._lock = threading.Lock()
         self._first: BaseException | None = None
 
     def run(self, runner: Runner, actions: Sequence[Action]) -> None:
         try:
-            runner.run(actions)
+            with on_streams(self._streams):
+                runner.run(actions)
         except Aborted:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread

@@ -609,7 +609,7 @@ def _place(
     here: Sequence[int],
 ) -> list[Stage]:
     if devices is not None:
-        places = [torch.device(name) for name in devices]
+        places = [_numbered(torch.device(name)) for name in devices]
     elif len(here) < len(split):
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
@@ -629,6 +629,13 @@ def _place(
             targets[OUTSIDE] = (None,)
         stages.append(Stage(j, tuple(layers), device, sources, targets, shared))
     return stages
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """``"cuda"`` is the current CUDA device, as tensors name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
