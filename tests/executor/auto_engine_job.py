@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anabranch as ab
 from anabranch import events
 
-ROOT, WHAT = sys.argv[1:]
-sys.path += [f"{ROOT}/benchmarks", f"{ROOT}/examples"]
+ROOT, WHAT = sys.argv[1:] if __name__ == "__main__" else ("", "")
+if ROOT:
+    sys.path += [f"{ROOT}/benchmarks", f"{ROOT}/examples"]
 
 
 def models() -> dict[str, list[object]]:
@@ -26,7 +27,7 @@ def models() -> dict[str, list[object]]:
     def run(name: str, engine: str) -> tuple[str, list[Tensor]]:
         torch.manual_seed(ab.job().rank)
         if name == "language_model":
-            step = language_model.training_step(language_model.LanguageModel(64), 3)
+            step = language_model.training_step(language_model.language_model(64), 3)
             batch: object = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
         else:
             step, batch = CASES[name].step(), CASES[name].batch()

@@ -118,7 +118,7 @@ def test_the_models_of_the_benchmarks_and_the_language_model_run_as_graphs(monke
 
     steps = {name: (case.step(), case.batch()) for name, case in CASES.items()}
     text = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
-    steps["language_model"] = (language_model.training_step(language_model.LanguageModel(64), 3), text)
+    steps["language_model"] = (language_model.training_step(language_model.language_model(64), 3), text)
     with torch.sparse.check_sparse_tensor_invariants(False), ab.Executor({k: s for k, (s, _) in steps.items()}) as ex:
         for name, (_, batch) in steps.items():
             for _ in range(2):

@@ -307,9 +307,11 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:
-    """The globals that the code reads or writes."""
+    """The globals that the code reads or writes; not those of rewritten assertions, which no name could have."""
     for each in _nested(code):
-        yield from (i.argval for i in dis.get_instructions(each) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL") and instruction.argval.isidentifier():
+                yield instruction.argval
 
 
 def codes_of(kind: type) -> Iterator[types.CodeType]:
