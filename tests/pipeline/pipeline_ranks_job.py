@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.events import on_fault_point
+from anabranch.pipeline import make_schedule
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -272,14 +273,14 @@ def failures() -> dict:
     """A stage fails at every (stage, microbatch, phase): its rank raises the original, the others a PipelineError."""
     longest = 0.0
     tried = 0
-    for schedule in ("1F1B", "ZBV"):
+    for schedule in sys.argv[2].split(","):
         torch.manual_seed(0)
         pipe = make(skipping_model(), schedule, chunks=2, checkpoint="always", timeout=30.0)
         x, target = torch.randn(2, 4, 5, dtype=torch.float64)
         pipe.step(x, target, loss=F.mse_loss)
         good = [parameter.grad.clone() for parameter in pipe.parameters()]
-        rank_of = list(range(WORLD)) if schedule == "1F1B" else [*range(WORLD), *reversed(range(WORLD))]
-        phases = ["forward", "recompute", "backward"] + (["weight"] if schedule == "ZBV" else [])
+        rank_of = make_schedule(schedule, len(balance_for(schedule)), 2, ranks=WORLD).rank_of
+        phases = ["forward", "recompute", "backward"] + (["weight"] if schedule.startswith("ZB") else [])
         for stage, microbatch, phase in product(range(len(rank_of)), range(2), phases):
             error = (ZeroDivisionError, Stop, KeyboardInterrupt)[tried % 3]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model
 from torch import nn
 
-from anabranch import Pipe
+from anabranch import ExpertBackend, ExpertServer, Pipe, RemoteExpert, TensorSpec
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 
@@ -237,6 +239,24 @@ def test_layers_that_keep_their_weights_in_lists_norms_and_parametrizations(sche
     F.mse_loss(plain(x), target).backward()
     assert_same_gradients(pipe, plain)
     assert close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
+    """Of two boundaries, one inside the other, each is a differentiable operation."""
+    layer = nn.Linear(4, 4)
+    backend = ExpertBackend("layer.0", copy.deepcopy(layer), args_schema=(TensorSpec(4),))
+    with ExpertServer([backend]) as server:
+        model = nn.Sequential(nn.Linear(4, 4), RemoteExpert("layer.0", server.endpoint), nn.Linear(4, 4))
+        plain = nn.Sequential(copy.deepcopy(model[0]), layer, copy.deepcopy(model[2]))
+        x, target = torch.randn(2, 6, 4)
+        with Pipe(model, [1, 1, 1], chunks=3, checkpoint="always", schedule=schedule) as pipe:
+            result = pipe.step(x, target, loss=F.mse_loss)
+    loss = F.mse_loss(plain(x), target)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    for index in (0, 2):
+        torch.testing.assert_close(model[index].weight.grad, plain[index].weight.grad)
 
 
 def test_ids_and_sparse_gradients():
