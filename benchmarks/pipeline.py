@@ -7,8 +7,9 @@
     python benchmarks/pipeline.py simulator                         stages that sleep, against the simulated clock
 
 The model is 8 x (Linear 1024 + ReLU) on 2048 rows, one thread a stage, nothing recomputed. The reference is the plain
-module on the whole batch in one thread; the same microbatches one after the other stand beside it. A speed-up is the
-reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
+module on the whole batch in one thread; the same microbatches one after the other stand beside it, and two threads or
+processes that run half of the layers each and wait for nobody: more than that the machine does not give. A speed-up is
+the reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def ranks(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str,
     sides: dict[str, Side] = {}
     for name, side in plain_sides(x, target, m).items():
         sides[name] = side if dist.get_rank() == 0 else lambda: None
+    sides["two processes, nothing shared"] = half_side(x, target, m)
     for name in TORCH:
         try:
             sides[f"torch {name}"] = torch_side(name, x, target, m)
@@ -132,27 +134,34 @@ def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
     return step
 
 
-def bound_side(x: Tensor, target: Tensor, m: int) -> Side:
-    """Two threads that run half of the layers each, on microbatches, and wait for nobody: what the machine can give."""
-    halves = [nn.Sequential(*layers()[: LAYERS // 2]) for _ in range(2)]
+def half_side(x: Tensor, target: Tensor, m: int) -> Side:
+    """Half of the layers on microbatches, waiting for nobody."""
+    half = nn.Sequential(*layers()[: LAYERS // 2])
 
-    def run(half: nn.Sequential) -> None:
+    def run() -> None:
         half.zero_grad()
         for part, wanted in zip(x.chunk(m), target.chunk(m), strict=True):
             (F.mse_loss(half(part), wanted) / m).backward()
 
-    def both() -> None:
-        running = [threading.Thread(target=run, args=(half,)) for half in halves]
+    return run
+
+
+def both(sides: list[Side]) -> Side:
+    """Each on a thread of its own."""
+
+    def run() -> None:
+        running = [threading.Thread(target=side) for side in sides]
         for thread in running:
             thread.start()
         for thread in running:
             thread.join(timeout=600.0)
 
-    return both
+    return run
 
 
 def threads(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
-    sides = plain_sides(x, target, m) | {"two threads, nothing shared": bound_side(x, target, m)}
+    sides = plain_sides(x, target, m)
+    sides["two threads, nothing shared"] = both([half_side(x, target, m) for _ in range(2)])
     sides |= ours(x, target, m, devices=["cpu", "cpu"])
     if torchgpipe is not None:
         sides["torchgpipe"] = torchgpipe_side(x, target, m)

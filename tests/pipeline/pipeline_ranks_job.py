@@ -92,6 +92,8 @@ def exact() -> dict:
                     assert close(y, plain(x)) if here else y.numel() == 0
                 done += 1
         assert pipe.calls == 12, "every rank counts"
+        lines = pipe.describe().splitlines()[2:]
+        assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
     return {"done": done, **keywords(), **changes_in_place()}
 
 

@@ -131,7 +131,13 @@ class Turn(Protocol):
 
 
 class Engine(Protocol):
-    """Takes the turns of a pipeline, on threads or with other processes."""
+    """Takes the turns of a pipeline, on threads or with other processes.
+
+    Attributes:
+        observed: what the last turns showed of all stages.
+    """
+
+    observed: Observed
 
     def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
         """Begins a turn of call number ``step``, which ends, for all ranks alike, with the block."""
@@ -150,7 +156,6 @@ class Call:
         step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: whether a backward may follow.
-        observed: takes in what the runs show.
         ties: parameters that other ranks train too, and the ranks that do.
         anchor: a leaf that makes the call differentiable on a rank that has none of its own to offer.
     """
@@ -164,7 +169,6 @@ class Call:
         inputs: Inputs,
         records: bool,
         *,
-        observed: Observed,
         ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
         anchor: Tensor | None = None,
     ) -> None:
@@ -174,7 +178,6 @@ class Call:
         self._step = step
         self.inputs = inputs
         self.records = records
-        self._observed = observed
         self._ties = ties
         self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
@@ -244,7 +247,6 @@ class Call:
         }
 
     def _collect(self, outcome: Outcome) -> list[Packet]:
-        self._observed.add(outcome.observed)
         if not outcome.outputs:
             return []
         return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
@@ -262,7 +264,6 @@ class Call:
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
     def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
-        self._observed.add(outcome.observed)
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self._runs[j])

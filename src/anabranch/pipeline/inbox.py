@@ -35,7 +35,7 @@ class Inbox:
             self.data: dict[tuple[str, int, int, int], Message] = {}
             self.shares: dict[tuple[int, int], Tensor | None] = {}
             self.spread: dict[int, Message] = {}
-            self.words: dict[int, object] = {}
+            self.bodies: dict[int, object] = {}
             self.facts: Facts | None = None
             self.ended: set[int] = set()
             self.fault: Fault | None = None
@@ -59,7 +59,7 @@ class Inbox:
         match header.kind:
             case "end":
                 self.ended.add(peer)
-                self.words[peer] = header.body
+                self.bodies[peer] = header.body
                 self.fault = self.fault or header.fault
             case "facts":
                 self.facts = header.facts

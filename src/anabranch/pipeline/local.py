@@ -14,6 +14,7 @@ from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.actions import Action
 from anabranch.pipeline.ambient import current_streams, on_streams
 from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
@@ -39,6 +40,7 @@ class LocalEngine:
         self._timeout = timeout
         self._workers: Workers | None = None
         self._word: object = None
+        self.observed = Observed()
         self._step = 0
 
     def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
@@ -106,6 +108,7 @@ class LocalEngine:
             outcome.observed.add(runner.observed)
             outcome.outputs |= runner.outputs
             outcome.input_gradients |= runner.input_gradients
+        self.observed.add(outcome.observed)
         return outcome
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from anabranch.pipeline.ambient import Ambient
 from anabranch.pipeline.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.describe import Observed, describe
+from anabranch.pipeline.describe import describe
 from anabranch.pipeline.local import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
 from anabranch.pipeline.orders import SCHEDULES, default_ranks, make_schedule
@@ -174,7 +174,6 @@ class Pipe(nn.Module):
         self.seed = torch.initial_seed() if seed is None else seed
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
-        self._observed = Observed()
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
         self._ties: list[tuple[nn.Parameter, list[int]]] = []
         self._engine: Engine
@@ -335,7 +334,6 @@ class Pipe(nn.Module):
             facts.step,
             given,
             plan.records,
-            observed=self._observed,
             ties=self._ties,
             anchor=self._anchor,
         )
@@ -430,7 +428,7 @@ class Pipe(nn.Module):
             f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
             "times and bytes of the last call, bytes a microbatch"
         )
-        return describe(self._stages, self._schedules.rank_of, self._observed, title)
+        return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False

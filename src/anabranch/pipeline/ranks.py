@@ -38,6 +38,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, PipelineError
 from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Message
 from anabranch.pipeline.gloo_post import GlooPost
 from anabranch.pipeline.inbox import Inbox, Post
@@ -110,6 +111,7 @@ class RankEngine:
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
         self._post: Post = GlooPost(group, tag, self._inbox) if sockets is None else SharedPost(sockets, self._inbox)
+        self.observed = Observed()
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_the_lost, self._post)
@@ -297,6 +299,7 @@ class RankTurn:
         self._deadline = deadline
         self._has_ended = False
         self._word: object = None
+        self._observed = Observed()
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """The call's facts, made on the rank of the first stage and told to all others."""
@@ -327,7 +330,7 @@ class RankTurn:
                 run.abandon()
             raise
         outcome = Outcome()
-        outcome.observed = runner.observed
+        self._observed = runner.observed
         outcome.outputs, outcome.input_gradients = runner.outputs, runner.input_gradients
         return outcome
 
@@ -361,7 +364,8 @@ class RankTurn:
 
     def heard(self) -> dict[int, object]:
         """What each rank said, once the turn has ended."""
-        return {**self._engine.inbox.words, self._engine.rank: self._word}
+        words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
+        return {**words, self._engine.rank: self._word}
 
     def send(self, action: Action, message: Message) -> None:
         """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
@@ -396,10 +400,9 @@ class RankTurn:
         """Tells every peer that nothing more comes in this turn, and why; once."""
         if not self._has_ended:
             self._has_ended = True
+            body = None if fault else [self._word, self._observed.as_plain()]
             for peer in self._engine.peers:
-                self._engine.send(
-                    peer, Header(self._number, self._operation, "end", body=None if fault else self._word, fault=fault)
-                )
+                self._engine.send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
             if fault is not None:
                 self._engine.flush(_FAREWELL_SECONDS)
 
@@ -409,6 +412,9 @@ class RankTurn:
         waiting = [peer for peer in engine.peers if peer not in engine.inbox.ended]
         self._wait(lambda: len(engine.inbox.ended) == len(engine.peers), "end", waiting)
         self.check()
+        engine.observed.add(self._observed)
+        for body in engine.inbox.bodies.values():
+            engine.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
 
     def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
         self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers)
