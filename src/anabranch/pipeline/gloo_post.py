@@ -76,8 +76,16 @@ class GlooPost:
         """Whether a thread waits for a peer, and gloo lets nobody end it."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
+    def settle(self, seconds: float) -> None:
+        """Waits for what peers still owe of a turn that failed; a thread must not be left in gloo for that."""
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
+
     def close(self) -> None:
         """Ends the threads, and waits for those that wait for nobody: they must not outlive the process group."""
+        self.settle(_FAREWELL_SECONDS)
+        self._inbox.close()
         for outgoing in self._outgoing.values():
             outgoing.put(None)
         if not self.is_stuck():

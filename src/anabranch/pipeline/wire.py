@@ -95,7 +95,7 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
     """
     tensors: list[Tensor] = []
     specs = [
-        [_encode(part.structure(), tensors), list(part.needs_grad)]
+        [_encode(part.structure(), tensors), list(part.needs_grad), list(part.doubled)]
         if isinstance(part, Packet)
         else _encode(part, tensors)
         for part in message
@@ -115,9 +115,9 @@ def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
     assert isinstance(spec, list)
     if kind is Kind.SEND_F:
         packets: list[Packet] = []
-        for structure, needs_grad in spec:
+        for structure, needs_grad, doubled in spec:
             leaves, treedef = flatten(_decode(structure, tensors))
-            packets.append(Packet(treedef, leaves, tuple(needs_grad)))
+            packets.append(Packet(treedef, leaves, tuple(needs_grad), tuple(doubled)))
         return packets
     return cast(list[Gradients], [_decode(part, tensors) for part in spec])
 
@@ -133,11 +133,13 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
     if type(value) is tuple or type(value) is list:
         return ["u" if type(value) is tuple else "l", [_encode(item, tensors) for item in value]]
     if type(value) is dict:
+        for key in value:
+            if not (key is None or isinstance(key, bool | int | float | str)):
+                raise TypeError(f"the key {key!r} of a dict cannot cross ranks; keys are numbers, strings and None")
         return ["d", [[key, _encode(item, tensors)] for key, item in value.items()]]
     raise TypeError(
         f"a {type(value).__qualname__} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
         "list and tuple"
-        "and tuple"
     )
 
 
@@ -155,7 +157,7 @@ def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8).cpu()
