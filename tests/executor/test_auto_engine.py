@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
 from collections.abc import Callable
@@ -221,7 +222,9 @@ def test_refusals_of_ever_new_shapes_end_the_attempts(captures: list[object]) ->
     assert len(captures) <= 3
 
 
-def test_what_the_tape_refuses_too_is_the_users_own_mistake_and_no_warning() -> None:
+def test_what_the_tape_refuses_too_is_the_users_own_mistake_and_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
     model = Net()
     before = [value.clone() for value in model.state_dict().values()]
@@ -230,6 +233,8 @@ def test_what_the_tape_refuses_too_is_the_users_own_mistake_and_no_warning() -> 
         warnings.simplefilter("error")
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             executor.run(batch={"x": torch.ones(2, 5), "y": torch.zeros(2, dtype=torch.long)})
+        loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert not loud, "the tracer's own report of it is of no use to anybody"
         assert all(map(torch.equal, before, model.state_dict().values()))
         executor.run(batch=batch_of())
         assert executor.engine() == "graph"

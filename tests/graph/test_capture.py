@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -334,3 +336,8 @@ def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[E
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters())])
     with pytest.raises(kind, match=message):
         program.run(torch.ones(3, 2))
+
+
+def test_the_machinery_of_capture_is_loaded_by_those_who_capture() -> None:
+    code = "import sys, anabranch; sys.exit('sympy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -80,8 +80,8 @@ def test_what_does_not_need_an_answer_is_launched_before_it() -> None:
 def test_an_event_stands_where_what_crosses_is_there() -> None:
     graph, _ = branching()
     order = names(copy_beside_compute(launch_before_crossings(graph)))
-    assert order.index("note_ready") == order.index("tanh.default") + 1
-    assert order.count("note_ready") == order.count("example_forward") == 2
+    assert order.index("_note_ready") == order.index("tanh.default") + 1
+    assert order.count("_note_ready") == order.count("example_forward") == 2
     assert not crosses_from_cuda(graph), "a program of a CPU has none of this"
 
 
@@ -187,7 +187,7 @@ def test_replayed_steps_are_the_plain_loop_bit_for_bit(move: int | None, monkeyp
 def test_crossings_from_a_device_give_the_same_bits_beside_the_computation() -> None:
     graph, x = branching("cuda")
     assert crosses_from_cuda(graph)
-    assert "note_ready" in graph.code
+    assert "_note_ready" in graph.code
     for mine, plain in zip(run_twice(graph, x), run_twice(branching("cuda")[0], x), strict=True):
         assert torch.equal(mine, plain)
     far = doubled()

@@ -37,6 +37,13 @@ def test_a_compiled_step_trains_as_the_eager_loop_does_but_for_rounding() -> Non
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_passes_that_would_not_be_applied_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="compile=True runs no joint graph that 1 passes could improve"):
+        StepProgram(model, lambda m, x: m(x).sum(), [optimizer], passes=[lambda graph: graph], compile=True)
+
+
 def test_what_inductor_refuses_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 

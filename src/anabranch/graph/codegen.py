@@ -165,6 +165,9 @@ class _Writer:
     # What does not depend on the inputs is computed once, here.
 
     def _hoist(self, node: fx.Node) -> bool:
+        if node.target is operator.getitem and isinstance(parts := self._constants.get(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
+            self._constants[node] = parts[node.args[1]]  # type: ignore[index]
+            return True
         if not isinstance(node.target, OpOverload) or self._effects.written_by(node):
             return False
         root = self._effects.root[node]

@@ -1,4 +1,8 @@
-"""``Graph``: a captured function as a list of ATen operations that can be looked at, changed and run."""
+"""``Graph``: a captured function as a list of ATen operations that can be looked at, changed and run.
+
+What a graph can tell of itself (its plan, its page, its shapes) is a module each, made of graphs as any pass is. They
+import this one; so that a user finds them as methods all the same, the methods import them when they are called.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +117,6 @@ class Graph:
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
         calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
         return generate(lowered.fx, dict(lowered.shared()), calls)
-
-    # These passes are made of graphs, as what follows is, so they are asked for when they are needed.
 
     def lowered(self) -> Graph:
         """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""

@@ -114,6 +114,7 @@ class StepProgram:
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
+        ValueError: ``passes`` together with ``compile``, which has no joint graph to apply them to.
     """
 
     def __init__(
@@ -127,6 +128,10 @@ class StepProgram:
         compile: bool = False,  # noqa: A002 - the executor's own word
         gate: Gate | None = None,
     ) -> None:
+        if passes and compile:
+            raise ValueError(
+                f"compile=True runs no joint graph that {len(passes)} passes could improve; leave them out"
+            )
         self._gate = gate
         self._model = model
         self._loss = loss
@@ -425,7 +430,7 @@ class StepProgram:
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in self._passes:
             graph = improve(graph)
-        if self._compile or can_replay(front):
+        if self._compile or (can_replay(front) and not self._passes):
             update_program = self._update(dense).program() if dense else None  # type: ignore[arg-type]
             names = [f"{name}.grad" for name in dense]
             if not self._compile:

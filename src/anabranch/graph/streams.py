@@ -78,13 +78,13 @@ def copy_beside_compute(graph: Graph) -> Graph:
             if computed
             else graph.fx.inserting_before(next(n for n in graph.fx.nodes if n.op != "placeholder"))
         ):
-            ready = graph.fx.call_function(note_ready, (sources,))
+            ready = graph.fx.call_function(_note_ready, (sources,))
         node.target = _Beside(crossing)
         node.args = (ready, *node.args)
     return graph
 
 
-def note_ready(tensors: list[Tensor]) -> torch.cuda.Event | None:
+def _note_ready(tensors: list[Tensor]) -> torch.cuda.Event | None:
     """An event that comes when the current stream has computed ``tensors``; ``None`` on a CPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:

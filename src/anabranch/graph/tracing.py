@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import operator
 import re
@@ -37,7 +38,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -71,6 +71,9 @@ _LIBRARIES = (
     "<eval_with_key>",
     "<string>",
 )
+
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+"""Prints the traceback of every mistake in a shape, whoever may catch it."""
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
@@ -372,6 +375,9 @@ def trace(
     Raises:
         CaptureError: naming the line of user code that cannot be captured.
     """
+    # A third of a second, which processes that capture nothing (servers, launchers) need not spend.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     fakes_of = FakeTensorMode(
         shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         static_shapes=True,
@@ -433,7 +439,9 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line."""
+    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line, and is all that is said."""
+    silent = _FAKES.disabled
+    _FAKES.disabled = True
     try:
         yield
     except (CaptureError, UserMistake, WrongType):
@@ -445,6 +453,8 @@ def _explained() -> Iterator[None]:
         raise CaptureError(
             f"{_line_of_error(error)}: cannot be captured as a graph ({type(error).__name__}: {reason})"
         ) from error
+    finally:
+        _FAKES.disabled = silent
 
 
 def is_library(filename: str) -> bool:
