@@ -208,6 +208,20 @@ def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return pixels[~held_out], labels[~held_out], pixels[held_out], labels[held_out]
 
 
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pixels, labels = batch
+    return F.cross_entropy(model(pixels), labels)
+
+
+def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    pixels, labels = batch
+    return {"right": (model(pixels).argmax(1) == labels).float().mean()}
+
+
+def training_step(model: Digits) -> ab.TrainStep:
+    return ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=3e-3))
+
+
 class Screen:
     """A bar on a terminal, a line every so often elsewhere."""
 
@@ -242,29 +256,31 @@ def train(
     torch.manual_seed(seed)
     pixels, labels, held_out, answers = split_digits()
     model = Digits(directory)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     news = ""
     used_again = False
-    with Screen(name, steps) as screen:
+    steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
+    with ab.Executor(steps_of) as executor, Screen(name, steps) as screen:
         for step in range(steps):
             happened = between(step)
             news = happened or news
             rows = torch.randint(len(labels), (BATCH,))
             before = model.mixture.statistics()
-            loss = F.cross_entropy(model(pixels[rows]), labels[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            nats = executor.run("train", (pixels[rows], labels[rows]))["loss"].item()
             facts = model.mixture.statistics()
             if news.endswith("is back") and facts.failed == before.failed:
                 used_again |= any(facts.rows[uid] > before.rows.get(uid, 0) for uid in facts.rows if is_victims(uid))
             failed = f"{facts.calls} calls, {sum(facts.failed.values())} failed"
-            screen.show(step + 1, f"loss {float(loss.detach()):.3f}  {failed}  {news}", new=bool(happened))
-    model.eval()
-    with torch.no_grad():
-        accuracy = float((model(held_out).argmax(1) == answers).float().mean())
+            screen.show(step + 1, f"loss {nats:.3f}  {failed}  {news}", new=bool(happened))
+        accuracy = executor.run("validate", (held_out, answers))["right"].item()
+        engine = executor.engine("train")
     facts = model.mixture.statistics()
-    return {"accuracy": accuracy, "calls": facts.calls, "failed": facts.failed, "used_again": used_again}
+    return {
+        "accuracy": accuracy,
+        "engine": engine,
+        "calls": facts.calls,
+        "failed": facts.failed,
+        "used_again": used_again,
+    }
 
 
 def is_victims(uid: str) -> bool:

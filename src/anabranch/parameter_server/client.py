@@ -490,7 +490,7 @@ class ParameterClient:
                 continue
             rows = next(numbers)
             if name in widths:
-                rows = torch.cat([rows, padded(next(numbers), widths[name])])
+                rows = torch.cat([rows, _padded(next(numbers), widths[name])])
             arrived[name].append(Pulled(where[: len(version)] if everything else where[at], version, rows))
 
     def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
@@ -814,7 +814,7 @@ def _of(tensor: Tensor, where: Tensor) -> Tensor:
     return flat if len(where) == len(flat) else flat[where]
 
 
-def padded(rows: Tensor, width: int) -> Tensor:
+def _padded(rows: Tensor, width: int) -> Tensor:
     """``rows`` with zeros after their numbers."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
