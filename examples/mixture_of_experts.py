@@ -258,10 +258,8 @@ def train(
     model = Digits(directory)
     news = ""
     used_again = False
-    with (
-        ab.Executor({"train": training_step(model), "validate": ab.EvalStep(model, right)}) as executor,
-        Screen(name, steps) as screen,
-    ):
+    steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
+    with ab.Executor(steps_of) as executor, Screen(name, steps) as screen:
         for step in range(steps):
             happened = between(step)
             news = happened or news
