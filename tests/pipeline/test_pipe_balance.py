@@ -190,6 +190,17 @@ def test_every_action_is_in_the_drawing_and_in_the_picture(tmp_path_factory: pyt
     assert len(titles) == len(list(schedule.all_actions()))
 
 
+def test_a_drawing_fits_a_terminal():
+    schedule = make_schedule("ZBV", 8, 12)
+    whole, narrow = draw(schedule).splitlines(), draw(schedule, width=80).splitlines()
+    assert max(map(len, whole)) > 200
+    assert max(map(len, narrow)) <= 80
+    for rank in range(4):
+        rows = [line for line in narrow if line.startswith(f"rank {rank} ")]
+        cells = [cell for row in rows for cell in row.split("holds")[0].split()[2:]]
+        assert cells == whole[rank + 1].split("holds")[0].split()[2:]
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_stages_are_busy_at_once_wherever_the_simulator_says_so(name: str, checkpoint: str):

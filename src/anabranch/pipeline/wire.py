@@ -6,7 +6,7 @@ dict, list and tuple; numbers, strings and ``None`` travel in the header. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -18,7 +18,7 @@ from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["Facts", "Fault", "Header", "decode_header", "dtype_named", "empty_for", "encode_header", "pack", "unpack"]
+__all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "dtype_named", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
 """Size of every header; what does not fit follows as a message of its own, of the size the header says."""
@@ -101,13 +101,12 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
         for part in message
     ]
     described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    return specs, described, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+    return specs, described, bytes_of(tensors)
 
 
-def empty_for(described: list[tuple[str, list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of these dtypes and shapes, and the bytes to receive into them."""
-    tensors = [torch.empty(shape, dtype=dtype_named(name)) for name, shape in described]
-    return tensors, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes to receive into, of those ``tensors`` that have any."""
+    return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
 def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
