@@ -42,16 +42,16 @@ bench: $(STAMP)
 	@mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/tape_overhead.py --out $(RESULTS)
 	$(BIN)/anabranch run --workers 2 benchmarks/data_parallel.py --out $(RESULTS)
-	$(BIN)/python benchmarks/autodiff.py --json $(RESULTS)/autodiff.json
+	$(BIN)/python benchmarks/autodiff.py --out $(RESULTS)
 	$(BIN)/python benchmarks/step_graph.py --out $(RESULTS)
 	$(BIN)/python benchmarks/capture_time.py --out $(RESULTS)
-	$(BIN)/python benchmarks/transport.py --out $(RESULTS)/transport.json
-	$(BIN)/python benchmarks/experts.py --out $(RESULTS)/experts.json
-	$(BIN)/python benchmarks/compression.py --out $(RESULTS)/compression.json
-	$(BIN)/python benchmarks/tables.py --out $(RESULTS)/tables.json
-	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)/parameter_server.json
-	$(BIN)/python benchmarks/cached_tables.py --out $(RESULTS)/cached_tables.json
-	$(BIN)/python benchmarks/cached_tables.py --skews --out $(RESULTS)/cached_tables_skews.json
+	$(BIN)/python benchmarks/transport.py --out $(RESULTS)
+	$(BIN)/python benchmarks/experts.py --out $(RESULTS)
+	$(BIN)/python benchmarks/compression.py --out $(RESULTS)
+	$(BIN)/python benchmarks/tables.py --out $(RESULTS)
+	$(BIN)/python benchmarks/parameter_server.py --out $(RESULTS)
+	$(BIN)/python benchmarks/cached_tables.py --out $(RESULTS)
+	$(BIN)/python benchmarks/cached_tables.py --skews --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
 	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
@@ -64,9 +64,9 @@ bench-peers: $(STAMP)
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 \
 		torchgpipe==0.0.7
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check hivemind==1.1.12
-	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/tables_peers.json
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/tables.py --out $(RESULTS)/peers
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/pipeline.py threads --out $(RESULTS)
-	PYTHONPATH=src $(PEERS)/bin/python benchmarks/experts_peers.py --out $(RESULTS)/experts_peers.json
+	PYTHONPATH=src $(PEERS)/bin/python benchmarks/experts_peers.py --out $(RESULTS)
 
 clean:
 	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """What gradient callbacks, sessions and parallel backwards cost, against plain forward + backward and the slowest call.
 
-    python benchmarks/autodiff.py [--rounds 1500] [--json FILE]
+    python benchmarks/autodiff.py [--rounds 1500] [--out DIR]
 
 Sides alternate in random order, each step timed alone; the median, the minimum and their ratios are reported. A ratio
 counts, an absolute time does not. ``twin`` is the plain side a second time: how far its ratio lies from 1 is the noise.
@@ -13,9 +13,6 @@ counts, an absolute time does not. ``twin`` is the plain side a second time: how
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -23,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measure import keep, machine
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -209,30 +207,22 @@ def parallel(repeats: int, calls: int = 8) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Prints a table; with ``--json`` writes everything measured."""
+    """Prints a table; with ``--out`` writes everything measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    load_before = os.getloadavg()[0]
+    before = machine()
     rows = overheads(args.rounds) + parallel(args.repeats)
-    machine = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-    }
     for row in rows:
         print(
             f"{row['side']:38} {row['median_us']:9.0f} us  min {row['min_us']:9.0f} us   "
             f"{row['ratio_median']:.3f}x  min {row['ratio_min']:.3f}x  of {row['against']}"
         )
-    print(machine)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
+    print(before)
+    keep("autodiff", before, rows, args.out, bars="ratio_median", by=("side",))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import machine
+from measure import keep, machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -327,31 +327,48 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--ddp", type=int, default=3, help="steps with dense gradients; 0 leaves them out")
     parser.add_argument("--skews", action="store_true", help="only the saving against skew")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the numbers as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--place", help=argparse.SUPPRESS)
     parser.add_argument("--sides", nargs="+", default=["uncached", "cached", "bfloat16"], help="the first two at least")
     options = parser.parse_args()
     if options.place:
         return work(options)
     before = machine()
-    report: dict[str, object] = {"benchmark": "cached_tables", "machine": before}
     sides = options.sides
     if not options.skews:
         found = measure(options, sides, options.zipf, options.mbit, options.ddp)
-        report["hybrid"] = found
         print(text_of(found, options))
-    report["skews"] = skews = {}
-    for zipf in (0.8, 1.05, 1.3) if options.skews else ():
-        found = measure(options, sides[:2], zipf, 0.0, 0)
-        skews[zipf] = found
-        share = total(found["cached"]) / total(found["uncached"])
-        print(f"zipf {zipf}: cached {share:.1%} of the bytes, best static cache {found['static']:.1%}")
-    report["load_after"] = os.getloadavg()
-    print(f"machine before: {before}; load after: {report['load_after']}")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1))
+        keep("cached_tables", before, rows_of(found), options.out, bars="share_of_uncached", by=("side",))
+    else:
+        rows = []
+        for zipf in (0.8, 1.05, 1.3):
+            found = measure(options, sides[:2], zipf, 0.0, 0)
+            rows.append(
+                {"zipf": zipf, "cached": total(found["cached"]) / total(found["uncached"]), "static": found["static"]}
+            )
+            print(
+                f"zipf {zipf}: cached {rows[-1]['cached']:.1%} of the bytes, best static cache {rows[-1]['static']:.1%}"
+            )
+        keep("cached_tables_skews", before, rows, options.out, bars="cached", by=("zipf",))
+    print(f"machine before: {before}; load after: {os.getloadavg()}")
     return None
+
+
+def rows_of(found: dict[str, dict[str, object]]) -> list[dict[str, object]]:
+    """A row for each side, and one for what a static cache would leave."""
+    base = total(found["uncached"])
+    rows = [
+        {
+            "side": name,
+            "bytes_a_step": total(side),
+            "share_of_uncached": total(side) / base,
+            "steps_per_second": 1 / statistics.median(side["seconds_a_step"]),
+            "loss": side.get("last_loss", ""),
+        }
+        for name, side in found.items()
+        if isinstance(side, dict)
+    ]
+    return [*rows, {"side": "best static cache", "share_of_uncached": found["static"]}]
 
 
 def total(side: dict[str, float]) -> float:

@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import machine
+from measure import keep, machine
 from torch import Tensor
 
 from anabranch.graph import Graph, capture, gradients
@@ -69,9 +68,7 @@ def main() -> None:
             + " | ".join(f"{1e6 * row[n] / row['operations']:.1f}" for n in names)
             + " |"
         )
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "capture_time.json").write_text(json.dumps({"machine": before, "results": rows}, indent=1))
+    keep("capture_time", before, rows, options.out)
 
 
 if __name__ == "__main__":

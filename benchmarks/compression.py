@@ -1,6 +1,6 @@
 """What rounding activations and gradients on their way saves, and what it costs: bytes, and the loss at the end.
 
-    python benchmarks/compression.py [--steps 300] [--seeds 3] [--out FILE]
+    python benchmarks/compression.py [--steps 300] [--seeds 3] [--out DIR]
 
 The same training each time, with the same weights and batches: digits through an expert of 256 features on the far
 side.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measure import keep, machine
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -55,9 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    before = machine()
     rows: list[dict[str, object]] = []
     results = {kind: [train(kind, options.steps, seed) for seed in range(options.seeds)] for kind in KINDS}
     for kind, made in results.items():
@@ -73,8 +75,7 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    keep("compression", before, rows, options.out, bars="bytes_ratio", by=("compression",))
 
 
 if __name__ == "__main__":

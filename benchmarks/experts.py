@@ -1,6 +1,6 @@
 """What experts on the far side cost: calls that do nothing, calls that compute, mixtures, and many small callers.
 
-    python benchmarks/experts.py [--seconds 2] [--only nop,ffn,mixture,callers] [--out FILE]
+    python benchmarks/experts.py [--seconds 2] [--only nop,ffn,mixture,callers] [--out DIR]
 
 The server is another process, on a Unix socket and under TLS. Where there is something to compare with it runs in the
 same run, alternating: the same module in this process. Ratios count, absolute times do not.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from measure import keep, machine
 from torch import nn
 
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
@@ -266,14 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
     parser.add_argument("--only", default=",".join(MEASURES), help="which, comma-separated")
-    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.serve:
         serve(*options.serve)
         return
-    load = os.getloadavg()[0]
+    before = machine()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as keys:
         make_keys(keys)
@@ -281,10 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for made in MEASURES[name](options.seconds, keys):
                 rows.append(made)
                 print(json.dumps(made), flush=True)
-    facts = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()[0], "torch": torch.__version__}
-    print(json.dumps(facts))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=2))
+    print(json.dumps(before))
+    keep("experts", before, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import hivemind
 import torch
 from hivemind.moe.server import get_experts
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
+from measure import keep, machine
 from torch import nn
 
 from anabranch.experts import Directory, RemoteExpert, RemoteMixtureOfExperts
@@ -193,14 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
     parser.add_argument("--only", default=",".join(MEASURES), help="which, comma-separated")
-    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--serve-hivemind", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.serve_hivemind:
         serve_hivemind(options.serve_hivemind)
         return
-    load = os.getloadavg()[0]
+    before = machine() | {"hivemind": hivemind.__version__}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as keys:
         make_keys(keys)
@@ -208,16 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for made in MEASURES[name](options.seconds, keys):
                 rows.append(made)
                 print(json.dumps(made), flush=True)
-    facts = {
-        "cores": os.cpu_count(),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "hivemind": hivemind.__version__,
-    }
-    print(json.dumps(facts))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=2))
+    print(json.dumps(before))
+    keep("experts_peers", before, rows, options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -69,27 +69,77 @@ def machine() -> dict[str, object]:
     }
 
 
-def table(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Results by case and side as a Markdown table."""
-    lines = [
-        "| case | side | median ms | minimum ms | ratio of medians | median of ratios |",
-        "|---|---|---|---|---|---|",
+def report(name: str, before: Mapping[str, object], results: Mapping[str, object], out: Path | None) -> None:
+    """Prints the sides of every case; keeps them in ``out``."""
+    rows = [
+        {"case": case, "side": side, **figures}
+        for case, sides in results.items()
+        for side, figures in sides.items()  # type: ignore[attr-defined]
     ]
-    for case, sides in results.items():
-        lines += [
-            f"| {case} | {side} | {figures['median_ms']:.3f} | {figures['minimum_ms']:.3f} "
-            f"| {figures['ratio_of_medians']:.3f} | {figures['median_of_ratios']:.3f} |"
-            for side, figures in sides.items()
-        ]
+    print(f"# {name}\n\n{table(rows)}\n\nmachine before: {dict(before)}\nload after: {os.getloadavg()}")
+    keep(name, before, rows, out, bars="ratio_of_medians", by=("case", "side"))
+
+
+def keep(
+    name: str,
+    before: Mapping[str, object],
+    rows: Sequence[Mapping[str, object]],
+    out: Path | None,
+    *,
+    bars: str = "",
+    by: Sequence[str] = (),
+) -> None:
+    """Writes what was measured into the directory ``out``: as JSON, as a Markdown table, and as a picture.
+
+    Args:
+        name: of the files.
+        before: the machine before it was measured.
+        rows: flat, of the same columns or nearly.
+        out: nothing is written without one.
+        bars: the column to draw, a bar a row; none draws nothing.
+        by: the columns that name a bar.
+    """
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {**before, "load_after": [round(value, 2) for value in os.getloadavg()]}
+    (out / f"{name}.json").write_text(json.dumps({"benchmark": name, "machine": facts, "rows": list(rows)}, indent=1))
+    machine_line = ", ".join(f"{key}: {value}" for key, value in facts.items())
+    (out / f"{name}.md").write_text(f"# {name}\n\n{table(rows)}\n\n{machine_line}\n")
+    if bars:
+        _draw(name, [row for row in rows if isinstance(row.get(bars), (int, float))], out, bars, by)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as a Markdown table."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(_cell(row.get(column, '')) for column in columns)} |" for row in rows]
     return "\n".join(lines)
 
 
-def report(name: str, before: Mapping[str, object], results: Mapping[str, object], out: Path | None) -> None:
-    """Prints the table; writes it and the figures as JSON into ``out``."""
-    text = table(results)  # type: ignore[arg-type]
-    print(f"# {name}\n\n{text}\n\nmachine before: {dict(before)}\nload after: {os.getloadavg()}")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        record = {"benchmark": name, "machine": before, "load_after": os.getloadavg(), "results": results}
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1))
-        (out / f"{name}.md").write_text(f"# {name}\n\n{text}\n")
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
+    return str(value)
+
+
+def _draw(name: str, rows: Sequence[Mapping[str, object]], out: Path, bars: str, by: Sequence[str]) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = [" ".join(str(row.get(column, "")) for column in by) for row in rows]
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
+    axes.barh(range(len(rows)), [row[bars] for row in rows], color="tab:blue")
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=bars.replace("_", " "), title=name)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(out / f"{name}.png", dpi=120)
+    pyplot.close(figure)

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measure import keep, machine
 from torch import Tensor
 
 from anabranch.deadline import Deadline
@@ -105,21 +104,18 @@ def alternate(sides: dict[str, Callable[[int], None]], rounds: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=None, help="where to write the numbers as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    before = os.getloadavg()
+    before = machine()
     found = measure(arguments.rounds)
     for name, numbers in found.items():
         print(f"{name:10} median {numbers['median']:7.2f} ms  min {numbers['min']:7.2f} ms")
     for kind in ("median", "min"):
         ratio = found["server"][kind] / (found["echo"][kind] + found["kernels"][kind])
         print(f"server / (echo + kernels), {kind}: {ratio:.2f}")
-    if arguments.out is not None:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        report = {"machine": machine, "load_before_and_after": [before, os.getloadavg()], "milliseconds": found}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=2))
+    rows = [{"side": name, "median_ms": numbers["median"], "min_ms": numbers["min"]} for name, numbers in found.items()]
+    keep("parameter_server", before, rows, arguments.out, bars="median_ms", by=("side",))
 
 
 if __name__ == "__main__":

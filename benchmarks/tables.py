@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measure import keep, machine
 from torch import Tensor
 
 from anabranch.parameter_server import Crew, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableGroup, TableSpec
@@ -176,20 +174,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--largest", type=int, default=10_000_000, help="rows of the largest table")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the numbers as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    load = os.getloadavg()
-    found: dict[str, object] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "threads": arguments.threads,
-        "embedding_step": embedding_step(arguments.threads, arguments.rounds),
-        "growth": growth(arguments.largest, arguments.rounds),
-        "load_before_and_after": [load, os.getloadavg()],
-    }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=2))
+    before = machine()
+    steps = embedding_step(arguments.threads, arguments.rounds)
+    keep("tables", before, steps, arguments.out, bars="ours / theirs", by=("optimizer", "side"))
+    grown = growth(arguments.largest, arguments.rounds)
+    keep("tables_growth", before, grown, arguments.out, bars="median", by=("rows",))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Round trips of one tensor each way, against a bare echo of the same bytes over the same kind of socket.
 
-    python benchmarks/transport.py [--seconds 2] [--out FILE]
+    python benchmarks/transport.py [--seconds 2] [--out DIR]
 
 Both sides run in one run, alternating, each with its server in another process; ratios count, absolute times do not.
 The bare echo knows the size beforehand, checks nothing and reuses one buffer: it is the least a socket can do.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from measure import keep, machine
 
 from anabranch.deadline import Deadline
 from anabranch.transport import Call, Client, Request, Server, Verb, make_keys
@@ -160,7 +160,7 @@ def summary(kind: str, name: str, times: dict[str, list[float]]) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each kind of socket and size")
-    parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--serve-bare", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -172,17 +172,15 @@ def main() -> None:
     if options.serve_bare:
         serve_bare(*options.serve_bare)
         return
-    load = os.getloadavg()[0]
+    before = machine()
     rows = measure(options.seconds)
     print(f"{'socket':8}{'size':8}{'anabranch ms':>14}{'echo ms':>10}{'ratio':>8}")
     for row in rows:
         medians = row["median_ms"]
         assert isinstance(medians, dict)
         print(f"{row['socket']:8}{row['size']:8}{medians['anabranch']:14.3f}{medians['echo']:10.3f}{row['ratio']:8.2f}")
-    facts = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()[0], "torch": torch.__version__}
-    print(json.dumps(facts))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=2))
+    print(json.dumps(before))
+    keep("transport", before, rows, options.out, bars="ratio", by=("socket", "size"))
 
 
 if __name__ == "__main__":

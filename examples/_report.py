@@ -18,15 +18,14 @@ BITS = 1 / math.log(2)  # in a nat
 
 @dataclass(slots=True)
 class Curve:
-    """How training went so far, kept in a file beside the checkpoint together with the settings that led there."""
+    """How training went so far, kept in a file beside the checkpoint."""
 
-    settings: dict[str, int]
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": self.settings, "losses": self.losses, "held_out": self.held_out}))
+        temporary.write_text(json.dumps({"losses": self.losses, "held_out": self.held_out}))
         temporary.replace(path)
 
     def continue_from(self, path: Path, step: int) -> None:

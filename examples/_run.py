@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anabranch as ab
+from anabranch.job import Grid
 
 MODES = ("None", "AllReduce", "PS", "Hybrid")
 
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The workers that train one model together: this one's rank, how many they are, where they keep the model."""
+    """Who trains one model together: which share of a batch is this worker's, of how many, where the model is kept.
+
+    ``leads`` is true of the one who writes there; ``grid`` is there if the shares are pipelines across workers.
+    """
 
     mode: str
     rank: int
     workers: int
     out: Path
+    leads: bool
+    grid: Grid | None = None
 
     @property
     def comm_mode(self) -> str | None:
@@ -32,19 +38,21 @@ class Team:
         return None if self.mode == "None" else self.mode
 
     def share(self, batch: int, what: str) -> int:
-        """The smallest multiple of the workers that is at least ``batch``."""
+        """How much of a ``batch`` is this worker's."""
         if batch % self.workers:
-            sys.exit(f"{what} {batch} cannot be shared equally by {self.workers} workers; give a multiple of it")
+            who = "pipelines" if self.grid else "workers"
+            sys.exit(f"{what} {batch} cannot be shared equally by {self.workers} {who}; give a multiple of it")
         return batch // self.workers
 
 
-def team_of(mode: str | None, out: Path, job: ab.Job) -> Team:
+def team_of(mode: str | None, out: Path, job: ab.Job, grid: Grid | None = None) -> Team:
     """By default the tables live on the servers if the job has any, and several workers average their gradients."""
-    usual = "Hybrid" if job.servers else "AllReduce" if job.world_size > 1 else "None"
-    mode = mode or usual
-    if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
-        return Team(mode, 0, 1, out / f"worker-{job.rank}")
-    return Team(mode, job.rank, job.world_size, out)
+    rank, workers = (grid.data_rank, grid.data) if grid else (job.rank, job.world_size)
+    mode = mode or ("Hybrid" if job.servers else "AllReduce" if workers > 1 else "None")
+    if mode == "None" and workers > 1:  # each trains a model of its own
+        alone = out / f"{'pipeline' if grid else 'worker'}-{rank}"
+        return Team(mode, 0, 1, alone, not grid or grid.pipeline_rank == 0, grid)
+    return Team(mode, rank, workers, out, job.rank == 0, grid)
 
 
 def at_least_one(text: str) -> int:
@@ -66,7 +74,7 @@ def comm_mode(text: str) -> str:
     return modes[text.lower()]
 
 
-def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
+def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluations: str = "a fifth") -> None:
     """The options that every example has."""
     add = parser.add_argument
     add("--steps", type=at_least_one, default=steps, help="optimizer steps (%(default)s)")
@@ -74,9 +82,11 @@ def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
     add("--out", type=Path, default=Path(out), help="the checkpoint goes there (%(default)s)")
     add("--comm-mode", type=comm_mode, help=f"{', '.join(MODES)} (Hybrid with servers, AllReduce with several workers)")
     add("--engine", choices=["auto", "graph", "tape"], default="auto", help="how steps are run (%(default)s)")
-    add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a fifth of all steps)")
+    add("--evaluate-every", type=at_least_one, metavar="STEPS", help=f"({evaluations} of all steps)")
     add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
-    add("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
+    how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
 
 
 def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
@@ -92,7 +102,7 @@ def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
                 f"{team.out} holds another run: {was}. Give the same arguments to go on with it, another --out to keep "
                 "it, or --fresh to start anew"
             )
-    if team.rank == 0:
+    if team.leads:
         if fresh:
             shutil.rmtree(checkpoint, ignore_errors=True)
         temporary = kept.with_suffix(".tmp")

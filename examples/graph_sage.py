@@ -9,11 +9,14 @@ under much noise, so that a node alone says little and its neighbourhood much::
     seeds ──sample──> neighbours ──sample──> their neighbours      ids of all of them, each once, and two lists of edges
       ids ──> table of features ──> mean over edges ──> layer ──> mean over edges ──> layer ──> block of each seed
 
-A batch's shape is never twice the same: how many nodes it reaches depends on the sample. Nodes come as ids, and their
-features from a table with a row a node, which may live on servers and is trained, too. Which neighbours a node shows in
-a step depends on the node and the step alone, so any number of workers with a part of the seeds each do what one does.
+How many nodes a batch reaches depends on the sample. It is padded to one of a few sizes, so that a step is captured as
+a graph a few times and not at every batch: what is padding reaches no seed, and changes no result. Nodes come as ids,
+and their features from a table with a row a node, which may live on servers and is trained, too. Which neighbours a
+node shows in a step depends on the node and the step alone, so any number of workers with a part of the seeds each do
+what one does.
 
-``_run.py`` is what all examples do alike. Shapes: S seeds, V nodes of a batch, E edges, D width of a layer.
+``_run.py`` is what all examples do alike. Shapes: S seeds, R nodes near them (seeds included), F nodes further away, V
+nodes of a batch, E edges, D width of a layer.
 """
 
 from __future__ import annotations
@@ -118,21 +121,43 @@ def _hashed(values: Ints, key: int) -> NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def sampled(graph: Graph, seeds: Ints, key: int) -> Batch:
-    """The seeds' surroundings as a batch: ``nodes`` (V,), seeds first; ``blocks`` (S,); edges (2, E) into each layer.
+def sampled(graph: Graph, seeds: Ints, key: int, *, padded: bool = True) -> Batch:
+    """The seeds' surroundings: ``near`` (R,), seeds first; ``far`` (F,); ``blocks`` (S,); edges (2, E) into each layer.
 
-    ``outer`` edges lead into the seeds' neighbours and the seeds, ``inner`` edges into the seeds; they name places
-    among ``nodes``, from and to. The first ``reached`` of the nodes are the seeds and their neighbours.
+    ``outer`` edges lead into the near nodes, ``inner`` edges into the seeds; they name places among all nodes, near
+    before far, from and to. Padding is the first seed over again, and edges from it to the place behind the last.
     """
-    places, near = neighbours_of(graph, seeds, FAN_OUTS[0], 2 * key)
-    nodes = np.concatenate([seeds, np.setdiff1d(near, seeds)])
-    reached = len(nodes)
-    inner = np.stack([_places(nodes, near), places])
-    places, far = neighbours_of(graph, nodes, FAN_OUTS[1], 2 * key + 1)
-    nodes = np.concatenate([nodes, np.setdiff1d(far, nodes)])
-    outer = np.stack([_places(nodes, far), places])
-    found = {"nodes": nodes, "inner": inner, "outer": outer, "blocks": graph.block[seeds], "reached": np.int64(reached)}
+    places, shown = neighbours_of(graph, seeds, FAN_OUTS[0], 2 * key)
+    near = np.concatenate([seeds, np.setdiff1d(shown, seeds)])
+    inner = np.stack([_places(near, shown), places])
+    places, shown = neighbours_of(graph, near, FAN_OUTS[1], 2 * key + 1)
+    far = np.setdiff1d(shown, near)
+    reached = len(near)
+    if padded and len(seeds):
+        near, far = _filled(near, seeds[0], roomy(reached)), _filled(far, seeds[0], roomy(len(far)))
+    found_at = _places(np.concatenate([near[:reached], far]), shown)
+    outer = np.stack([found_at + (found_at >= reached) * (len(near) - reached), places])
+    if padded:
+        inner = _filled_edges(inner, len(seeds), FAN_OUTS[0])
+        outer = _filled_edges(outer, len(near), FAN_OUTS[1])
+    found = {"near": near, "far": far, "inner": inner, "outer": outer, "blocks": graph.block[seeds]}
     return {name: torch.as_tensor(values) for name, values in found.items()}
+
+
+def roomy(count: int) -> int:
+    """The next size up of which there are four between two powers of two."""
+    unit = max(16, 2 ** max(0, count.bit_length() - 3))
+    return -(-count // unit) * unit
+
+
+def _filled(nodes: Ints, filler: int, size: int) -> Ints:
+    return np.concatenate([nodes, np.full(size - len(nodes), filler)])
+
+
+def _filled_edges(edges: Ints, targets: int, fan_out: int) -> Ints:
+    """As many edges as ``targets`` nodes have; those that lead to place ``targets`` lead nowhere."""
+    missing = targets * fan_out - edges.shape[1]
+    return np.concatenate([edges, np.stack([np.zeros(missing, np.int64), np.full(missing, targets)])], 1)
 
 
 def _places(nodes: Ints, wanted: Ints) -> Ints:
@@ -176,7 +201,7 @@ class Samples:
 class Layer(nn.Module):
     """A node and the mean of those with an edge to it: (V, D), (2, E) -> (the first ``count``, D).
 
-    Hamilton et al., "Inductive Representation Learning on Large Graphs" (2017).
+    An edge to ``count`` is padding. Hamilton et al., "Inductive Representation Learning on Large Graphs" (2017).
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -186,9 +211,10 @@ class Layer(nn.Module):
 
     def forward(self, hidden_VD: Tensor, edges_2E: Tensor, count: int) -> Tensor:
         source, target = edges_2E
-        summed = hidden_VD.new_zeros(count, hidden_VD.shape[1]).index_add(0, target, hidden_VD[source])
-        degree = torch.bincount(target, minlength=count).clamp(min=1)
-        return self.own(hidden_VD[:count]) + self.others(summed / degree[:, None])
+        arriving = hidden_VD.index_select(0, source)
+        summed = hidden_VD.new_zeros(count + 1, hidden_VD.shape[1]).index_add(0, target, arriving)
+        degree = hidden_VD.new_zeros(count + 1).index_add(0, target, hidden_VD.new_ones(len(target))).clamp(min=1)
+        return self.own(hidden_VD[:count]) + self.others((summed / degree[:, None])[:count])
 
 
 class GraphSage(nn.Module):
@@ -196,14 +222,14 @@ class GraphSage(nn.Module):
 
     def __init__(self, features: Tensor) -> None:
         super().__init__()
-        self.features = nn.Embedding.from_pretrained(features, freeze=False, sparse=True)
+        self.features = nn.Embedding.from_pretrained(features.clone(), freeze=False, sparse=True)
         self.outer = Layer(FEATURES, WIDTH)
         self.inner = Layer(WIDTH, BLOCKS)
 
     def forward(self, batch: Batch) -> Tensor:
-        hidden_VD = self.features(batch["nodes"])
-        hidden_VD = F.relu(self.outer(hidden_VD, batch["outer"], int(batch["reached"])))
-        return self.inner(hidden_VD, batch["inner"], len(batch["blocks"]))
+        hidden_VD = self.features(torch.cat([batch["near"], batch["far"]]))
+        hidden_RD = F.relu(self.outer(hidden_VD, batch["outer"], len(batch["near"])))
+        return self.inner(hidden_RD, batch["inner"], len(batch["blocks"]))
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -245,7 +271,6 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=at_least_one, default=20_000, help="of the graph (%(default)s)")
     parser.add_argument("--batch", type=at_least_one, default=256, help="seeds a step, of all workers (%(default)s)")
     parser.add_argument("--double", action="store_true", help="compute in float64")
-    parser.set_defaults(engine="tape")  # a graph is captured for one shape of batch, and here no two are alike
     options = parser.parse_args(given)
     if options.nodes * 4 // 5 < options.batch:
         parser.error(f"--nodes {options.nodes} leave fewer than --batch {options.batch} to train on; give more of them")

@@ -28,23 +28,21 @@ B windows, T positions, D width, M what the memory gives a position.
 from __future__ import annotations
 
 import argparse
-import json
 import lzma
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from _experts import Experts, uids_of
 from _report import BITS, Curve, Screen
+from _run import Stopped, Team, add_usual, at_least_one, prepare, reported, stopped_by_sigterm, team_of
 from _text import CONTEXT, Windows, shared_out, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -253,21 +251,6 @@ def expert(uid: str, updates: int) -> ab.ExpertBackend:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
-    """Who trains one model together: which share of a batch is this worker's, of how many, where the model is kept.
-
-    ``leads`` is true of the one who writes there; ``grid`` is there if the shares are pipelines across workers.
-    """
-
-    mode: str
-    rank: int
-    workers: int
-    out: Path
-    leads: bool
-    grid: Grid | None = None
-
-
 def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
     """What the model needs for the bytes of all batches; every worker measures its share of them."""
     total = torch.zeros((), dtype=torch.float64)
@@ -276,20 +259,6 @@ def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> f
     if team.workers > 1:
         total = ab.all_reduce(total, group=team.grid and team.grid.data_group)
     return total.item() * BITS / sum(batch[:, 1:].numel() for batch in batches)
-
-
-class Stopped(Exception):
-    """A worker was told to stop; all have saved after the same step."""
-
-
-@contextmanager
-def stopped_by_sigterm(executor: ab.Executor) -> Iterator[None]:
-    """SIGTERM lets the step under way end and be saved, on all workers alike."""
-    before = signal.signal(signal.SIGTERM, lambda *_: executor.request_stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def train_on(
@@ -321,37 +290,13 @@ def train_on(
 
 
 def parse_options(given: list[str] | None = None) -> argparse.Namespace:
-    def at_least_one(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"a whole number of at least 1, not {text!r}")
-        return int(text)
-
-    def seed(text: str) -> int:
-        if not text.isdecimal() or int(text) >= 2**31:
-            raise argparse.ArgumentTypeError(f"a whole number from 0 to 2**31 - 1, not {text!r}")
-        return int(text)
-
-    def comm_mode(text: str) -> str:
-        modes = {"none": "None", "allreduce": "AllReduce", "ps": "PS", "hybrid": "Hybrid"}
-        if text.lower() not in modes:
-            raise argparse.ArgumentTypeError(f"one of {', '.join(modes.values())}, not {text!r}")
-        return modes[text.lower()]
-
     parser = argparse.ArgumentParser(description="Trains a byte-level language model on real text.", allow_abbrev=False)
+    add_usual(parser, steps=800, out="runs/language_model", evaluations="a tenth")
     add = parser.add_argument
-    add("--steps", type=at_least_one, default=800, help="optimizer steps (%(default)s)")
     add("--batch", type=at_least_one, help=f"windows of {CONTEXT} bytes a step, of all workers together (8 or so)")
-    add("--seed", type=seed, default=0, help="of the initial model and the batches (%(default)s)")
-    add("--out", type=Path, default=Path("runs/language_model"), help="checkpoint and picture go there (%(default)s)")
     add("--text", type=Path, nargs="+", metavar="PATH", help="files or directories (Python's own sources)")
-    add("--comm-mode", type=comm_mode, help="None, AllReduce, PS or Hybrid (as the job has workers and servers)")
     add("--memory-rows", type=at_least_one, default=2**20, help="rows of the n-gram memory (%(default)s)")
-    add("--evaluate-every", type=at_least_one, metavar="STEPS", help="(a tenth of all steps)")
-    add("--save-every", type=at_least_one, metavar="STEPS", help="(a quarter of all steps)")
     add("--stages", type=at_least_one, default=1, help="of each pipeline that the workers make (%(default)s)")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if any (the default)")
-    how.add_argument("--fresh", action="store_true", help="delete the checkpoint in --out and start anew")
     options = parser.parse_args(given)
     if ab.job().role == "expert":  # never sees the text
         return options
@@ -365,24 +310,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
 def batch_of(options: argparse.Namespace, team: Team) -> int:
     """How many windows a step has: a multiple of the workers."""
     batch = options.batch or -(-8 // team.workers) * team.workers
-    if batch % team.workers:
-        who = "pipelines" if team.grid else "workers"
-        sys.exit(f"--batch {batch} cannot be shared equally by {team.workers} {who}; give a multiple of it")
-    return int(batch)
-
-
-def team_of(options: argparse.Namespace, job: ab.Job) -> Team:
-    grid = grid_of(options, job)
-    mode = options.comm_mode or (
-        "Hybrid" if job.servers else "AllReduce" if job.world_size > options.stages else "None"
-    )
-    if grid is not None:
-        if mode == "None" and grid.data > 1:  # each pipeline trains a model of its own
-            return Team(mode, 0, 1, options.out / f"pipeline-{grid.data_rank}", grid.pipeline_rank == 0, grid)
-        return Team(mode, grid.data_rank, grid.data, options.out, job.rank == 0, grid)
-    if mode == "None" and job.world_size > 1:  # each worker trains a model of its own
-        return Team(mode, 0, 1, options.out / f"worker-{job.rank}", leads=True)
-    return Team(mode, job.rank, job.world_size, options.out, job.rank == 0)
+    return team.share(batch, "--batch") * team.workers
 
 
 def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
@@ -419,26 +347,6 @@ def picture_of_schedule(options: argparse.Namespace, team: Team) -> list[str]:
     return [f"stages: {options.stages} a pipeline; who does what when is drawn in {path}"]
 
 
-def prepare(team: Team, settings: dict[str, int], *, fresh: bool) -> None:
-    """Makes the place for the model. What lies there goes on exactly as it began, or not at all."""
-    checkpoint, kept = team.out / "checkpoint", team.out / "curve.json"
-    team.out.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        if team.leads:
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        return
-    if not checkpoint.exists():
-        return
-    saved = json.loads(kept.read_text())["settings"] if kept.exists() else {}
-    changed = [name for name in settings if saved.get(name) != settings[name]]
-    if changed:
-        was = ", ".join(f"{name} was {saved.get(name)}, now {settings[name]}" for name in changed)
-        sys.exit(
-            f"{team.out} holds another run: {was}. Give the same arguments to go on with it, another --out to keep it, "
-            "or --fresh to start anew"
-        )
-
-
 def where_else(job: ab.Job) -> str:
     servers = f"servers: {len(job.servers)}, " if job.servers else ""
     return servers + (f"processes of experts: {job.experts}, " if job.experts else "")
@@ -447,11 +355,11 @@ def where_else(job: ab.Job) -> str:
 def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     """Trains, measures and reports; returns what the last line says."""
     began = time.monotonic()
-    text, team = options.text, team_of(options, job)
+    text, team = options.text, team_of(options.comm_mode, options.out, job, grid_of(options, job))
     batch = batch_of(options, team)
-    curve = Curve({"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows})
-    curve.settings |= {"text": text.fingerprint, "experts": job.experts}
-    prepare(team, curve.settings, fresh=options.fresh)
+    settings = {"steps": options.steps, "batch": batch, "seed": options.seed, "memory_rows": options.memory_rows}
+    prepare(team, settings | {"text": text.fingerprint, "experts": job.experts}, fresh=options.fresh)
+    curve = Curve()
     experts = Experts(WIDTH, serve_experts(options, job), job.experts) if job.experts else None
     torch.manual_seed(options.seed)
     whole = language_model(options.memory_rows, experts)
@@ -466,7 +374,8 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
     with (
         ab.Executor(
             {"train": train, "validate": ab.EvalStep(model, predicted)},
-            comm_mode=None if team.mode == "None" else team.mode,
+            comm_mode=team.comm_mode,
+            engine=options.engine,
             dataloaders={"train": shared_out(windows, batch, team.rank, team.workers, collate)},
             process_group=team.grid.data_group if team.grid else None,
         ) as executor,
@@ -520,22 +429,7 @@ def main(given: list[str] | None = None) -> int:
     options, job = parse_options(given), ab.job()
     if job.role == "expert":
         serve_experts(options, job)
-    try:
-        result = run(options, job)
-    except ab.CheckpointError as error:
-        print(f"{error}; --fresh starts anew", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        if job.rank == 0:
-            print(stopped, file=sys.stderr)
-        return 0
-    except KeyboardInterrupt:
-        if job.rank == 0:
-            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    if job.rank == 0:
-        print(json.dumps(result), flush=True)
-    return 0
+    return reported(lambda: run(options, job), job)
 
 
 if __name__ == "__main__":

@@ -147,37 +147,52 @@ def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return pixels[~held_out], labels[~held_out], pixels[held_out], labels[held_out]
 
 
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    pixels, labels = batch
+    return F.cross_entropy(model(pixels), labels)
+
+
+def right(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    pixels, labels = batch
+    return {"right": (model(pixels).argmax(1) == labels).float().mean()}
+
+
+def training_step(model: Digits) -> ab.TrainStep:
+    return ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=3e-3))
+
+
 def train(directory: object, steps: int, seed: int, between: Callable[[int], str], name: str) -> dict[str, object]:
     """Trains, says how it goes, and returns the accuracy on what was held out, and what became of the calls."""
     torch.manual_seed(seed)
     pixels, labels, held_out, answers = split_digits()
     model = Digits(directory)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     news = ""
     used_again = False
-    for step in range(steps):
-        news = between(step) or news
-        rows = torch.randint(len(labels), (BATCH,))
-        before = model.mixture.statistics()
-        loss = F.cross_entropy(model(pixels[rows]), labels[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        facts = model.mixture.statistics()
-        if news.startswith("server") and facts.failed == before.failed:
-            used_again |= any(facts.rows.get(uid, 0) > before.rows.get(uid, 0) for uid in VICTIMS)
-        if step % UPDATED == 0 or step == steps - 1:
-            failed = sum(facts.failed.values())
-            print(
-                f"{name}  step {step + 1}/{steps}  loss {float(loss.detach()):.3f}  {facts.calls} calls, {failed} "
-                f"failed  {news}",
-                flush=True,
-            )
-    model.eval()
-    with torch.no_grad():
-        accuracy = float((model(held_out).argmax(1) == answers).float().mean())
+    with ab.Executor({"train": training_step(model), "validate": ab.EvalStep(model, right)}) as executor:
+        for step in range(steps):
+            news = between(step) or news
+            rows = torch.randint(len(labels), (BATCH,))
+            before = model.mixture.statistics()
+            nats = executor.run("train", (pixels[rows], labels[rows]))["loss"].item()
+            facts = model.mixture.statistics()
+            if news.startswith("server") and facts.failed == before.failed:
+                used_again |= any(facts.rows.get(uid, 0) > before.rows.get(uid, 0) for uid in VICTIMS)
+            if step % UPDATED == 0 or step == steps - 1:
+                failed = sum(facts.failed.values())
+                print(
+                    f"{name}  step {step + 1}/{steps}  loss {nats:.3f}  {facts.calls} calls, {failed} failed  {news}",
+                    flush=True,
+                )
+        accuracy = executor.run("validate", (held_out, answers))["right"].item()
+        engine = executor.engine("train")
     facts = model.mixture.statistics()
-    return {"accuracy": accuracy, "calls": facts.calls, "failed": facts.failed, "used_again": used_again}
+    return {
+        "accuracy": accuracy,
+        "engine": engine,
+        "calls": facts.calls,
+        "failed": facts.failed,
+        "used_again": used_again,
+    }
 
 
 def train_disturbed(steps: int, seed: int) -> dict[str, object]:

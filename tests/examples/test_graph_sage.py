@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import anabranch as ab
 from anabranch.testing import LocalJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "graph_sage.py"
-SMALL = shlex.split("--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3")
+SMALL = shlex.split("--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3 --engine tape")
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
@@ -72,19 +73,51 @@ def test_a_batch_has_each_node_once_and_edges_from_the_graph(graph):
     import graph_sage
 
     seeds = np.array([5, 700, 13, 42])
-    batch = {name: values.numpy() for name, values in graph_sage.sampled(graph, seeds, key=1).items()}
-    nodes, reached = batch["nodes"], int(batch["reached"])
+    batch = {n: values.numpy() for n, values in graph_sage.sampled(graph, seeds, key=1, padded=False).items()}
+    near = len(batch["near"])
+    nodes = np.concatenate([batch["near"], batch["far"]])
     assert nodes[:4].tolist() == seeds.tolist()
     assert len(np.unique(nodes)) == len(nodes)
     assert batch["blocks"].tolist() == graph.block[seeds].tolist()
-    for name, targets in (("inner", 4), ("outer", reached)):
+    for name, targets in (("inner", 4), ("outer", near)):
         source, target = batch[name]
         assert target.max() < targets
-        assert source.max() < (reached if name == "inner" else len(nodes))
+        assert source.max() < (near if name == "inner" else len(nodes))
         for one, other in zip(nodes[source], nodes[target], strict=True):
             assert one in graph.neighbours[graph.first[other] : graph.first[other + 1]]
-    shapes = {len(graph_sage.sampled(graph, seeds, key)["nodes"]) for key in range(6)}
-    assert len(shapes) > 1, "a batch's shape varies"
+    shapes = {len(graph_sage.sampled(graph, seeds, key, padded=False)["far"]) for key in range(6)}
+    assert len(shapes) > 1, "a sample's size varies"
+
+
+@pytest.mark.parametrize("seeds", [30, 1])
+def test_padding_makes_few_shapes_and_changes_nothing(graph, seeds):
+    import graph_sage
+
+    def run(engine, padded):
+        torch.manual_seed(0)
+        model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
+        batches = [graph_sage.sampled(graph, np.arange(seeds) + key, key, padded=padded) for key in range(6)]
+        with (
+            torch.sparse.check_sparse_tensor_invariants(False),
+            ab.Executor(graph_sage.training_step(model), engine=engine) as executor,
+        ):
+            found = [executor.run(batch=batch)["loss"] for batch in batches]
+        shapes = {tuple(value.shape for value in batch.values()) for batch in batches}
+        return [*found, *model.state_dict().values()], shapes
+
+    mine, few = run("graph", padded=True)
+    plain, many = run("tape", padded=False)
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    assert len(few) <= 3 < len(many)
+
+
+def test_sizes_leave_little_room():
+    import graph_sage
+
+    for count in range(5000):
+        assert count <= graph_sage.roomy(count) <= max(count * 1.25 + 1, count + 15)
+    assert len({graph_sage.roomy(count) for count in range(1024, 4096)}) <= 10
 
 
 def test_nodes_without_neighbours_are_batches_too():
@@ -143,7 +176,8 @@ def test_samples_go_on_where_they_stopped(graph):
         second.load_state_dict(first.state_dict())
         rest = [*second, *second][: len(read) - stop]
         assert all(
-            torch.equal(one["nodes"], other["nodes"]) for one, other in zip(rest, read[stop:][: len(rest)], strict=True)
+            torch.equal(one["near"], other["near"]) and torch.equal(one["far"], other["far"])
+            for one, other in zip(rest, read[stop:][: len(rest)], strict=True)
         )
 
 

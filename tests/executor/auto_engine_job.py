@@ -14,9 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anabranch as ab
 from anabranch import events
 
-ROOT, WHAT = sys.argv[1:]
-sys.path += [f"{ROOT}/benchmarks", f"{ROOT}/examples"]
-
 
 def models() -> dict[str, list[object]]:
     """Each model on both engines, on unequal shards: the engine that auto took, and whether the bits are the same."""
@@ -26,7 +23,7 @@ def models() -> dict[str, list[object]]:
     def run(name: str, engine: str) -> tuple[str, list[Tensor]]:
         torch.manual_seed(ab.job().rank)
         if name == "language_model":
-            step = language_model.training_step(language_model.LanguageModel(64), 3)
+            step = language_model.training_step(language_model.language_model(64), 3)
             batch: object = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
         else:
             step, batch = CASES[name].step(), CASES[name].batch()
@@ -153,7 +150,9 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    result = {"models": models, "mixed": mixed, "order": order, "collectives": collectives}[WHAT]()
+    root, what = sys.argv[1:]
+    sys.path += [f"{root}/benchmarks", f"{root}/examples"]
+    result = {"models": models, "mixed": mixed, "order": order, "collectives": collectives}[what]()
     torch.distributed.destroy_process_group()
     print(json.dumps(result))
 

@@ -110,16 +110,38 @@ def test_auto_is_the_graph_and_the_tape_bit_for_bit(options: dict[str, Any]) -> 
     assert (tape, used) == ("tape", "graph")
 
 
-def test_the_models_of_the_benchmarks_and_the_language_model_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_of_the_benchmarks_and_the_examples_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All examples but ``unet.py``, whose model is a ``Pipe``."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import click_through
+    import graph_sage
     import language_model
+    import mixture_of_experts
     from models import CASES
 
-    steps = {name: (case.step(), case.batch()) for name, case in CASES.items()}
+    steps: dict[str, tuple[ab.TrainStep, Any]] = {name: (case.step(), case.batch()) for name, case in CASES.items()}
     text = torch.randint(0, 256, (2, language_model.CONTEXT + 1))
-    steps["language_model"] = (language_model.training_step(language_model.LanguageModel(64), 3), text)
-    with torch.sparse.check_sparse_tensor_invariants(False), ab.Executor({k: s for k, (s, _) in steps.items()}) as ex:
+    steps["language_model"] = (language_model.training_step(language_model.language_model(64), 3), text)
+    clicks = {"ids": torch.randint(0, 64, (8, 5)), "numbers": torch.randn(8, 4), "clicked": torch.ones(8)}
+    for name, kind in click_through.MODELS.items():
+        steps[name] = (click_through.training_step(kind(64, 5, 4), 0.01), clicks)
+    links = graph_sage.stochastic_block_model(100, seed=0)
+    sage = graph_sage.GraphSage(torch.from_numpy(links.features).float())
+    sample = graph_sage.sampled(links, torch.arange(9).numpy(), key=0)
+    steps["graph_sage"] = (graph_sage.training_step(sage), sample)
+    directory = ab.Directory()
+    digits = (torch.randn(4, 64), torch.arange(4))
+    with (
+        torch.sparse.check_sparse_tensor_invariants(False),
+        ab.ExpertServer(mixture_of_experts.make_backends(0, 1), directory=directory),
+    ):
+        steps["mixture"] = (mixture_of_experts.training_step(mixture_of_experts.Digits(directory)), digits)
+        run_as_graphs(steps)
+
+
+def run_as_graphs(steps: dict[str, tuple[ab.TrainStep, Any]]) -> None:
+    with ab.Executor({k: s for k, (s, _) in steps.items()}) as ex:
         for name, (_, batch) in steps.items():
             for _ in range(2):
                 ex.run(name, batch)

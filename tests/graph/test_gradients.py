@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.errors import NotFound, SchemaError
+from anabranch.errors import CaptureError, NotFound, SchemaError
 from anabranch.graph import capture, gradients
+from anabranch.graph.cut_lookups import cut_lookups
 
 
 def model_and_graph() -> tuple[nn.Module, Tensor]:
@@ -90,6 +93,51 @@ def test_the_gradient_of_a_sparse_table_is_ids_and_rows() -> None:
     dense = torch.zeros(6, 3).index_add_(0, looked_up, rows)
     (F.embedding(ids, table.weight) * F.embedding(ids.flip(0), table.weight)).sum().backward()
     torch.testing.assert_close(dense, table.weight.grad)
+
+
+LOOKUPS: dict[str, Callable[[], nn.Module]] = {
+    "rows": lambda: nn.Embedding(6, 3, sparse=True),
+    "padded rows": lambda: nn.Embedding(6, 3, sparse=True, padding_idx=1),
+    "sums": lambda: nn.EmbeddingBag(6, 3, sparse=True, mode="sum"),
+    "padded means": lambda: nn.EmbeddingBag(6, 3, sparse=True, mode="mean", padding_idx=1),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_a_graph_cut_at_its_lookups_gives_the_same_bits_and_eagers_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    table = LOOKUPS[kind]().double()
+    ids = torch.tensor([[1, 4, 1], [0, 1, 5]])
+
+    def fn(ids: Tensor) -> Tensor:
+        return (table(ids) * table(ids.flip(0))).square().sum()
+
+    graph = capture(fn, ids)
+    cut = cut_lookups(graph)
+    assert torch.equal(cut(ids), graph(ids))  # type: ignore[arg-type]
+    assert sum("rows_of" in node.meta for node in cut.fx.nodes) == 2
+    assert not any("rows_of" in node.meta for node in cut_lookups(graph, []).fx.nodes)
+    value, (looked_up, rows) = gradients(graph, wrt=["weight"])(ids)  # type: ignore[misc]
+    fn(ids).backward()
+    assert torch.equal(value, fn(ids))
+    dense = torch.zeros(6, 3, dtype=torch.float64).index_add_(0, looked_up, rows)
+    torch.testing.assert_close(dense, table.weight.grad.to_dense(), rtol=1e-12, atol=1e-12)  # type: ignore[union-attr, operator]
+
+
+def test_lookups_without_gradients_give_none_and_a_table_used_densely_too_is_refused() -> None:
+    table = nn.Embedding(6, 3, sparse=True)
+    ids = torch.tensor([1, 4])
+
+    def unrecorded(ids: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = table(ids)
+        return (rows * w).sum()
+
+    with pytest.raises(ValueError, match="'weight' is not reached"):
+        gradients(capture(unrecorded, ids, torch.ones(3)), wrt=["weight"])
+    tied = capture(lambda ids: table(ids).sum() + table.weight.square().sum(), ids)
+    with pytest.raises(CaptureError, match="'weight' is looked up sparsely and used densely too"):
+        gradients(tied, wrt=["weight"])
 
 
 def test_an_unreached_name_is_named() -> None:

@@ -69,7 +69,7 @@ class Grad:
         self._name = name
         self._inputs: list[Tensor | GradientEdge] = []
         self._leaves: list[Tensor] = []  # those of them that are made to require a gradient until the session ends
-        self._given: dict[int, weakref.ref[Tensor]] = {}
+        self._given: dict[int, Tensor | weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
         self._used = self._sweeping = False
@@ -100,22 +100,26 @@ class Grad:
         """
         self._check_unused()
         call = None if callback is None else self._calling(callback)
+        given, inputs = self._given, self._inputs
         for tensor in tensors:
-            check_differentiable(tensor)
-            key = id(tensor)
-            given = self._given.get(key)  # an id is used again once its tensor is dropped
-            if given is not None and given() is tensor:
+            if not (isinstance(tensor, Tensor) and tensor.requires_grad):
+                check_differentiable(tensor)
+                tensor.requires_grad_()
+                self._leaves.append(tensor)
+            # An edge keeps the node, not the tensor, whose id may be used again; a leaf's node holds the leaf anyway.
+            node, key = tensor.grad_fn, id(tensor)
+            before = given.get(key)
+            if before is tensor or (isinstance(before, weakref.ref) and before() is tensor):
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was given to session {self._name!r} twice; "
                     "combine the callbacks"
                 )
-            self._given[key] = weakref.ref(tensor)
-            if not tensor.requires_grad:
-                tensor.requires_grad_()
-                self._leaves.append(tensor)
-            # An edge keeps the node, not the tensor; a leaf's node holds the leaf anyway.
-            node = tensor.grad_fn
-            self._inputs.append(tensor if node is None else GradientEdge(node, tensor.output_nr))
+            if node is None:
+                given[key] = tensor
+                inputs.append(tensor)
+            else:
+                given[key] = weakref.ref(tensor)
+                inputs.append(GradientEdge(node, tensor.output_nr))
             if call is not None:
                 self._handles.append(watch_result(tensor, call))
         return self

@@ -11,7 +11,6 @@ The tape knows its cells weakly: a sweep that frees the graph frees them on the 
 from __future__ import annotations
 
 import weakref
-from typing import cast
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +27,9 @@ class _Cell(list[object]):
     __slots__ = ("__weakref__",)
 
 
+_weakly = weakref.ref
+
+
 class Tape:
     """The cells of the sessions of one thread that are, or were, entered at the same time."""
 
@@ -42,7 +44,7 @@ class Tape:
     def _pack(self, tensor: Tensor) -> _Cell:
         cell = _Cell((tensor, tensor._version))
         cells = self._cells
-        cells.append(weakref.ref(cell))
+        cells.append(_weakly(cell))
         if len(cells) > self._prune_at:
             self._cells = [reference for reference in cells if reference() is not None]
             self._prune_at = max(4096, 2 * len(self._cells))
@@ -66,7 +68,8 @@ class Tape:
 def _unpack(cell: _Cell) -> Tensor:
     if not cell:
         raise RuntimeError("what this graph saved was freed when its Grad session ended; sweep inside the session")
-    tensor, version = cast("tuple[Tensor, int]", cell)
+    tensor: Tensor
+    tensor, version = cell  # type: ignore[assignment]
     # torch itself checks only what is saved without hooks.
     if tensor._version != version:
         raise RuntimeError(

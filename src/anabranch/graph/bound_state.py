@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ class BoundState:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         modules = list(model.modules())
-        self._spaces = [s for m in modules for s in (m._parameters, m._buffers, m._modules)]
-        self._held = list(chain.from_iterable(map(dict.values, self._spaces)))  # type: ignore[arg-type]
+        self._of_modules: list[dict[str, Any]] = [s for m in modules for s in (m._parameters, m._buffers, m._modules)]
+        self._spaces = self._of_modules
+        self._note_held()
         self._parameters = list(model.parameters())
         tensors = [*self._parameters, *model.buffers()]
         self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
@@ -40,8 +42,6 @@ class BoundState:
         self._optimizers = list(optimizers)
         self._states = [optimizer.state for optimizer in optimizers]
         self._groups = self._grouped()
-        self._kept_spaces: list[dict[str, object]] = []
-        self._kept: list[object] = []
         self._hooks = [getattr(m, kind) for m in modules for kind in _MODULE_HOOKS]
         self._hooks += [getattr(global_hooks, kind) for kind in _GLOBAL_HOOKS]
         self._hooks += [getattr(optimizer, kind) for optimizer in optimizers for kind in _OPTIMIZER_HOOKS]
@@ -51,15 +51,18 @@ class BoundState:
 
     def note_optimizer_state(self) -> None:
         """The optimizers' state exists now and is bound too."""
-        self._kept_spaces = [kept for state in self._states for kept in state.values()]
-        self._kept = list(chain.from_iterable(map(dict.values, self._kept_spaces)))
+        self._spaces = self._of_modules + [kept for state in self._states for kept in state.values()]
+        self._note_held()
+
+    def _note_held(self) -> None:
+        self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
 
     def intact(self) -> bool:
         """Whether everything is the very thing that it was."""
         same = operator.is_
         if len(self._held) != sum(map(len, self._spaces)):
             return False
-        if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):  # type: ignore[arg-type]
+        if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):
             return False
         if not self._hooks_intact():
             return False
@@ -68,10 +71,6 @@ class BoundState:
                 return False
         if self._grouped() != self._groups:
             return False
-        if self._kept:
-            values = chain.from_iterable(map(dict.values, self._kept_spaces))
-            if not all(map(same, values, self._kept)):
-                return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
     def _grouped(self) -> list[int]:

@@ -34,10 +34,9 @@ def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph
     Merged are neighbours with the same operation, group, dtype and device. Sums of two ranks are the same bits; of
     more, the transport may add in another order than without buckets.
     """
-    graph = graph.copy()
-    collectives = [node for node in graph.fx.nodes if _is_all_reduce(node)]
-    if not collectives:
+    if not any(_is_all_reduce(node) for node in graph.fx.nodes):
         return graph
+    graph = graph.copy()
     _hoist(graph)
     bucket: list[fx.Node] = []
     for node in [node for node in graph.fx.nodes if _is_all_reduce(node)]:
@@ -51,6 +50,8 @@ def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph
 
 def sink_waits(graph: Graph) -> Graph:
     """``graph`` with each wait for a collective, and what only depends on waits, right before its first reader."""
+    if not any(is_wait(node) for node in graph.fx.nodes):
+        return graph
     graph = graph.copy()
     effects = graph.effects()
     awaited: set[fx.Node] = set()

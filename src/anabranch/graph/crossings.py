@@ -16,6 +16,7 @@ A crossing is an effect: no pass drops, merges, repeats or reorders it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -33,7 +34,12 @@ class Crossing:
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
         self.boundary = boundary
         self.wants = None if wants is None else tuple(wants)
+        self.phase = phase
         self.__name__ = f"{boundary.kind}_{phase}"
+
+    def __call__(self, *arguments: Any) -> tuple[object, ...]:
+        """Crosses."""
+        raise NotImplementedError
 
     @property
     def label(self) -> str:

@@ -69,6 +69,8 @@ def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
 
 def sum_to_final_shape(graph: Graph) -> Graph:
     """``graph`` with a sum that keeps its dimensions, only to be viewed without them, done without them at once."""
+    if not any(graph.fx.find_nodes(op="call_function", target=_aten.sum.dim_IntList, sort=False)):
+        return graph
     graph = graph.copy()
     for node in list(graph.fx.nodes):
         inner = node.args[0] if node.target is _aten.view.default else None

@@ -22,6 +22,7 @@ __all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
 # Views whose schemas do not say so, and waits, which return the very tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
+_UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _UNPREDICTABLE = ("aten::_assert", "aten::record_stream", "profiler::")
 
 
@@ -42,7 +43,12 @@ def _signature(op: OpOverload) -> _Signature:
     for result in schema.returns:
         if result.alias_info is not None:
             returned |= set(result.alias_info.before_set)
-    viewed = {a.name for a in schema.arguments if a.alias_info is not None and returned & set(a.alias_info.before_set)}
+    # A list of views (``split``, ``unbind``) names no argument, but one with a mark and no write is what they are of.
+    viewed = {
+        a.name
+        for a in schema.arguments
+        if a.alias_info is not None and (not a.alias_info.is_write or returned & set(a.alias_info.before_set))
+    }
     if schema.name in _UNDECLARED_VIEWS:
         viewed.add(names[0])
     return _Signature(names, frozenset(written), frozenset(viewed))

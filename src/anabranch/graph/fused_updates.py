@@ -23,6 +23,8 @@ _LARGE = 1 << 16
 
 def join_fused_updates(graph: Graph) -> Graph:
     """``graph`` with one fused update where several use the same numbers."""
+    if len(_fused(graph)) < 2:
+        return graph
     graph = graph.copy()
     last: dict[object, fx.Node] = {}
     for node in _fused(graph):
@@ -46,6 +48,8 @@ def spread_fused_updates(graph: Graph, large: int = _LARGE) -> Graph:
     The gradient is then still in the processor's cache, and is freed at once. The counters of steps are advanced first.
     Nothing is written before the last crossing of a boundary: one that fails leaves the state as it was.
     """
+    if not _fused(graph):
+        return graph
     graph = graph.copy()
     for node in _fused(graph):
         _spread(graph, node, large)

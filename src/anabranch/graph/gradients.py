@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, fx
 
-from anabranch.errors import NotFound, SchemaError
+from anabranch.errors import CaptureError, NotFound, SchemaError
 from anabranch.graph.build import build
+from anabranch.graph.cut_lookups import ROWS_OF, cut_lookups
 from anabranch.graph.graph import Graph, Input, Origin
-from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.nodes import evaluate
 from anabranch.graph.tracing import Recorder, Source, UserMistake
 from anabranch.tensors import flatten
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["gradients"]
 
-_aten = torch.ops.aten
 InsertGrad = Sequence[Tensor] | Literal[True] | None
 
 
@@ -56,7 +56,7 @@ def gradients(
     """
     if not wrt:
         raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
-    tape = _Tape(graph, outputs, wrt)
+    tape = _Tape(cut_lookups(graph, _inputs(graph, wrt)), outputs, wrt)
     given = tape.arriving(insert_grad)
     bindings = [*graph.bindings, *given]
     sources = []
@@ -80,6 +80,12 @@ def gradients(
     return merged
 
 
+def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
+    """The inputs among ``wrt``, which may call them by their names or those of their nodes."""
+    pairs = zip(graph.placeholders, graph.inputs, strict=True)
+    return [name for node, name in pairs if name in wrt or node.name in wrt]
+
+
 def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
     """Differentiates what the graph is for other shapes."""
     origin = graph.origin
@@ -101,7 +107,12 @@ class _Tape:
         self.wrt = list(wrt)
         for name in [*self.outputs, *self.wrt]:
             self._check(name)
-        self._sparse: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        names = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        self._lookups: dict[str, list[fx.Node]] = {}
+        for name in self.wrt:
+            found = [n for n in graph.fx.nodes if ROWS_OF in n.meta and n.meta[ROWS_OF] == names.get(self._nodes[name])]
+            if found:
+                self._lookups[name] = found
 
     def _check(self, name: str) -> None:
         if name not in self._nodes:
@@ -132,27 +143,28 @@ class _Tape:
         self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: Recorder
     ) -> tuple[list[object], list[str]]:
         """The outputs and the gradients, flat, and their names."""
-        self._sparse = {}
-        targets = {self._nodes[name]: name for name in self.wrt}
-        computed = self._replay(values, targets)
+        lookups = [node for found in self._lookups.values() for node in found]
+        wanted = [*(self._nodes[name] for name in self.wrt), *lookups]
+        computed = self._replay(values, set(wanted))
         roots = [computed[self._nodes[name]] for name in self.outputs]
-        dense = [name for name in self.wrt if name not in self._sparse]
-        leaves = [computed[self._nodes[name]] for name in dense]
-        rows = [leaf for name in self._sparse for _, leaf in self._sparse[name]]
-        found = self._differentiate(roots, [*leaves, *rows, *recorder.entries], arriving)
-        by_name = dict(zip(dense, found, strict=False))
-        rest = iter(found[len(dense) :])
-        pairs = {name: [(ids, next(rest)) for ids, _ in lookups] for name, lookups in self._sparse.items()}
+        found = self._differentiate(roots, [*(computed[node] for node in wanted), *recorder.entries], arriving)
+        rows = dict(zip(lookups, found[len(self.wrt) :], strict=False))
         results: list[object] = list(roots)
         names = list(self.outputs)
-        for name in self.wrt:
-            if name in pairs:
-                results += self._pair(name, pairs[name])
+        for name, gradient in zip(self.wrt, found, strict=False):
+            if name in self._lookups:
+                if gradient is not None:
+                    raise CaptureError(
+                        f"the table {name!r} is looked up sparsely and used densely too, so that its gradient is no "
+                        "list of rows; make it sparse=False"
+                    )
+                pairs = [(computed[node.args[1]], rows[node]) for node in self._lookups[name]]  # type: ignore[index]
+                results += self._pair(name, pairs)
                 names += [f"{name}.grad.ids", f"{name}.grad.rows"]
-            elif by_name[name] is None:
+            elif gradient is None:
                 raise _unreached(name, self.outputs)
             else:
-                results.append(by_name[name])
+                results.append(gradient)
                 names.append(f"{name}.grad")
         return results, names
 
@@ -177,36 +189,22 @@ class _Tape:
             return list(reached[0])
         return [torch.cat(parts) for parts in zip(*reached, strict=True)]
 
-    def _replay(self, values: Sequence[Tensor], targets: Mapping[fx.Node, str]) -> dict[fx.Node, Tensor]:
+    def _replay(self, values: Sequence[Tensor], targets: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
         computed: dict[fx.Node, Tensor] = {}
         given = iter(values)
         for node in self._graph.fx.nodes:
             if node.op == "output":
                 continue
             with torch.set_grad_enabled(bool(node.meta.get("recorded", True))):
-                value = next(given) if node.op == "placeholder" else self._run(node, computed, targets)
+                value = next(given) if node.op == "placeholder" else cast(Tensor, evaluate(node, computed.__getitem__))
             if node in targets and not value.requires_grad:
                 value.requires_grad_()
             computed[node] = value
         return computed
 
-    def _run(self, node: fx.Node, computed: dict[fx.Node, Tensor], targets: Mapping[fx.Node, str]) -> Tensor:
-        table = node.args[0] if node.args else None
-        is_sparse = node.target is _aten.embedding.default and len(node.args) > 4 and bool(node.args[4])
-        if is_sparse and isinstance(table, fx.Node) and table in targets:
-            args, _ = resolved(node, computed.__getitem__)
-            weight, ids, padding = args[:3]
-            assert isinstance(weight, Tensor)
-            assert isinstance(ids, Tensor)
-            assert isinstance(padding, int)
-            rows = torch.embedding(weight.detach(), ids, padding).requires_grad_()
-            self._sparse.setdefault(targets[table], []).append((ids, rows))
-            return rows
-        return evaluate(node, computed.__getitem__)  # type: ignore[return-value]
-
     def structure(self) -> PyTreeSpec:
         """The structure of what a call returns."""
-        results = [0] * len(self.outputs) + [(0, 0) if name in self._sparse else 0 for name in self.wrt]
+        results = [0] * len(self.outputs) + [(0, 0) if name in self._lookups else 0 for name in self.wrt]
         return flatten(tuple(results))[1]
 
 

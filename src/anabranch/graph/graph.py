@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from anabranch.errors import SchemaError
 from anabranch.graph.codegen import Program, generate
 from anabranch.graph.effects import Effects
+from anabranch.graph.nodes import copy_node
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -113,13 +114,19 @@ class Graph:
         calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
         return generate(lowered.fx, dict(lowered.shared()), calls)
 
+    # These passes are made of graphs, as what follows is, so they are asked for when they are needed.
+
     def lowered(self) -> Graph:
         """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""
         from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
         from anabranch.graph.in_place import reuse_in_place
+        from anabranch.graph.streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
         from anabranch.graph.table_gradients import sum_table_gradients
 
-        return reuse_in_place(sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True))))
+        graph = sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True)))
+        if not crosses_from_cuda(graph):
+            return reuse_in_place(graph)
+        return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
         """The inputs that are bound, with what they are bound to."""
@@ -136,8 +143,9 @@ class Graph:
 
     def copy(self) -> Graph:
         """A graph of the same nodes that can be changed without changing this one."""
-        fresh = fx.Graph()
-        fresh.output(fresh.graph_copy(self.fx, {}))
+        fresh, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.fx.nodes:
+            copies[node] = copy_node(fresh, node, copies.__getitem__)
         return self.with_nodes(fresh)
 
     def with_nodes(self, graph: fx.Graph) -> Graph:

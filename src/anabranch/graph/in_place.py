@@ -24,12 +24,13 @@ def reuse_in_place(graph: Graph) -> Graph:
     graph = graph.copy()
     effects = graph.effects()
     last = _last_readers(graph, effects)
+    constant = _constants(graph, effects)
     for node in graph.fx.nodes:
         target = _in_place(node.target) if isinstance(node.target, OpOverload) else None
         if target is None or effects.written_by(node):
             continue
         for index in range(2 if node.target in _COMMUTATIVE and not node.kwargs and len(node.args) == 2 else 1):
-            if _dies(node, index, effects, last):
+            if node not in constant and _dies(node, index, effects, last, constant):
                 if index:
                     node.args = (node.args[1], node.args[0])
                 node.meta["reused"] = node.args[0]
@@ -38,20 +39,26 @@ def reuse_in_place(graph: Graph) -> Graph:
     return graph
 
 
-def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node]) -> bool:
+def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], constant: set[fx.Node]) -> bool:
     """Whether the argument has the result's form and memory that ends here, of which no other argument is part."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False
     root = effects.root[source]
-    if root.op == "placeholder" or last.get(root) is not node or _is_filled(root):
+    if root.op == "placeholder" or root in constant or last.get(root) is not node:
         return False
     return sum(effects.root[other] is root for other in node.all_input_nodes) == 1
 
 
-def _is_filled(root: fx.Node) -> bool:
-    """Constants are computed once and shared by all runs."""
-    return not root.all_input_nodes or str(root.target).endswith("_like.default")
+def _constants(graph: Graph, effects: Effects) -> set[fx.Node]:
+    """What depends on no input and no state: generated code computes it once, and all runs share it."""
+    found: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        if node.op != "call_function" or effects.must_stay(node) or effects.root[node] in effects.writers:
+            continue
+        if str(node.target).endswith("_like.default") or found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _same_form(before: object, after: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from anabranch.graph.graph import Graph, Input
+from anabranch.graph.nodes import copy_node
 
 __all__ = ["join"]
 
@@ -62,4 +63,4 @@ def join(first: Graph, second: Graph, keep: Collection[str]) -> Graph:
 def _copy_operations(source: fx.Graph, target: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
     for node in source.nodes:
         if node.op not in ("placeholder", "output"):
-            mapping[node] = target.node_copy(node, mapping.__getitem__)
+            mapping[node] = copy_node(target, node, mapping.__getitem__)

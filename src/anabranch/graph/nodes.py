@@ -1,13 +1,25 @@
-"""Running one node of a graph by hand."""
+"""One node of a graph: copied, made anew, run by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["RECURRENT", "call_recurrent", "evaluate", "resolved"]
+__all__ = ["RECURRENT", "call_recurrent", "copy_node", "evaluate", "made", "resolved"]
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of ``node`` at the end of ``graph``, of the arguments that ``look`` gives; ``fx`` takes twice as long."""
+    if node.op == "placeholder":
+        return graph.node_copy(node, look)
+    copied = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    copied.args, copied.kwargs = fx.map_arg(node.args, look), fx.map_arg(node.kwargs, look)
+    copied.meta = dict(node.meta)
+    return copied
 
 
 def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -37,3 +49,14 @@ def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
     if node.target is RECURRENT:
         return call_recurrent(*args, **kwargs)
     return node.target(*args, **kwargs)
+
+
+def made(graph: fx.Graph, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
+    """A new node where ``graph`` inserts now, in the place of ``like``, that looks like what the operation makes."""
+    node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded", "stop") if key in like.meta})
+    examples = [like.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    modes = [example.fake_mode for example in examples if isinstance(example, FakeTensor)]
+    with torch.no_grad(), modes[0] if modes else nullcontext():
+        node.meta["val"] = evaluate(node, lambda source: source.meta["val"])
+    return node

@@ -18,7 +18,7 @@ from anabranch.graph.memory import storage_bytes
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
 
-__all__ = ["to_html"]
+__all__ = ["boundary_of", "to_html"]
 
 
 def to_html(graph: Graph, path: str | Path, title: str = "graph") -> None:

@@ -36,8 +36,9 @@ from anabranch.graph.inductor import compiled
 from anabranch.graph.join import join
 from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.python_values import PythonValues
+from anabranch.graph.replay import Replayed, can_replay
 from anabranch.graph.surroundings import Surroundings
-from anabranch.graph.tracing import Recorder, Source
+from anabranch.graph.tracing import Recorder, Source, undisturbed
 from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
@@ -61,11 +62,28 @@ class SparseGradients(CaptureError):
     """``between`` would have to see the rows of a table looked up sparsely, which are merged outside of the graph."""
 
 
+class _Captured:
+    """A backward graph and its program, which is made when the graph is run by itself."""
+
+    __slots__ = ("_compile", "_program", "backward")
+
+    def __init__(self, backward: Backward, compile: bool) -> None:  # noqa: A002
+        self.backward, self._compile = backward, compile
+        self._program: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        if self._program is None:
+            graph = self.backward.graph
+            self._program = compiled(graph) if self._compile else graph.program()
+        return self._program
+
+
 @dataclass(slots=True)
 class _Graphs:
     """All graphs for the same Python values."""
 
-    backwards: dict[object, tuple[Backward, Program]] = field(default_factory=dict)
+    backwards: dict[object, _Captured] = field(default_factory=dict)
     joints: dict[object, _Joint] = field(default_factory=dict)
 
 
@@ -129,7 +147,7 @@ class StepProgram:
         self._python = self._look_around()
         self._rates = LearningRates(optimizers)
         self._group_numbers = GroupNumbers(optimizers)
-        self._updates: dict[object, tuple[Graph, Program]] = {}
+        self._updates: dict[object, Graph] = {}
         self._graphs = _Graphs()
         self._others: dict[object, _Graphs] = {}  # by the Python values that they are for
         self._numbers: set[object] = set()
@@ -188,12 +206,12 @@ class StepProgram:
             arrivals: told of the loss and of each dense gradient the moment it is final, while backward goes on.
         """
         leaves, key = self._situation(batch, (), fetch)
-        backward, program = self._backward(key, batch, fetch, self._trainable())
+        captured = self._backward(key, batch, fetch, self._trainable())
+        backward = captured.backward
         self._last = backward.graph
         if arrivals is not None:
             arrivals.begin(backward.outputs)
-            if not self._compile:
-                program = backward.telling(arrivals)
+        program = captured.program if arrivals is None or self._compile else backward.telling(arrivals)
         results = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
         if arrivals is not None and self._compile:
             backward.tell(arrivals, results)
@@ -209,8 +227,7 @@ class StepProgram:
                 self._step_eagerly(dense, sparse or {})
                 return
             self._rates.refresh()
-            _, program = self._update(dense)
-            program.run(*dense.values())
+            self._update(dense).program().run(*dense.values())
         if sparse:
             self._step_eagerly({}, sparse)
         for optimizer in self._optimizers:
@@ -288,7 +305,8 @@ class StepProgram:
         self._check_fetched(asked)
         every = self._trace_between is not None
         wrt = [n for n in self._trainable() if every or n in asked or self._parameters[n] in self._names]
-        backward, program = self._backward(key, batch, modules, wrt)
+        captured = self._backward(key, batch, modules, wrt)
+        backward = captured.backward
         if every and backward.lookups:
             raise SparseGradients(
                 f"the table {backward.lookups[0][0]!r} has a sparse gradient, which between cannot see; use backward() "
@@ -297,14 +315,14 @@ class StepProgram:
         between = self._between(backward, extra)
         pending = not has_state(self._optimizers, [self._parameters[name] for name in backward.dense])
         if not pending:
-            self._graphs.joints[key] = self._join(backward, program, between, fetch)
+            self._graphs.joints[key] = self._join(captured, between, fetch)
             return self.run(batch, extra, fetch, begin)
         if begin is not None:
             begin(backward.outputs)
-        results = self._run_apart(backward, program, between, batch, extra, fetch)
+        results = self._run_apart(captured, between, batch, extra, fetch)
         # Only now is there optimizer state to capture with. The step is taken, so a refusal waits for the next one.
         try:
-            self._graphs.joints[key] = self._join(backward, program, between, fetch)
+            self._graphs.joints[key] = self._join(captured, between, fetch)
             self._last = self._graphs.joints[key].graph
         except CaptureError as error:
             self._broken = CaptureError(str(error))  # without the frames that it was raised in
@@ -338,15 +356,13 @@ class StepProgram:
             if name not in self._parameters:
                 raise ValueError(f"'{name}.grad' was to be fetched, but no parameter has that name")
 
-    def _backward(
-        self, key: object, batch: Structure, fetch: Sequence[str], wrt: Sequence[str]
-    ) -> tuple[Backward, Program]:
+    def _backward(self, key: object, batch: Structure, fetch: Sequence[str], wrt: Sequence[str]) -> _Captured:
         found = self._graphs.backwards.get((key, tuple(wrt)))
         if found is None:
             self._ask_to_capture(key)
-            backward = capture_backward(self._model, self._loss, batch, wrt, fetch).improved(merge_duplicates)
-            found = (backward, compiled(backward.graph) if self._compile else backward.graph.program())
-            self._graphs.backwards[key, tuple(wrt)] = found
+            with undisturbed():
+                backward = capture_backward(self._model, self._loss, batch, wrt, fetch).improved(merge_duplicates)
+            found = self._graphs.backwards[key, tuple(wrt)] = _Captured(backward, self._compile)
         return found
 
     def _between(self, backward: Backward, extra: Structure) -> Graph | None:
@@ -377,15 +393,19 @@ class StepProgram:
 
         return build(body, sources, found)
 
-    def _update(self, dense: Mapping[str, Tensor]) -> tuple[Graph, Program]:
+    def _update(self, dense: Mapping[str, Tensor]) -> Graph:
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
-            graph = capture_update(self._optimizers, dense, self._rates, self._names)
-            self._updates[key] = (graph, graph.program())
+            self._updates[key] = capture_update(self._optimizers, dense, self._rates, self._names)
         return self._updates[key]
 
-    def _join(self, backward: Backward, program: Program, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+    def _join(self, captured: _Captured, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+        with undisturbed():
+            return self._joined(captured, between, fetch)
+
+    def _joined(self, captured: _Captured, between: Graph | None, fetch: Sequence[str]) -> _Joint:
+        backward = captured.backward
         keep = {*backward.outputs, *fetch}
         keep |= {name for name in backward.graph.outputs if ".ids." in name or ".rows." in name}
         graph = backward.graph
@@ -401,28 +421,32 @@ class StepProgram:
         }
         front = graph
         if dense:
-            update, _ = self._update(dense)  # type: ignore[arg-type]
+            update = self._update(dense)  # type: ignore[arg-type]
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in self._passes:
             graph = improve(graph)
-        if self._compile:
-            update_program = self._update(dense)[1] if dense else None  # type: ignore[arg-type]
-            front_program = program if front is backward.graph else compiled(front)
+        if self._compile or can_replay(front):
+            update_program = self._update(dense).program() if dense else None  # type: ignore[arg-type]
             names = [f"{name}.grad" for name in dense]
-            return _CompiledJoint(graph, backward, fetch, front.outputs, front_program, update_program, names)
+            if not self._compile:
+                read_at_once = [name in names and name not in fetch for name in front.outputs]
+                front_program: Program = Replayed(front.program(), front, read_at_once)
+            else:
+                front_program = captured.program if front is backward.graph else compiled(front)
+            return _SplitJoint(graph, backward, fetch, front.outputs, front_program, update_program, names)
         return _Joint(graph, backward, fetch, graph.program())
 
     # Running in parts.
 
     def _run_apart(
         self,
-        backward: Backward,
-        program: Program,
+        captured: _Captured,
         between: Graph | None,
         batch: Structure,
         extra: Structure,
         fetch: Sequence[str],
     ) -> dict[str, Structure]:
+        backward, program = captured.backward, captured.program
         leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, (Tensor, float))]
         results: dict[str, Structure] = dict(zip(backward.graph.outputs, program.run(*leaves), strict=True))
         rows = {name: results.pop(name) for name in backward.rows}
@@ -474,8 +498,8 @@ class _Joint:
         return self.program.run(*leaves)
 
 
-class _CompiledJoint(_Joint):
-    """A joint graph that runs as two: what is before the update, compiled by Inductor, and the update."""
+class _SplitJoint(_Joint):
+    """A joint graph that runs as two: what is before the update, by Inductor or as a CUDA graph, and the update."""
 
     __slots__ = ("_gradients", "_outputs", "_update")
 

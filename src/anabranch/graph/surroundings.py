@@ -21,6 +21,7 @@ from anabranch.graph.tracing import is_library
 __all__ = ["Holder", "Surroundings", "codes_of", "from_library", "global_names", "is_state"]
 
 _NOT_STATE = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
+_NOT_STATE |= {"_is_full_backward_hook"}  # hooks are looked at by themselves
 # How torch's recurrent modules remember their parameters, which are swapped during a capture.
 _NOT_STATE |= {"_flat_weights", "_flat_weight_refs"}
 _NEVER_RUN = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__setstate__", "__del__"}
@@ -307,9 +308,11 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:
-    """The globals that the code reads or writes."""
+    """The globals that the code reads or writes; not those of rewritten assertions, which no name could have."""
     for each in _nested(code):
-        yield from (i.argval for i in dis.get_instructions(each) if i.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL") and instruction.argval.isidentifier():
+                yield instruction.argval
 
 
 def codes_of(kind: type) -> Iterator[types.CodeType]:

@@ -7,14 +7,12 @@ CPU ``index_add_`` into zeros takes a third to a tenth of their time, and the su
 from __future__ import annotations
 
 import operator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from anabranch.graph.graph import Graph
-from anabranch.graph.nodes import evaluate
+from anabranch.graph.nodes import made
 
 __all__ = ["sum_table_gradients"]
 
@@ -25,6 +23,8 @@ _BAGS = _aten._embedding_bag_backward.default
 
 def sum_table_gradients(graph: Graph) -> Graph:
     """``graph`` with the gradients of tables on a CPU summed by ``index_add_``; padding and weights are left alone."""
+    if not any(node.target in (_ROWS, _BAGS) for node in graph.fx.nodes):
+        return graph
     graph = graph.copy()
     for node in list(graph.fx.nodes):
         if node.op != "call_function" or node.target not in (_ROWS, _BAGS) or not _is_plain(node):
@@ -33,8 +33,8 @@ def sum_table_gradients(graph: Graph) -> Graph:
             ids, rows = _of_rows(graph, node) if node.target is _ROWS else _of_bags(graph, node)
             form = node.meta["val"]
             options = {"dtype": form.dtype, "device": form.device}
-            zeros = _made(graph, node, _aten.full.default, list(form.shape), 0, **options)
-            total = _made(graph, node, _aten.index_add_.default, zeros, 0, ids, rows)
+            zeros = made(graph.fx, node, _aten.full.default, list(form.shape), 0, **options)
+            total = made(graph.fx, node, _aten.index_add_.default, zeros, 0, ids, rows)
         node.replace_all_uses_with(total)
         graph.fx.erase_node(node)
     return graph
@@ -59,29 +59,19 @@ def _of_rows(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     grad, ids = node.args[:2]
     assert isinstance(grad, fx.Node)
     width = node.meta["val"].shape[1]
-    return _made(graph, node, _aten.reshape.default, ids, [-1]), _made(
-        graph, node, _aten.reshape.default, grad, [-1, width]
-    )
+    flat = made(graph.fx, node, _aten.reshape.default, ids, [-1])
+    return flat, made(graph.fx, node, _aten.reshape.default, grad, [-1, width])
 
 
 def _of_bags(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     grad, ids, offsets = node.args[:3]
     assert isinstance(ids, fx.Node)
     form = ids.meta["val"]
-    positions = _made(graph, node, _aten.arange.default, form.shape[0], dtype=form.dtype, device=form.device)
-    after = _made(graph, node, _aten.searchsorted.Tensor, offsets, positions, right=True)
-    bags = _made(graph, node, _aten.sub.Tensor, after, 1)
+    positions = made(graph.fx, node, _aten.arange.default, form.shape[0], dtype=form.dtype, device=form.device)
+    after = made(graph.fx, node, _aten.searchsorted.Tensor, offsets, positions, right=True)
+    bags = made(graph.fx, node, _aten.sub.Tensor, after, 1)
     # The kernel sorts the ids first, unstably: its sums run in the order that this very sort gives.
-    both = _made(graph, node, _aten.sort.default, ids)
-    ordered, order = (_made(graph, node, operator.getitem, both, index) for index in (0, 1))
-    bags = _made(graph, node, _aten.index_select.default, bags, 0, order)
-    return ordered, _made(graph, node, _aten.index_select.default, grad, 0, bags)
-
-
-def _made(graph: Graph, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-    node = graph.fx.call_function(target, args, kwargs)  # type: ignore[arg-type]
-    node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded", "stop") if key in like.meta})
-    form = like.meta["val"]
-    with torch.no_grad(), form.fake_mode if isinstance(form, FakeTensor) else nullcontext():
-        node.meta["val"] = evaluate(node, lambda source: source.meta["val"])
-    return node
+    both = made(graph.fx, node, _aten.sort.default, ids)
+    ordered, order = (made(graph.fx, node, operator.getitem, both, index) for index in (0, 1))
+    bags = made(graph.fx, node, _aten.index_select.default, bags, 0, order)
+    return ordered, made(graph.fx, node, _aten.index_select.default, grad, 0, bags)

@@ -14,6 +14,7 @@ One module, because the tracer is a moving part of PyTorch. What it adds to ``ma
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import operator
 import re
@@ -57,6 +58,7 @@ __all__ = [
     "constants",
     "is_library",
     "trace",
+    "undisturbed",
     "user_line",
 ]
 
@@ -397,7 +399,7 @@ def trace(
         ):
             return list(body(inputs, recorder))
 
-    with fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
+    with undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     _name_placeholders(module, sources)
     return module
@@ -415,6 +417,18 @@ def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
     if isinstance(value, nn.Parameter):
         fake._is_param = True
     return fake
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A block in which Python's collector does not look, hundreds of times, through the many objects that are made."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

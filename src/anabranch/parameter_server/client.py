@@ -511,7 +511,7 @@ class ParameterClient:
                 continue
             if name in widths:
                 others, share = next(numbers)
-                rows, size = torch.cat([rows, padded(others, widths[name])]), size + share.bytes(compression)
+                rows, size = torch.cat([rows, _padded(others, widths[name])]), size + share.bytes(compression)
             at = where[: len(version)] if everything else where[at]
             arrived[name].append(_Arrived(Pulled(at, version, rows), size))
 
@@ -853,7 +853,7 @@ def _of(tensor: Tensor, where: Tensor) -> Tensor:
     return flat if len(where) == len(flat) else flat[where]
 
 
-def padded(rows: Tensor, width: int) -> Tensor:
+def _padded(rows: Tensor, width: int) -> Tensor:
     """``rows`` with zeros after their numbers."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 

@@ -22,7 +22,7 @@ from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
 from anabranch.parameter_server.row_table import RowTable
 
-__all__ = ["Grouping", "TableGroup", "side_by_side"]
+__all__ = ["Grouping", "TableGroup", "balanced", "side_by_side"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
@@ -32,7 +32,7 @@ _REMEMBERED = 64  # messages of different tables
 class TableGroup:
     """Tables of one width, dtype and rule, whose lookups of a step are known together.
 
-    >>> from anabranch.parameter_server import Constant, RowOptimizer, TableSpec
+    >>> from anabranch.parameter_server import Constant, Family, RowOptimizer, TableSpec
     >>> rule = RowOptimizer(Family.SGD, lr=0.5)
     >>> tables = [RowTable(TableSpec(name, 10, 2, initial=Constant(1.0)), rule) for name in ("users", "items")]
     >>> group = TableGroup(tables)

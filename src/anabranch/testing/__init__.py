@@ -1,13 +1,22 @@
 """What tests of distributed programs need: jobs on this machine that are bounded in time and leave nothing behind,
-networks that fail as they are told, a clock that stands still, faults at named places.
+networks that fail as they are told, a clock that stands still, faults at named places, modules compared by gradients.
 
 Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs
-and ``transports.py`` for networks, ``faults.py`` and ``clock.py`` for the rest.
+and ``transports.py`` for networks, ``faults.py``, ``clock.py`` and ``gradients.py`` for the rest.
 """
 
 from anabranch.testing import faults
 from anabranch.testing.clock import FakeClock
+from anabranch.testing.gradients import assert_same_gradients
 from anabranch.testing.local_job import JobResult, LocalJob
 from anabranch.testing.transports import LossyTransport, MemoryTransport
 
-__all__ = ["FakeClock", "JobResult", "LocalJob", "LossyTransport", "MemoryTransport", "faults"]
+__all__ = [
+    "FakeClock",
+    "JobResult",
+    "LocalJob",
+    "LossyTransport",
+    "MemoryTransport",
+    "assert_same_gradients",
+    "faults",
+]

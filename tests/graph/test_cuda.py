@@ -1,0 +1,207 @@
+"""What graphs do on CUDA: copies beside the computation, recorded replay; as much as can be is tested without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
+from anabranch.graph import Graph, StepProgram, capture, replay
+from anabranch.graph.crossings import crossing_of
+from anabranch.graph.streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def doubled() -> RecordedBoundary:
+    def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+        return [Form(tuple(x.shape), x.dtype, x.device) for x in inputs if x is not None]
+
+    def far(entry: Tensor | None, x: Tensor) -> list[Tensor]:
+        return [(x.cpu() * 2).to(x.device)]  # as a far side does: main memory and back
+
+    return RecordedBoundary("example", "doubled", far, forms)
+
+
+def branching(device: str = "cpu") -> tuple[Graph, Tensor]:
+    """A branch that does not need the answer stands behind the crossing, and so does what does."""
+    far = doubled()
+    state = torch.zeros(4, 4, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        inner = torch.tanh(x)
+        answer = cross(far, inner)[0]
+        own = torch.sin(inner) @ x
+        state.add_(1)
+        noise = torch.rand_like(x)
+        return answer.exp() + own + state + noise + cross(far, answer)[0]
+
+    return capture(fn, torch.ones(4, 4, device=device)), torch.randn(4, 4, device=device)
+
+
+def names(graph: Graph) -> list[str]:
+    return [
+        found.__name__ if (found := crossing_of(node)) is not None else getattr(node.target, "__name__", "")
+        for node in graph.fx.nodes
+        if node.op == "call_function"
+    ]
+
+
+def run_twice(graph: Graph, x: Tensor) -> list[Tensor]:
+    for binding in graph.bindings:
+        if binding.bound is not None:
+            binding.bound.zero_()
+    torch.manual_seed(0)
+    return [graph(x), graph(x)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("improve", [launch_before_crossings, copy_beside_compute])
+def test_the_passes_for_crossings_change_no_bit(improve: Callable[[Graph], Graph]) -> None:
+    graph, x = branching()
+    expected, before = run_twice(graph, x), names(graph)
+    found = run_twice(improve(graph), x)
+    assert all(map(torch.equal, found, expected))
+    assert names(graph) == before
+
+
+def test_what_does_not_need_an_answer_is_launched_before_it() -> None:
+    graph, _ = branching()
+    order = names(launch_before_crossings(graph))
+    first = order.index("example_forward")
+    assert {"sin.default", "mm.default"} <= set(order[:first])
+    assert {"exp.default", "rand_like.default", "add_.Tensor"} <= set(order[first:])
+
+
+def test_an_event_stands_where_what_crosses_is_there() -> None:
+    graph, _ = branching()
+    order = names(copy_beside_compute(launch_before_crossings(graph)))
+    assert order.index("note_ready") == order.index("tanh.default") + 1
+    assert order.count("note_ready") == order.count("example_forward") == 2
+    assert not crosses_from_cuda(graph), "a program of a CPU has none of this"
+
+
+class Recording:
+    """Stands for a CUDA graph: the program, run again on the recorded inputs into the recorded results."""
+
+    made = 0
+
+    def __init__(self, program: Any, inputs: Sequence[Tensor]) -> None:
+        Recording.made += 1
+        self.results = tuple(torch.empty(0) for _ in range(3))
+
+        def again() -> None:
+            for mine, value in zip(self.results, program.run(*inputs), strict=True):
+                mine.set_(value)  # type: ignore[call-overload]
+
+        self.again = again
+
+
+def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(program: Any, inputs: Sequence[Tensor]) -> Any:
+        recording = Recording(program, inputs)
+        return recording.again, recording.results
+
+    monkeypatch.setattr(replay, "_record", record)
+    monkeypatch.setattr(Recording, "made", 0)
+    weight = torch.full((3,), 2.0)
+    graph = capture(lambda x: (x * weight, x + 1, (x * weight).sum()), torch.ones(3))
+    program = replay.Replayed(graph.program(), graph, [False, True, False])
+    kept = []
+    for step in range(6):
+        x = torch.full((3,), float(step))
+        product, lent, total = program.run(x)
+        assert torch.equal(product, x * 2)  # type: ignore[arg-type]
+        assert torch.equal(lent, x + 1)  # type: ignore[arg-type]
+        kept.append((product, x * 2, total))
+    assert all(torch.equal(mine, expected) for mine, expected, _ in kept), "what is not lent is the caller's"
+    assert Recording.made == 1
+    weight.data = torch.full((3,), 5.0)
+    assert torch.equal(program.run(torch.ones(3))[0], torch.full((3,), 5.0))  # type: ignore[arg-type]
+    for _ in range(4):
+        assert torch.equal(program.run(torch.ones(3))[0], torch.full((3,), 5.0))  # type: ignore[arg-type]
+    assert Recording.made == 2
+
+
+def test_a_program_that_cannot_be_recorded_runs_on_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(replay, "_record", refuse)
+    graph = capture(lambda x: x * 2, torch.ones(3))
+    program = replay.Replayed(graph.program(), graph, [False])
+    with pytest.warns(ab.CaptureWarning, match="no CUDA graph.*: operation not permitted when stream is capt") as seen:
+        found = [program.run(torch.ones(3))[0] for _ in range(8)]
+    assert len(seen) == 1
+    assert all(torch.equal(each, torch.full((3,), 2.0)) for each in found)  # type: ignore[arg-type]
+
+
+def test_what_lies_on_a_cpu_or_asks_python_is_not_recorded() -> None:
+    assert not replay.can_replay(capture(lambda x: x * 2, torch.ones(3)))
+    assert not replay.can_replay(branching()[0])
+
+
+# On a device.
+
+
+def train(graph: bool, steps: int = 8, move: int | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer])
+    batches = [torch.randn(6 if step % 4 else 3, 8, device="cuda") for step in range(3 * steps)]
+    losses = []
+    for step, x in enumerate(batches):
+        if step == move:
+            model[0].weight.data = model[0].weight.data.clone()
+        if graph:
+            losses.append(program.run(x)["loss"])
+        else:
+            optimizer.zero_grad()
+            losses.append(model(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        scheduler.step()
+    return [*losses, *model.state_dict().values(), torch.cuda.get_rng_state()]  # type: ignore[list-item]
+
+
+@pytest.mark.cuda
+@NO_CUDA
+@pytest.mark.parametrize("move", [None, 15])
+def test_replayed_steps_are_the_plain_loop_bit_for_bit(move: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings: list[object] = []
+    real = replay._record
+    monkeypatch.setattr(replay, "_record", lambda *given: recordings.append(given) or real(*given))
+    for mine, plain in zip(train(True, move=move), train(False, move=move), strict=True):
+        assert torch.equal(mine, plain)
+    assert len(recordings) >= 2, "both kinds of batches were recorded"
+
+
+@pytest.mark.cuda
+@NO_CUDA
+def test_crossings_from_a_device_give_the_same_bits_beside_the_computation() -> None:
+    graph, x = branching("cuda")
+    assert crosses_from_cuda(graph)
+    assert "note_ready" in graph.code
+    for mine, plain in zip(run_twice(graph, x), run_twice(branching("cuda")[0], x), strict=True):
+        assert torch.equal(mine, plain)
+    far = doubled()
+    model = nn.Linear(4, 4).cuda()
+    program = StepProgram(
+        model, lambda m, x: cross(far, m(x))[0].square().sum(), [torch.optim.SGD(model.parameters(), lr=0.01)]
+    )
+    twin = nn.Linear(4, 4).cuda()
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
+    for _ in range(5):
+        found = program.run(x)["loss"]
+        optimizer.zero_grad()
+        loss = (twin(x) * 2).square().sum()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(found, loss.detach())
