@@ -7,13 +7,18 @@
     python benchmarks/pipeline.py simulator                         stages that sleep, against the simulated clock
 
 The model is 8 x (Linear 1024 + ReLU) on 2048 rows, one thread a stage, nothing recomputed. The reference is the plain
-module on the whole batch in one thread; the same microbatches one after the other stand beside it. A speed-up is the
-reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
+module on the whole batch in one thread; the same microbatches one after the other stand beside it, and two threads or
+processes that run half of the layers each and wait for nobody: more than that the machine does not give. A speed-up is
+the reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +37,7 @@ except ImportError:  # a peer, in a virtual environment of its own
 
 import anabranch as ab
 from anabranch.events import Event, subscribe
-from anabranch.pipeline import make_schedule, simulate
+from anabranch.pipeline import Action, Kind, Simulation, make_schedule, simulate
 
 WIDTH, LAYERS = 1024, 8
 STAGES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZB1P": 2, "ZBV": 4}
@@ -106,6 +111,7 @@ def ranks(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str,
     sides: dict[str, Side] = {}
     for name, side in plain_sides(x, target, m).items():
         sides[name] = side if dist.get_rank() == 0 else lambda: None
+    sides["two processes, nothing shared"] = half_side(x, target, m)
     for name in TORCH:
         try:
             sides[f"torch {name}"] = torch_side(name, x, target, m)
@@ -128,15 +134,46 @@ def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
     return step
 
 
+def half_side(x: Tensor, target: Tensor, m: int) -> Side:
+    """Half of the layers on microbatches, waiting for nobody."""
+    half = nn.Sequential(*layers()[: LAYERS // 2])
+
+    def run() -> None:
+        half.zero_grad()
+        for part, wanted in zip(x.chunk(m), target.chunk(m), strict=True):
+            (F.mse_loss(half(part), wanted) / m).backward()
+
+    return run
+
+
+def both(sides: list[Side]) -> Side:
+    """Each on a thread of its own."""
+
+    def run() -> None:
+        running = [threading.Thread(target=side) for side in sides]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(timeout=600.0)
+
+    return run
+
+
 def threads(x: Tensor, target: Tensor, m: int, rounds: int) -> dict[str, dict[str, float]]:
-    sides = plain_sides(x, target, m) | ours(x, target, m, devices=["cpu", "cpu"])
+    sides = plain_sides(x, target, m)
+    sides["two threads, nothing shared"] = both([half_side(x, target, m) for _ in range(2)])
+    sides |= ours(x, target, m, devices=["cpu", "cpu"])
     if torchgpipe is not None:
         sides["torchgpipe"] = torchgpipe_side(x, target, m)
     return compare(alternate(sides, rounds=rounds, calls=1), "one thread")
 
 
+KEPT_BYTES = 40 << 20
+"""Of a microbatch in each sleeping stage: so much that freed memory goes back to the system at once."""
+
+
 class Sleep(nn.Module):
-    """Takes a fixed time forward and twice that backward, and computes nothing."""
+    """Takes a fixed time forward, the same backward to its input and again to its weight, and keeps memory between."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -144,64 +181,124 @@ class Sleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self.seconds)
+        return _SleepInput.apply(x, self.seconds) + _SleepWeight.apply(self.weight, self.seconds)
 
 
-class _Sleep(torch.autograd.Function):
+class _SleepInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, seconds):
+    def forward(ctx, x, seconds):
         ctx.seconds = seconds
+        ctx.save_for_backward(torch.full((KEPT_BYTES,), 1, dtype=torch.uint8))
         time.sleep(seconds)
-        return x + weight
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(2 * ctx.seconds)
-        return grad, grad.sum(), None
+        assert ctx.saved_tensors[0].numel() == KEPT_BYTES
+        time.sleep(ctx.seconds)
+        return grad, None
 
 
-def simulated(m: int, rounds: int, seconds: float = 0.02) -> dict[str, dict[str, float]]:
-    """Clock, bubble and activations held, beside the simulated ones; for schedules with a whole backward."""
+class _SleepWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, seconds):
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+KINDS = {"forward": Kind.F, "backward": Kind.B, "weight": Kind.W, "recompute": Kind.R}
+
+
+def simulated(m: int, rounds: int, seconds: float = 0.03) -> dict[str, dict[str, float]]:
+    """Clock, bubble and memory of stages that sleep, beside what the simulator says from how long each action took."""
     found = {}
-    for name, n in (("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 8)):
+    for name, n in (("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 8), ("ZB1P", 4), ("ZBV", 8)):
+        schedule = make_schedule(name, n, m, ranks=4)
         model = nn.Sequential(*[Sleep(seconds) for _ in range(n)])
-        expected = simulate(make_schedule(name, n, m, ranks=4))
-        x = torch.zeros(m, 1)
-        events: list[Event] = []
-        spans = []
+        x = torch.zeros(m, 1, requires_grad=True)  # or the first stage would have nothing to do for its input
+        spans, ratios, bubbles, memory = [], [], [], []
         with ab.Pipe(model, [1] * n, devices=["cpu"] * 4, chunks=m, checkpoint="never", schedule=name) as pipe:
             for _ in range(rounds + 1):
-                events.clear()
-                with subscribe(events.append):
-                    pipe.step(x, x, loss=F.mse_loss)
-                spans.append(events[-1].time - events[0].time)
-        span = min(spans[1:])
-        busy = 3 * seconds * n * m  # all that they sleep
-        bubble, held = 1 - busy / (4 * span), held_at_most(events)
+                before, watch = resident_bytes(), Watch()
+                with subscribe(watch.note):
+                    pipe.step(x, x.detach(), loss=F.mse_loss)
+                events = watch.events
+                span = events[-1].time - events[0].time
+                took = durations(events)
+                expected = simulate(schedule, costs_of(took), activation_bytes=[KEPT_BYTES] * n)
+                spans.append(span)
+                ratios.append(span / expected.makespan)
+                bubbles.append((1 - sum(took.values()) / (4 * span), expected.bubble))
+                memory.append((watch.most_bytes - before) / most_at_once(expected, schedule.splits_backward))
+        spans, ratios, bubbles, memory = spans[1:], ratios[1:], bubbles[1:], memory[1:]
+        bubble, wanted = bubbles[rounds // 2]
+        held = [size // KEPT_BYTES for size in expected.peak_bytes]
         print(
-            f"m={m} {name}: bubble {bubble:.3f}, simulated {expected.bubble:.3f}; microbatches held on each rank "
-            f"{held}, simulated {list(expected.peak_activations)}"
+            f"m={m} {name}: time {statistics.median(ratios):.3f} of the simulated, bubble {bubble:.3f} (simulated "
+            f"{wanted:.3f}), peak memory {statistics.median(memory):.3f} of the simulated, {held} microbatches"
         )
         found[name] = {
-            "median_ms": 1e3 * sorted(spans[1:])[rounds // 2],
-            "minimum_ms": 1e3 * span,
-            "ratio_of_medians": sorted(spans[1:])[rounds // 2] / (seconds * expected.makespan),
-            "median_of_ratios": span / (seconds * expected.makespan),
+            "median_ms": 1e3 * statistics.median(spans),
+            "minimum_ms": 1e3 * min(spans),
+            "ratio_of_medians": statistics.median(ratios),
+            "median_of_ratios": statistics.median(ratios),
+            "ratio_of_memory": statistics.median(memory),
+            "bubble": bubble,
+            "simulated_bubble": wanted,
         }
     return found
 
 
-def held_at_most(events: list[Event], ranks: int = 4) -> list[int]:
-    """The most (stage, microbatch) whose activations each rank held at once: from their forward's to backward's end."""
-    held, most = [0] * ranks, [0] * ranks
+class Watch:
+    """What is seen of one step."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.most_bytes = 0
+
+    def note(self, event: Event) -> None:
+        self.events.append(event)
+        self.most_bytes = max(self.most_bytes, resident_bytes())
+
+
+def costs_of(took: dict[Action, float]) -> Callable[[Action], float]:
+    """The simulator's costs: what computing took, and nothing for messages."""
+    return lambda action: took.get(action, 0.0)
+
+
+def durations(events: list[Event]) -> dict[Action, float]:
+    """How long each action took."""
+    started: dict[Action, float] = {}
+    took: dict[Action, float] = {}
     for event in events:
-        rank, phase = event.facts["stage"] % ranks, event.facts["phase"]
-        if (event.name, phase) == ("pipeline.start", "forward"):
-            held[rank] += 1
-            most[rank] = max(most[rank], held[rank])
-        elif (event.name, phase) == ("pipeline.end", "backward"):
-            held[rank] -= 1
-    return most
+        action = Action(KINDS[event.facts["phase"]], event.facts["stage"], event.facts["microbatch"])
+        if event.name == "pipeline.start":
+            started[action] = event.time
+        else:
+            took[action] = event.time - started[action]
+    return took
+
+
+def most_at_once(simulation: Simulation, splits_backward: bool) -> int:
+    """The most bytes that all ranks together hold at one time."""
+    frees = Kind.W if splits_backward else Kind.B
+    changes = []
+    for interval in itertools.chain(*simulation.intervals):
+        if interval.action.kind is Kind.F:
+            changes.append((interval.start, KEPT_BYTES))
+        elif interval.action.kind is frees:
+            changes.append((interval.end, -KEPT_BYTES))
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
+
+
+def resident_bytes() -> int:
+    """The memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def with_speed_up(results: dict[str, dict[str, float]], m: int) -> None:

@@ -319,8 +319,8 @@ def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
         return None
     if options.stages > BLOCKS + 2:
         sys.exit(f"--stages {options.stages}: this model has {BLOCKS + 2} layers, so at most as many stages")
-    if job.servers or job.experts or options.comm_mode in ("PS", "Hybrid"):
-        sys.exit("--stages splits the model over workers; leave out --servers, --experts and their --comm-mode")
+    if job.servers or options.comm_mode in ("PS", "Hybrid"):
+        sys.exit("--stages lays every parameter on a worker, so servers have none to hold; leave out --servers and PS")
     if job.world_size == 1:
         return None
     if job.world_size % options.stages:

@@ -2,7 +2,7 @@
 
 ::
 
-    python examples/mixture_of_experts.py                                 starts four servers, kills one on the way
+    python examples/mixture_of_experts.py                                 starts four servers itself
     anabranch run --experts 4 examples/mixture_of_experts.py              the job's four expert processes serve
 
 ::
@@ -11,37 +11,46 @@
                               └── gate ── best 4 ─┘
                                         of 8 experts on 4 servers, each with an optimizer of its own
 
-Alone, the script trains twice: undisturbed, with all experts in this process, then on four server processes of which
-one is killed (``kill -9``) after a third of the steps and started again after half of them; it says how both ended.
-Experts are saved every half second, so the one that comes back has nearly all of what it had learned. Writes
-``accuracy.json`` into ``--out``.
+The script trains twice: undisturbed, with all experts in this process, then on the four servers, of which one is killed
+(``kill -9``) after a third of the steps; after half of them it is back, started again by the script or by the job's
+launcher. It says how both ended. Experts are saved every half second, so the one that comes back has nearly all of what
+it had learned. Writes ``accuracy.json`` into ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.experts.layers import Feedforward
+from anabranch.job import DirectoryLike
 
 SERVERS = 4
 FEATURES = 32
 BATCH = 64
 VICTIM = 1
-VICTIMS = [f"digits.{VICTIM}.{j}" for j in range(2)]
-UPDATED = 5  # steps between two lines of progress
+LINES = 20  # steps between two lines, where there is no terminal for a bar
+SAVED_EVERY = 0.5  # seconds
+PATIENCE = 60.0  # seconds for a server to come back
 
 
 def make_backends(index: int, count: int, seed: int = 0) -> list[ab.ExpertBackend]:
@@ -61,7 +70,7 @@ def make_backends(index: int, count: int, seed: int = 0) -> list[ab.ExpertBacken
 class Digits(nn.Module):
     """A stem and a head here, experts elsewhere."""
 
-    def __init__(self, directory: object) -> None:
+    def __init__(self, directory: DirectoryLike) -> None:
         super().__init__()
         self.stem = nn.Linear(64, FEATURES)
         self.mixture = ab.RemoteMixtureOfExperts(
@@ -74,8 +83,18 @@ class Digits(nn.Module):
         return self.head(x + self.mixture(x))
 
 
-class ServerProcess:
-    """One server of experts, in a process that may be killed and started again."""
+class ExpertServerProcess(Protocol):
+    """A server in another process, which can be killed and comes back."""
+
+    def kill(self) -> None:
+        """``kill -9``: no goodbye, nothing saved on the way out."""
+
+    def come_back(self) -> None:
+        """Returns when it serves again."""
+
+
+class OwnServer:
+    """One that this script starts."""
 
     def __init__(self, index: int, seed: int, directory: str, saved: Path) -> None:
         self._arguments = [
@@ -85,7 +104,7 @@ class ServerProcess:
             str(index),
             str(seed),
             directory,
-            str(saved / f"{index}"),
+            str(saved / str(index)),
         ]
         self._process: subprocess.Popen[str] | None = None
 
@@ -98,8 +117,11 @@ class ServerProcess:
         if self._process.stdout.readline() != "up\n":
             raise RuntimeError("a server of experts did not start; its error is above")
 
+    def come_back(self) -> None:
+        self.start()
+        self.wait_until_up()
+
     def kill(self) -> None:
-        """``kill -9``: no goodbye, nothing saved on the way out."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
@@ -109,6 +131,29 @@ class ServerProcess:
             self._process = None
 
 
+class JobServer:
+    """An expert process of the job, which its launcher starts again."""
+
+    def __init__(self, uid: str, directory: DirectoryLike, pid: Path) -> None:
+        self._uid = uid
+        self._directory = directory
+        self._pid = pid
+
+    def kill(self) -> None:
+        os.kill(int(self._pid.read_text()), signal.SIGKILL)
+
+    def come_back(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                ab.RemoteExpert(self._uid, self._directory, forward_timeout=1.0).get_info()
+                return
+            except (ab.BoundaryError, ab.NotFound):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+
 def serve(index: int, seed: int, directory: str, saved: str) -> None:
     """The process of one server: says when it is up, serves until its input ends."""
     torch.set_num_threads(1)
@@ -116,7 +161,7 @@ def serve(index: int, seed: int, directory: str, saved: str) -> None:
         make_backends(index, SERVERS, seed),
         directory=directory,
         checkpoint_dir=saved,
-        checkpoint_seconds=0.5,
+        checkpoint_seconds=SAVED_EVERY,
         ttl=2.0,
     ):
         print("up", flush=True)
@@ -124,18 +169,34 @@ def serve(index: int, seed: int, directory: str, saved: str) -> None:
 
 
 @contextmanager
-def four_servers(seed: int) -> Iterator[tuple[ab.Directory, list[ServerProcess]]]:
-    """Four servers of this script's own, and who finds them."""
+def own_servers(seed: int) -> Iterator[tuple[DirectoryLike, Sequence[ExpertServerProcess]]]:
+    """Four servers that this script starts, and who finds them."""
     with ExitStack() as stack:
         saved = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         names = stack.enter_context(ab.DirectoryServer())
-        servers = [ServerProcess(index, seed, names.endpoint, saved) for index in range(SERVERS)]
+        servers = [OwnServer(index, seed, names.endpoint, saved) for index in range(SERVERS)]
         for server in servers:
             server.start()
             stack.callback(server.kill)
         for server in servers:
             server.wait_until_up()
         yield ab.Directory(names.endpoint), servers
+
+
+def job_servers(job: ab.Job, seed: int, out: Path) -> tuple[DirectoryLike, Sequence[ExpertServerProcess]]:
+    """The job's expert processes; in one of those, serves and never comes back."""
+
+    def make(index: int, count: int) -> list[ab.ExpertBackend]:
+        return make_backends(index, count, seed)
+
+    state = out / "experts"
+    if job.role == "expert":
+        state.mkdir(parents=True, exist_ok=True)
+        (state / f"{job.rank}.pid").write_text(str(os.getpid()))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            shutil.rmtree(state / str(job.rank), ignore_errors=True)  # an earlier run's
+    names = job.serve(make, checkpoint_dir=state / str(job.rank), checkpoint_seconds=SAVED_EVERY)
+    return names, [JobServer(f"digits.{index}.0", names, state / f"{index}.pid") for index in range(job.experts)]
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -161,28 +222,55 @@ def training_step(model: Digits) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=3e-3))
 
 
-def train(directory: object, steps: int, seed: int, between: Callable[[int], str], name: str) -> dict[str, object]:
-    """Trains, says how it goes, and returns the accuracy on what was held out, and what became of the calls."""
+class Screen:
+    """A bar on a terminal, a line every so often elsewhere."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._name = name
+        self._steps = steps
+        console = Console(highlight=False)
+        columns = [TextColumn(f"{name:11}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")]
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(name, total=steps, figures="")
+
+    def __enter__(self) -> Screen:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, step: int, figures: str, *, new: bool) -> None:
+        self._bar.update(self._task, completed=step, figures=figures)
+        if self._bar.disable and (new or step % LINES == 0 or step == self._steps):
+            print(f"{self._name:11}  step {step}/{self._steps}  {figures}", flush=True)
+
+
+def train(
+    directory: DirectoryLike, steps: int, seed: int, name: str, between: Callable[[int], str] = lambda step: ""
+) -> dict[str, object]:
+    """Trains, shows how it goes, and returns the accuracy on what was held out, and what became of the calls.
+
+    ``between`` is called before each step and says what happened.
+    """
     torch.manual_seed(seed)
     pixels, labels, held_out, answers = split_digits()
     model = Digits(directory)
     news = ""
     used_again = False
-    with ab.Executor({"train": training_step(model), "validate": ab.EvalStep(model, right)}) as executor:
+    steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
+    with ab.Executor(steps_of) as executor, Screen(name, steps) as screen:
         for step in range(steps):
-            news = between(step) or news
+            happened = between(step)
+            news = happened or news
             rows = torch.randint(len(labels), (BATCH,))
             before = model.mixture.statistics()
             nats = executor.run("train", (pixels[rows], labels[rows]))["loss"].item()
             facts = model.mixture.statistics()
-            if news.startswith("server") and facts.failed == before.failed:
-                used_again |= any(facts.rows.get(uid, 0) > before.rows.get(uid, 0) for uid in VICTIMS)
-            if step % UPDATED == 0 or step == steps - 1:
-                failed = sum(facts.failed.values())
-                print(
-                    f"{name}  step {step + 1}/{steps}  loss {nats:.3f}  {facts.calls} calls, {failed} failed  {news}",
-                    flush=True,
-                )
+            if news.endswith("is back") and facts.failed == before.failed:
+                used_again |= any(facts.rows[uid] > before.rows.get(uid, 0) for uid in facts.rows if is_victims(uid))
+            failed = f"{facts.calls} calls, {sum(facts.failed.values())} failed"
+            screen.show(step + 1, f"loss {nats:.3f}  {failed}  {news}", new=bool(happened))
         accuracy = executor.run("validate", (held_out, answers))["right"].item()
         engine = executor.engine("train")
     facts = model.mixture.statistics()
@@ -195,21 +283,32 @@ def train(directory: object, steps: int, seed: int, between: Callable[[int], str
     }
 
 
-def train_disturbed(steps: int, seed: int) -> dict[str, object]:
-    """The same with one server killed and brought back."""
-    with four_servers(seed) as (directory, servers):
+def is_victims(uid: str) -> bool:
+    return uid.startswith(f"digits.{VICTIM}.")
 
-        def between(step: int) -> str:
-            if step == steps // 3:
-                servers[VICTIM].kill()
-                return f"3 servers: server {VICTIM} was killed"
-            if step == steps // 2:
-                servers[VICTIM].start()
-                servers[VICTIM].wait_until_up()
-                return f"server {VICTIM} is back"
-            return ""
 
-        return train(directory, steps, seed, between, "disturbed  ")
+def undisturbed(steps: int, seed: int) -> dict[str, object]:
+    """Trains with all experts in this process."""
+    names = ab.Directory()
+    with ab.ExpertServer(make_backends(0, 1, seed), directory=names):
+        return train(names, steps, seed, "undisturbed")
+
+
+def train_disturbed(
+    directory: DirectoryLike, servers: Sequence[ExpertServerProcess], steps: int, seed: int
+) -> dict[str, object]:
+    """Trains while one server is killed and comes back."""
+
+    def between(step: int) -> str:
+        if step == steps // 3:
+            servers[VICTIM].kill()
+            return f"{len(servers) - 1} of {len(servers)} servers: server {VICTIM} was killed"
+        if step == steps // 2:
+            servers[VICTIM].come_back()
+            return f"{len(servers)} servers: server {VICTIM} is back"
+        return ""
+
+    return train(directory, steps, seed, "disturbed", between)
 
 
 def main() -> None:
@@ -228,17 +327,21 @@ def main() -> None:
         parser.error(f"--comm-mode {options.comm_mode}: this example has one worker, which has nobody to speak to")
     torch.set_num_threads(1)
     job = ab.job()
+    if job.workers != 1:
+        parser.error(f"{job.workers} workers: this example has one worker, which has nobody to speak to")
+    if job.experts not in (0, SERVERS):
+        parser.error(
+            f"{job.experts} expert processes: the grid has {SERVERS} rows; start the job with --experts {SERVERS}"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, object] = {"example": "mixture_of_experts", "steps": options.steps, "seed": options.seed}
-    if job.experts or job.role == "expert":
-        # The job's own processes serve; killing one of them is the launcher's business, not ours.
-        names = job.serve(lambda index, count: make_backends(index, count, options.seed))
-        result |= train(names, options.steps, options.seed, lambda step: "", "job        ")
-    else:
-        names = ab.Directory()
-        with ab.ExpertServer(make_backends(0, 1, options.seed), directory=names):
-            calm = train(names, options.steps, options.seed, lambda step: "", "undisturbed")
-        result |= train_disturbed(options.steps, options.seed)
+    with ExitStack() as stack:
+        if job.experts:
+            names, servers = job_servers(job, options.seed, options.out)
+        else:
+            names, servers = stack.enter_context(own_servers(options.seed))
+        calm = undisturbed(options.steps, options.seed)
+        result: dict[str, object] = {"example": "mixture_of_experts", "steps": options.steps, "seed": options.seed}
+        result |= train_disturbed(names, servers, options.steps, options.seed)
         result["undisturbed_accuracy"] = calm["accuracy"]
     (options.out / "accuracy.json").write_text(json.dumps(result))
     print(json.dumps(result))

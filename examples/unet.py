@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -165,7 +166,7 @@ def main() -> None:
         print(pipe.describe())
     if job.rank == 0:
         schedule = make_schedule(arguments.schedule, len(balance), arguments.chunks)
-        print(draw(schedule))
+        print(draw(schedule, width=shutil.get_terminal_size().columns))
         save_picture(schedule, arguments.out / "schedule.svg")
         print(f"picture of the schedule: {arguments.out / 'schedule.svg'}")
         (arguments.out / "losses.json").write_text(json.dumps(losses))

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ def pytest_configure() -> None:
     """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # A busy machine may take longer over an example than hypothesis would have it.
+    hypothesis.settings.register_profile("any machine", deadline=None)
+    hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -84,6 +84,14 @@ def test_a_run_goes_on_in_other_stages_and_in_none(small_text, tmp_path, capsys)
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_stage_may_hold_a_mixture_of_experts(small_text, tmp_path):
+    arguments = [*SMALL, "--steps", "3", "--text", str(small_text), "--stages", "2", "--out", str(tmp_path)]
+    found = LocalJob(2, experts=1, timeout=110).run(SCRIPT, *arguments).check().results[0]
+    assert (found["stages"], found["experts"]) == (2, 1)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
 @pytest.mark.parametrize(
     ("workers", "arguments", "message"),
     [

@@ -12,9 +12,15 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture_of_experts.py"
 
 
+RUN = [sys.executable, "-m", "anabranch.cli", "run", "--experts", "4"]
+
+
 @pytest.mark.slow
-def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_run(tmp_path: Path) -> None:
-    arguments = [sys.executable, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]
+@pytest.mark.parametrize("launcher", [[sys.executable], RUN], ids=["alone", "job"])
+def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_run(
+    launcher: list[str], tmp_path: Path
+) -> None:
+    arguments = [*launcher, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -26,6 +32,31 @@ def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_
     assert result["used_again"]
     assert result["undisturbed_accuracy"] > 0.8
     assert abs(result["accuracy"] - result["undisturbed_accuracy"]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "this example has one worker"),
+        ({"ANABRANCH_EXPERTS": "3"}, "start the job with --experts 4"),
+    ],
+)
+def test_a_job_of_another_shape_is_refused(
+    environment: dict[str, str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import mixture_of_experts
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        mixture_of_experts.main()
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_one_worker_has_nobody_to_speak_to(

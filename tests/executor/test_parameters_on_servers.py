@@ -374,3 +374,37 @@ def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ValueError, match="anabranch run --workers 2 --servers 1"):
         RemotePart(ab.executor.executor.Routes(), {}, {}, Two())  # type: ignore[arg-type]
+
+
+# Rounding on the way.
+
+
+@pytest.mark.parametrize("cache", [None, ab.Cache("LFU", capacity=30, pull_bound=3, push_bound=3)], ids=str)
+@pytest.mark.parametrize(("compression", "share"), [("bfloat16", 0.5), ("int8", 0.27)])
+def test_rounded_rows_are_fewer_bytes_and_learn_as_well(compression: str, share: float, cache: ab.Cache | None) -> None:
+    def run(how: Any) -> tuple[float, int, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(ROWS, 16, sparse=True), nn.Flatten(), nn.Linear(48, 1))
+        step = ab.TrainStep(
+            model,
+            lambda m, b: F.mse_loss(m(b["ids"] % ROWS)[:, 0], b["y"]),
+            torch.optim.Adagrad(model.parameters(), lr=0.1),
+        )
+        with ab.Executor(step, "Hybrid", cache=cache, row_compression=how) as executor:
+            losses = [executor.run(batch=batch)["loss"].item() for _ in range(10) for batch in batches(rows=64)]
+            loads = executor.statistics().tables["0.weight"]
+        rows = sum(len(torch.unique(batch["ids"] % ROWS)) for batch in batches(rows=64)) * 10
+        return sum(losses[-6:]) / 6, loads.bytes, rows
+
+    exact_loss, exact, rows = run(None)
+    rounded_loss, rounded, _ = run(compression)
+    assert rounded_loss == pytest.approx(exact_loss, rel=0.01)
+    if cache is None:  # beside the numbers: 8 bytes of an id each way, and of a version
+        assert exact == rows * (24 + 2 * 64)
+        assert rounded <= rows * (24 + 2 * 64 * share)
+    assert rounded < 0.6 * exact
+
+
+def test_another_compression_is_refused() -> None:
+    with pytest.raises(ValueError, match="'int8', not as 'int4'"):
+        ab.Executor(step_of(new_model()), "Hybrid", row_compression="int4")  # type: ignore[arg-type]

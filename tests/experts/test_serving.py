@@ -113,3 +113,40 @@ def test_patterns_names_and_optimizers() -> None:
         make_optimizer("nosuch", nn.Linear(1, 1), 0.1)
     backend = make_backends("nop.0", "nop", features=4, max_batch_size=7)[0]
     assert backend.forward_pool.max_batch_size == 7
+
+
+TEAMS = """
+import os, threading
+import torch
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.tensors import TensorSpec
+
+torch.set_num_threads(4)
+backend = ExpertBackend("same.0", torch.nn.Identity(), args_schema=[TensorSpec(1024)])
+with ExpertServer([backend]) as server, torch.no_grad():
+    expert, together = RemoteExpert("same.0", server.endpoint), threading.Barrier(8)
+
+    def ask():
+        together.wait(timeout=30)
+        for _ in range(3):
+            with torch.no_grad():
+                expert(x)
+
+    x = torch.ones(128, 1024)
+    before = len(os.listdir("/proc/self/task"))
+    callers = [threading.Thread(target=ask) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=30)
+    print(len(os.listdir("/proc/self/task")) - before, threading.active_count())
+"""
+
+
+def test_threads_that_read_bring_no_teams_of_threads_along() -> None:
+    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    more, python = map(int, done.stdout.split())
+    # A thread a connection, what the one device thread computes with, and callers' threads whose end is under way.
+    assert more <= 8 + 3 + 8
+    assert python <= 8 + 4

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 from process_marks import marked_processes, wait_until
+from typer.testing import CliRunner
 
+from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, launch, local
+from anabranch.launch.place import tcp_place
 from anabranch.testing import LocalJob
+from anabranch.transport import Server, make_keys
 
 Script = Callable[[str], Path]
 RUN = [sys.executable, "-m", "anabranch.cli", "run"]
@@ -254,8 +258,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_workers_experts_and_servers_work_together(temporary: Path) -> None:
-    job = LocalJob(workers=2, servers=2, experts=2, timeout=LIMIT)
+@pytest.mark.parametrize(
+    ("host", "listening"), [(None, "unix:"), pytest.param("127.0.0.1", "tcp://127.0.0.1:", marks=pytest.mark.slow)]
+)
+def test_workers_experts_and_servers_work_together(host: str | None, listening: str, temporary: Path) -> None:
+    job = LocalJob(workers=2, servers=2, experts=2, timeout=LIMIT, host=host)
     result = job.run_source(
         EXPERTS
         + """
@@ -277,9 +284,77 @@ print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), 
         assert found["active"] == {"ffn": [0, 1]}
         assert found["values"] == [rank, rank]
     assert set(result.service_logs) == {"parameters-0", "parameters-1", "expert-0", "expert-1"}
-    assert all(log.startswith("listening on unix:") for log in result.service_logs.values())
+    assert all(log.startswith(f"listening on {listening}") for log in result.service_logs.values())
     assert result.told == ()
     assert list(temporary.glob("anabranch*")) == []
+
+
+def test_a_job_on_tcp_lets_nobody_in_without_its_certificates(temporary: Path) -> None:
+    """The directory is in the launcher, so a script without torch will do."""
+    foreign = temporary / "foreign"
+    make_keys(foreign, roles=["worker"])
+    source = f"""
+import json, os
+from anabranch.deadline import Deadline
+from anabranch.errors import AnabranchError
+from anabranch.transport import Client, Request, pack
+
+def ask(**client):
+    with Client(retries=0, **client) as asker:
+        try:
+            request = Request(os.environ["ANABRANCH_DIRECTORY"], "directory.active", payload=pack([]))
+            asker.call(request, Deadline.after(5.0))
+        except AnabranchError as error:
+            return type(error).__name__
+        return "let in"
+
+keys = os.environ.pop("ANABRANCH_KEYS")
+print(json.dumps({{"own": ask(keys=keys), "foreign": ask(keys={str(foreign)!r}), "none": ask(insecure=True),
+                  "files": sorted(os.listdir(keys)), "mode": oct(os.stat(keys).st_mode)[-3:]}}))
+"""
+    result = LocalJob(servers=1, host="127.0.0.1", timeout=LIMIT).run_source(source).check()
+    assert result.results[0] == {
+        "own": "let in",
+        "foreign": "Unauthorized",
+        "none": "ProtocolError",
+        "files": ["authority.pem", "directory.pem", "experts.pem", "parameters.pem", "worker.pem"],
+        "mode": "700",
+    }
+    assert [path.name for path in temporary.glob("anabranch*")] == []
+
+
+def test_a_held_port_is_its_servers_alone_and_stays_theirs_over_a_restart() -> None:
+    with tcp_place("127.0.0.1", 1) as place:
+        endpoint, keys = place.parameters[0], place.keys
+        for _ in range(2):
+            with Server([], listen=endpoint, role="parameters", keys=keys) as server:
+                assert server.endpoint == endpoint
+                with pytest.raises(OSError, match="Address already in use"):
+                    Server([], listen=endpoint, role="parameters", keys=keys)
+        assert keys is not None
+    assert not keys.exists()
+
+
+def test_keys_that_the_environment_names_are_the_jobs(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    with tcp_place("127.0.0.1", 0, tmp_path / "keys") as place:
+        assert place.keys == tmp_path / "keys"
+    assert place.keys.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--host", "127.0.0.1"], "this job has none"),
+        (["--servers", "1", "--host", "0.0.0.0"], "nobody can connect to"),
+        (["--servers", "1", "--host", "203.0.113.7"], "no address of this machine"),
+        (["--experts", "1", "--host", "no such host"], "no address of this machine"),
+    ],
+)
+def test_a_host_that_cannot_be_is_a_wrong_argument(script: Script, options: list[str], says: str) -> None:
+    done = CliRunner().invoke(_app, ["run", *options, str(script(""))], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert says in done.output
 
 
 def test_the_same_script_runs_alone(script: Script, temporary: Path) -> None:

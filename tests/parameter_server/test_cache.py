@@ -34,7 +34,7 @@ class Server:
         self.sent += len(rows)
         return positions, current[positions], torch.stack(rows) if rows else torch.zeros(0, self.width)
 
-    def push(self, ids: Tensor, grads: Tensor) -> None:
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
         for known_id, grad in zip(ids.tolist(), grads, strict=True):
             self.rows[known_id] = self.rows.get(known_id, torch.zeros(self.width)) + grad
             self.changes += 1
@@ -47,7 +47,7 @@ class Later:
     def __init__(self, server: Server, *, states: bool = False) -> None:
         self.server = server
         self.states = states  # a column more, which is 1 in rows that were asked for with their state
-        self.leaving: list[tuple[Tensor, Tensor]] = []
+        self.leaving: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         positions, versions, rows = self.server.pull(ids, known)
@@ -55,20 +55,20 @@ class Later:
             rows = torch.cat([rows, (known[positions] == WITH_STATE).float()[:, None]], 1)
         return positions, versions, rows
 
-    def push(self, ids: Tensor, grads: Tensor) -> None:
-        self.leaving.append((ids, grads))
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
+        self.leaving.append((ids, grads, squares))
 
     def deliver(self) -> None:
-        for ids, grads in self.leaving:
+        for ids, grads, _ in self.leaving:
             self.server.push(ids, grads)
         self.leaving.clear()
 
 
-def add(rows: Tensor, grads: Tensor) -> Tensor:
+def add(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
     return rows + grads
 
 
-def add_with_state(rows: Tensor, grads: Tensor) -> Tensor:
+def add_with_state(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
     assert (rows[:, -1] == 1).all(), "a row moves here only if its state is here"
     return torch.cat([rows[:, :-1] + grads, rows[:, -1:]], 1)
 
@@ -121,7 +121,7 @@ class Workers(RuleBasedStateMachine):
                 grads[at, len(self.updates)] = 1
                 self.updates.append((self.step, worker, known_id))
             due.append(cache.write(torch.tensor(mine, dtype=torch.int64), grads, self.step))
-        for ids, grads in due:
+        for ids, grads, _ in due:
             self.server.push(ids, grads)
         self.deliver()
         self.step += 1
@@ -276,7 +276,7 @@ def test_a_row_comes_without_its_state_until_it_is_used_again() -> None:
     one, grad = torch.tensor([1]), torch.ones(1, 2)
     for step in range(6):
         assert cache.read(one, step).tolist() == [[step, step]], "own writes are read"
-        due_ids, due = cache.write(one, grad, step)
+        due_ids, due, _ = cache.write(one, grad, step)
         assert due_ids.tolist() == ([1] if step == 0 else []), "the first is pushed at once, the others wait"
         server.push(due_ids, due)
     assert asked == [[-1], [WITH_STATE], [server.versions[1]]]

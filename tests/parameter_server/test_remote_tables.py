@@ -323,3 +323,33 @@ def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: 
 def test_prefetching_needs_a_cache() -> None:
     with ParameterClient() as client, pytest.raises(ValueError, match="cache"):
         RemoteTables(client).prefetch({})
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_what_is_flushed_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool) -> None:
+    """Two workers' waiting gradients: a flush once added each as if that worker were alone."""
+    network = MemoryTransport()
+    ids, weights = torch.tensor([1]), [1.0, 3.0]
+    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as bare:
+        clients = [ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)) for rank in range(2)]
+        models = []
+        for client in clients:
+            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            tables = RemoteTables(client, cache=Cache(capacity=4, pull_bound=90, push_bound=90))
+            tables.adopt_modules(table)
+            models.append((table, tables))
+
+        def one_step(rank: int) -> None:
+            table, tables = models[rank]
+            tables.begin(0)
+            table(ids).sum().backward()
+            tables.push(weights[rank], mean=mean)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(one_step, range(2)))
+        for _, tables in models:
+            tables.flush()
+        moved = -bare.sparse_pull("t", ids)
+        assert torch.equal(moved, torch.full((1, 2), 1.0 if mean else 2.0))
+        for client in clients:
+            client.close()

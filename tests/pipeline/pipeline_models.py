@@ -59,6 +59,27 @@ class Unstructured(nn.Module):
         return parts["x"] * parts["scale"] + parts["ids"]
 
 
+@skippable(stash=["same"])
+class StashSame(nn.Module):
+    """Hands out what it returns."""
+
+    def forward(self, x: Tensor):
+        yield stash("same", x)
+        return x
+
+
+@skippable(pop=["same"])
+class PopSame(nn.Module):
+    def forward(self, x: Tensor):
+        return x * (yield pop("same"))
+
+
+def changing_model() -> nn.Sequential:
+    """Changes in place what has been stashed: unsplit, that changes what is popped."""
+    layers = [nn.Linear(3, 3), StashSame(), nn.ReLU(inplace=True), PopSame(), nn.Identity()]
+    return nn.Sequential(*layers).double()
+
+
 def skipping_model(width: int = 5) -> nn.Sequential:
     """Nine layers with a long skip of mixed values, a shared skip, structures between layers and a tied weight."""
     model = nn.Sequential(

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pipeline_models import LAYERS, close, reference, skipping_model
+from pipeline_models import LAYERS, changing_model, close, reference, skipping_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.events import on_fault_point
+from anabranch.pipeline import make_schedule
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -34,6 +36,11 @@ def balance_for(schedule: str) -> list[int]:
     sizes = [LAYERS // stages] * stages
     sizes[0] += LAYERS - sum(sizes)
     return sizes
+
+
+def any_balance(schedule: str, chance: random.Random) -> list[int]:
+    cuts = sorted(chance.sample(range(1, LAYERS), len(balance_for(schedule)) - 1))
+    return [b - a for a, b in pairwise([0, *cuts, LAYERS])]
 
 
 def make(model: nn.Sequential, schedule: str = "1F1B", **arguments: object) -> ab.Pipe:
@@ -50,15 +57,18 @@ def same_gradients(pipe: ab.Pipe, plain: nn.Module) -> None:
 
 
 def exact() -> dict:
-    """Every schedule, checkpoint mode and size of batch; shapes change from step to step; the weight is tied."""
+    """Every schedule and checkpoint mode under drawn splits, 1 to 8 microbatches; the weight is tied."""
     done = 0
+    chance = random.Random(WORLD)
     for schedule, checkpoint in product(SCHEDULES, ["always", "except_last", "never"]):
         torch.manual_seed(done)
-        model = skipping_model()
+        width = chance.randint(1, 6)
+        model = skipping_model(width)
         plain = reference(model)
-        with make(model, schedule, checkpoint=checkpoint) as pipe:
-            for rows in (7, 2, 1, 8):
-                x, target = torch.randn(2, rows, 5, dtype=torch.float64)
+        with make(model, schedule, checkpoint=checkpoint, balance=any_balance(schedule, chance)) as pipe:
+            for rows in (7, chance.randint(1, 6), 1, 8):
+                pipe.chunks = chance.randint(2, 8)
+                x, target = torch.randn(2, rows, width, dtype=torch.float64)
                 result = pipe.step(x if RANK == 0 else None, target, loss=F.mse_loss)
                 output = plain(x)
                 loss = F.mse_loss(output, target)
@@ -81,7 +91,69 @@ def exact() -> dict:
                     assert not y.requires_grad
                     assert close(y, plain(x)) if here else y.numel() == 0
                 done += 1
-    return {"done": done}
+        assert pipe.calls == 12, "every rank counts"
+        lines = pipe.describe().splitlines()[2:]
+        assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
+    return {"done": done, **keywords(), **changes_in_place()}
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        return x * factor
+
+
+def keywords() -> dict:
+    """A keyword input reaches the layers that name it on every rank, and its gradient there is that rank's share."""
+    model = nn.Sequential(*(layer for _ in range(2 * WORLD) for layer in (nn.Linear(3, 3), Scale()))).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    ours, theirs = (torch.linspace(1, 2, 5, dtype=torch.float64)[:, None].requires_grad_() for _ in range(2))
+    with make(model, balance=[4] * WORLD, chunks=3) as pipe:
+        pipe(x, factor=ours).sum().backward()
+        total = ours.grad.clone()
+        dist.all_reduce(total)
+        without = raised_by(lambda: pipe(x, **({} if WORLD - 1 == RANK else {"factor": ours})))
+        if WORLD > 1:
+            expected = ValueError if WORLD - 1 == RANK else ab.PipelineError
+            assert isinstance(without, expected), without
+            assert "takes the keyword input 'factor'" in str(without)
+    for layer in model:
+        x = layer(x, theirs) if isinstance(layer, Scale) else layer(x)
+    x.sum().backward()
+    assert close(total, theirs.grad)
+    return {}
+
+
+class Several(nn.Module):
+    """What one message carries: tensors that lie side by side, one of them conjugated lazily."""
+
+    def forward(self, x: Tensor) -> dict:
+        return {"kept": x * 2, "changed": x + 1, "turned": torch.complex(x, x).conj()}
+
+
+class ChangeOne(nn.Module):
+    def forward(self, parts: dict) -> Tensor:
+        y = parts["kept"] ** 2  # saved for backward
+        parts["changed"].add_(1.0)
+        return y + parts["changed"] + parts["turned"].imag
+
+
+def changes_in_place() -> dict:
+    """A change in place of one tensor that arrived leaves its neighbours alone; of one on two ways it is refused."""
+    if WORLD == 1:
+        return {}
+    model = nn.Sequential(nn.Linear(3, 3), Several(), ChangeOne()).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    layers = [*model, *(nn.Identity() for _ in range(WORLD - 2))]
+    with make(nn.Sequential(*layers), balance=[2] + [1] * (WORLD - 1), checkpoint="never") as pipe:
+        step(pipe, x, target)
+    F.mse_loss(plain(x), target).backward()
+    same_gradients(pipe, plain)
+    model = changing_model()
+    with make(model, balance={2: [2, 3], 3: [2, 1, 2], 4: [2, 1, 1, 1]}[WORLD]) as pipe:
+        caught = raised_by(partial(step, pipe, x, target))
+    assert "on its way to another stage too" in str(caught)
+    return {}
 
 
 def random_numbers() -> dict:
@@ -203,14 +275,14 @@ def failures() -> dict:
     """A stage fails at every (stage, microbatch, phase): its rank raises the original, the others a PipelineError."""
     longest = 0.0
     tried = 0
-    for schedule in ("1F1B", "ZBV"):
+    for schedule in sys.argv[2].split(","):
         torch.manual_seed(0)
         pipe = make(skipping_model(), schedule, chunks=2, checkpoint="always", timeout=30.0)
         x, target = torch.randn(2, 4, 5, dtype=torch.float64)
         pipe.step(x, target, loss=F.mse_loss)
         good = [parameter.grad.clone() for parameter in pipe.parameters()]
-        rank_of = list(range(WORLD)) if schedule == "1F1B" else [*range(WORLD), *reversed(range(WORLD))]
-        phases = ["forward", "recompute", "backward"] + (["weight"] if schedule == "ZBV" else [])
+        rank_of = make_schedule(schedule, len(balance_for(schedule)), 2, ranks=WORLD).rank_of
+        phases = ["forward", "recompute", "backward"] + (["weight"] if schedule.startswith("ZB") else [])
         for stage, microbatch, phase in product(range(len(rank_of)), range(2), phases):
             error = (ZeroDivisionError, Stop, KeyboardInterrupt)[tried % 3]
 
@@ -291,7 +363,31 @@ def mistakes() -> dict:
         caught = raised_by(partial(make, skipping_model(), **arguments))
         assert isinstance(caught, ValueError)
         assert message in str(caught)
+    caught = raised_by(partial(make, skipping_model(), balance="time", sample=x.float()))
+    assert isinstance(caught, RuntimeError if RANK == 0 else ab.PipelineError), caught
+    with make(skipping_model(), balance="size", sample=x) as pipe:
+        step(pipe, x, target)
+    leaves_at_once(x)
     return {}
+
+
+class FirstIsSlow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if RANK == 0:
+            time.sleep(0.2)
+        return x
+
+
+class LastRefuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("refused")
+
+
+def leaves_at_once(x: Tensor) -> None:
+    """A rank that fails, catches that and closes its pipe, while another is busy, still ends well."""
+    layers = [FirstIsSlow(), *(nn.Identity() for _ in range(WORLD - 2)), LastRefuses()]
+    with make(nn.Sequential(*layers), balance=[1] * WORLD, chunks=2) as pipe:
+        assert "refused" in str(raised_by(partial(pipe, x)))
 
 
 def stopped() -> dict:
@@ -313,7 +409,7 @@ def stopped() -> dict:
         with on_fault_point(stop):
             pipe.step(x, target, loss=F.mse_loss)
     except ab.PeerLost as caught:
-        found = {"seconds": time.monotonic() - began, "peer": caught.peer, "text": str(caught)}
+        found = {"seconds": time.monotonic() - began, "peer": caught.peer, "text": str(caught), "step": caught.step}
         assert last != RANK
     except ab.PipelineError as caught:
         found = {"text": str(caught), "type": caught.remote_type}

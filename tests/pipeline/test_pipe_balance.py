@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_models import LAYERS, skipping_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, SkipError, skippable, stash
-from anabranch.events import Event, subscribe
+from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import (
     Action,
     Kind,
@@ -24,8 +26,11 @@ from anabranch.pipeline import (
     draw,
     make_schedule,
     save_picture,
+    simulate,
 )
 from anabranch.pipeline.balance import _cut
+
+PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
 
 
 class Busy(nn.Module):
@@ -185,6 +190,106 @@ def test_every_action_is_in_the_drawing_and_in_the_picture(tmp_path_factory: pyt
     assert len(titles) == len(list(schedule.all_actions()))
 
 
+def test_a_drawing_fits_a_terminal():
+    schedule = make_schedule("ZBV", 8, 12)
+    whole, narrow = draw(schedule).splitlines(), draw(schedule, width=80).splitlines()
+    assert max(map(len, whole)) > 200
+    assert max(map(len, narrow)) <= 80
+    for rank in range(4):
+        rows = [line for line in narrow if line.startswith(f"rank {rank} ")]
+        cells = [cell for row in rows for cell in row.split("holds")[0].split()[2:]]
+        assert cells == whole[rank + 1].split("holds")[0].split()[2:]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
+def test_stages_are_busy_at_once_wherever_the_simulator_says_so(name: str, checkpoint: str):
+    """Actions that begin at one tick of the simulated clock wait for one another: one after the other, none would."""
+    stages, m = (4 if name in ("Interleaved1F1B", "ZBV") else 2), 4
+    again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
+    lowered = make_schedule(name, stages, m, ranks=2).with_transfers(recompute=again)
+    simulation = simulate(lowered, {Kind.F: 1.0, Kind.B: 1.0, Kind.W: 1.0, Kind.R: 1.0})
+    ticks: dict[float, list[str]] = {}
+    for interval in itertools.chain(*simulation.intervals):
+        action = interval.action
+        ticks.setdefault(interval.start, []).append(
+            f"pipeline.{PHASES[action.kind]}.{action.stage}.{action.microbatch}"
+        )
+    together = {
+        point: barrier
+        for points in ticks.values()
+        if len(points) > 1
+        for barrier in [threading.Barrier(len(points), timeout=20.0)]
+        for point in points
+    }
+    assert len(together) > m
+
+    def meet(point: str) -> None:
+        if point in together:
+            together[point].wait(timeout=20.0)
+
+    x = torch.zeros(m, 2)
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(stages)])
+    pipe = Pipe(model, [1] * stages, devices=["cpu"] * 2, chunks=m, checkpoint=checkpoint, schedule=name)
+    with pipe, on_fault_point(meet):
+        pipe.step(x, x, loss=F.mse_loss)
+
+
+class Hold(nn.Module):
+    """Keeps so many bytes for backward."""
+
+    def __init__(self, size: int, alive: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.size, self.alive = size, alive
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Hold.apply(self.linear(x), self.size, self.alive)
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, size, alive):
+        kept = torch.empty(size, dtype=torch.uint8)
+        alive.append(StorageWeakRef(kept.untyped_storage()))
+        ctx.save_for_backward(kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.saved_tensors[0].dtype == torch.uint8
+        return grad, None, None
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
+def test_every_rank_holds_the_bytes_that_the_simulator_says(name: str, checkpoint: str):
+    stages, m, ranks = (6 if name in ("Interleaved1F1B", "ZBV") else 3), 5, 3
+    sizes = [100 * (j + 1) for j in range(stages)]
+    alive: list[list[StorageWeakRef]] = [[] for _ in sizes]
+    rank_of = make_schedule(name, stages, m, ranks=ranks).rank_of
+    most = [0] * ranks
+
+    def look(event: Event) -> None:
+        if event.name == "pipeline.end":
+            rank = rank_of[event.facts["stage"]]
+            held = [
+                size * sum(not one.expired() for one in kept)
+                for j, (size, kept) in enumerate(zip(sizes, alive, strict=True))
+                if rank_of[j] == rank
+            ]
+            most[rank] = max(most[rank], sum(held))
+
+    model = nn.Sequential(*[Hold(size, kept) for size, kept in zip(sizes, alive, strict=True)])
+    x = torch.zeros(m, 2)
+    pipe = Pipe(model, [1] * stages, devices=["cpu"] * ranks, chunks=m, checkpoint=checkpoint, schedule=name)
+    with pipe, subscribe(look):
+        pipe.step(x, x, loss=F.mse_loss)
+    again = {(j, i) for j in range(stages) for i in range(m)} if checkpoint == "always" else set()
+    lowered = make_schedule(name, stages, m, ranks=ranks).with_transfers(recompute=again)
+    assert tuple(most) == simulate(lowered, activation_bytes=sizes).peak_bytes
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize(
     ("name", "stages"), [("GPipe", 3), ("1F1B", 3), ("Interleaved1F1B", 6), ("ZB1P", 3), ("ZBV", 6)]
@@ -199,7 +304,7 @@ def test_every_rank_runs_its_schedule_in_order_on_a_thread_of_its_own(name: str,
         subscribe(events.append),
     ):
         pipe.step(x, x, loss=F.mse_loss)
-    kinds = {"forward": Kind.F, "backward": Kind.B, "weight": Kind.W, "recompute": Kind.R}
+    kinds = {phase: kind for kind, phase in PHASES.items()}
     ran: dict[int, list[Action]] = {}
     for event in events:
         if event.name == "pipeline.start":

@@ -41,3 +41,31 @@ def test_a_copy_waits_for_its_source_and_is_waited_for():
         x = x @ x / 50
     there = brought(x, torch.device("cuda:1")) * 2
     assert torch.equal(there.cpu(), (x * 2).cpu())
+
+
+@two_devices
+def test_a_copy_does_not_hold_up_what_the_source_computes_next():
+    """It is on neither device's computing stream: the source's goes on while the copy waits for its own."""
+    x = torch.randn(4 << 20, device="cuda:0")
+    torch.cuda.synchronize(0)
+    computing = torch.cuda.current_stream(0)
+    brought(x, torch.device("cuda:1"))
+    assert computing.query(), "nothing was put on it"
+    torch.cuda.synchronize()
+
+
+def test_a_pipe_computes_on_its_callers_streams():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+    seen: list[torch.cuda.Stream] = []
+    model[1].register_forward_hook(lambda *_: seen.append(torch.cuda.current_stream()))
+    stream = torch.cuda.Stream()
+    with Pipe(model, [1, 1], devices=["cuda", "cuda"], chunks=2, checkpoint="never") as pipe:
+        pipe(torch.randn(4, 64, device="cuda"))
+        seen.clear()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            x = torch.randn(4, 64, device="cuda")
+            y = pipe(x)
+        stream.synchronize()
+    assert seen == [stream] * 2
+    torch.testing.assert_close(y, model(x))

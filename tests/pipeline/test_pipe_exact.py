@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,33 +12,43 @@ from hypothesis import strategies as st
 from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model
 from torch import nn
 
-from anabranch import Pipe
+from anabranch import ExpertBackend, ExpertServer, Pipe, RemoteExpert, TensorSpec
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[str, list[int]]:
+def splits(draw: st.DrawFn) -> dict[str, object]:
     schedule = draw(st.sampled_from(SCHEDULES))
     stages = draw(st.sampled_from([2, 4]) if schedule == "ZBV" else st.integers(1, 4))
+    ranks = {
+        "Interleaved1F1B": [p for p in range(1, stages + 1) if stages % p == 0],
+        "ZBV": [stages // 2],
+    }.get(schedule, [stages])
     cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=stages - 1, max_size=stages - 1)))
-    return schedule, [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
+    return {
+        "schedule": schedule,
+        "balance": [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)],
+        "devices": ["cpu"] * draw(st.sampled_from(ranks)),
+        "checkpoint": draw(st.sampled_from(["always", "except_last", "never"])),
+        "chunks": draw(st.integers(1, 8)),
+    }
+
+
+shapes = st.tuples(st.integers(1, 8), st.integers(1, 6))
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    splits(), st.integers(1, 8), st.integers(1, 8), st.sampled_from(["always", "except_last", "never"]), st.booleans()
-)
-def test_a_call_is_the_unsplit_module(split: tuple, chunks: int, rows: int, checkpoint: str, input_grad: bool):
-    schedule, balance = split
-    model = skipping_model()
+@given(splits(), shapes, st.booleans())
+def test_a_call_is_the_unsplit_module(split: dict, shape: tuple[int, int], input_grad: bool):
+    model = skipping_model(shape[1])
     plain = reference(model)
-    ours, theirs = (torch.randn(rows, 5, dtype=torch.float64) for _ in range(2))
+    ours, theirs = (torch.randn(*shape, dtype=torch.float64) for _ in range(2))
     theirs.copy_(ours)
     if input_grad:
         ours.requires_grad_()
         theirs.requires_grad_()
-    with Pipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule=schedule) as pipe:
+    with Pipe(model, **split) as pipe:
         y, expected = pipe(ours), plain(theirs)
         assert close(y, expected)
         (y**2).sum().backward()
@@ -46,20 +58,13 @@ def test_a_call_is_the_unsplit_module(split: tuple, chunks: int, rows: int, chec
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    splits(),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.sampled_from(["always", "except_last", "never"]),
-    st.sampled_from(["mean", "sum"]),
-)
-def test_a_step_is_the_plain_loop(split: tuple, chunks: int, rows: int, checkpoint: str, reduction: str):
-    schedule, balance = split
-    model = skipping_model()
+@given(splits(), shapes, st.sampled_from(["mean", "sum"]))
+def test_a_step_is_the_plain_loop(split: dict, shape: tuple[int, int], reduction: str):
+    model = skipping_model(shape[1])
     plain = reference(model)
-    x, target = torch.randn(2, rows, 5, dtype=torch.float64)
+    x, target = torch.randn(2, *shape, dtype=torch.float64)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with Pipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule=schedule) as pipe:
+    with Pipe(model, **split) as pipe:
         result = pipe.step(ours, target, loss=lambda y, t: F.mse_loss(y, t, reduction=reduction), reduction=reduction)
     output = plain(theirs)
     loss = F.mse_loss(output, target, reduction=reduction)
@@ -234,6 +239,24 @@ def test_layers_that_keep_their_weights_in_lists_norms_and_parametrizations(sche
     F.mse_loss(plain(x), target).backward()
     assert_same_gradients(pipe, plain)
     assert close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
+    """Of two boundaries, one inside the other, each is a differentiable operation."""
+    layer = nn.Linear(4, 4)
+    backend = ExpertBackend("layer.0", copy.deepcopy(layer), args_schema=(TensorSpec(4),))
+    with ExpertServer([backend]) as server:
+        model = nn.Sequential(nn.Linear(4, 4), RemoteExpert("layer.0", server.endpoint), nn.Linear(4, 4))
+        plain = nn.Sequential(copy.deepcopy(model[0]), layer, copy.deepcopy(model[2]))
+        x, target = torch.randn(2, 6, 4)
+        with Pipe(model, [1, 1, 1], chunks=3, checkpoint="always", schedule=schedule) as pipe:
+            result = pipe.step(x, target, loss=F.mse_loss)
+    loss = F.mse_loss(plain(x), target)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    for index in (0, 2):
+        torch.testing.assert_close(model[index].weight.grad, plain[index].weight.grad)
 
 
 def test_ids_and_sparse_gradients():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch import DeadlineExceeded, Pipe
-from anabranch.events import on_fault_point
+from anabranch.events import Event, on_fault_point, subscribe
 
 
 class Stop(BaseException):
@@ -77,6 +77,35 @@ def test_the_earliest_failure_is_raised_when_several_stages_fail():
 
     with Pipe(nn.Sequential(Ahead(), Fail()), [1, 1], chunks=2) as pipe, pytest.raises(ValueError, match="rows"):
         pipe(torch.randn(4, 2))
+
+
+def test_after_a_failure_no_other_stage_starts_anything():
+    """Stage 0 is in its second microbatch when stage 1 fails, and goes on only after the caller has the error."""
+    begun: list[tuple[object, ...]] = []
+    release = threading.Event()
+
+    class Hold(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                assert release.wait(30.0)
+            return x
+
+    class Fail(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("first")
+
+    def note(event: Event) -> None:
+        if event.name == "pipeline.start":
+            begun.append((event.facts["stage"], event.facts["microbatch"]))
+
+    with Pipe(nn.Sequential(Hold(), Fail()), [1, 1], chunks=8) as pipe, subscribe(note):
+        with pytest.raises(ValueError, match="first"):
+            pipe(torch.randn(8, 2))
+        release.set()
+    assert sorted(begun) == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_a_stage_that_cannot_be_stopped_does_not_delay_the_error_for_long():
@@ -144,10 +173,25 @@ def test_a_call_past_its_deadline_ends_with_an_error_that_says_so():
             return x
 
     with Pipe(nn.Sequential(nn.Identity(), Stuck()), [1, 1], timeout=0.2) as pipe:
-        with pytest.raises(DeadlineExceeded, match="pipeline"):
+        with pytest.raises(DeadlineExceeded, match=r"peer the pipeline's workers, operation pipeline step, step 0"):
             pipe(torch.randn(2, 2))
         release.set()
         assert pipe(torch.ones(2, 2)).shape == (2, 2)
+
+
+def test_a_stage_that_waits_past_the_deadline_says_for_whom():
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            release.wait(30.0)
+            return x
+
+    with Pipe(nn.Sequential(Stuck(), nn.Identity()), [1, 1], timeout=0.2) as pipe:
+        pipe.calls = 7
+        with pytest.raises(DeadlineExceeded, match=r"peer stage 0, operation pipeline RF1.0<0, step 7, after 0"):
+            pipe(torch.randn(2, 2))
+        release.set()
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ OVER_GLOO = {"PIPELINE_POST": "gloo"}
 """Ranks of one host use shared memory unless they are told not to."""
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_ranks_are_the_unsplit_module(ranks: int):
     LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
 
 
-@pytest.mark.parametrize("what", ["exact", pytest.param("failures", marks=pytest.mark.slow), "mistakes"])
+@pytest.mark.parametrize("what", ["exact", pytest.param("failures 1F1B,ZBV", marks=pytest.mark.slow), "mistakes"])
 def test_so_they_are_over_gloo_alone(what: str):
     """As between hosts."""
-    LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, what).check()
+    LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, *what.split()).check()
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -34,9 +34,16 @@ def test_clipping_spans_all_stages_and_state_fits_another_split(ranks: int, tmp_
     LocalJob(ranks, timeout=60).run(SCRIPT, "clipping_and_checkpoints", str(tmp_path)).check()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_failure_anywhere_ends_the_step_on_every_rank_within_a_second(ranks: int):
-    result = LocalJob(ranks, timeout=110).run(SCRIPT, "failures").check()
+@pytest.mark.parametrize(
+    ("ranks", "schedules"),
+    [
+        (2, "1F1B,ZBV"),
+        pytest.param(2, "GPipe,Interleaved1F1B,ZB1P", marks=pytest.mark.slow),
+        pytest.param(3, "GPipe,1F1B,Interleaved1F1B,ZB1P,ZBV", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_anywhere_ends_the_step_on_every_rank_within_a_second(ranks: int, schedules: str):
+    result = LocalJob(ranks, timeout=200).run(SCRIPT, "failures", schedules).check()
     for found in result.results:
         assert found["tried"] >= 40
         assert found["longest"] < 1.0
@@ -61,6 +68,7 @@ def test_a_stopped_rank_is_named_within_two_heartbeats_and_the_pipe_works_when_i
     found = LocalJob(2, timeout=60, environment=environment).run(SCRIPT, "stopped").check().results
     assert found[0]["peer"] == "rank 1"
     assert "its process is stopped" in found[0]["text"]
+    assert found[0]["step"] == 1
     assert found[0]["seconds"] < 2 * 0.5 + 0.5
     assert found[1]["type"].endswith("PeerLost")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_models import PopLong, StashLong, assert_same_gradients, close, reference
+from pipeline_models import PopLong, StashLong, assert_same_gradients, changing_model, close, reference
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -101,6 +102,72 @@ def test_a_first_layer_that_works_in_place_survives_recomputation():
     expected.sum().backward()
     assert close(y, expected)
     assert all(close(grad, model[index].weight.grad) for grad, index in zip(got, (0, 4), strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_change_in_place_of_what_also_goes_elsewhere_is_refused(checkpoint: str):
+    """Unsplit, it changes what is popped, and gradients flow through it; a stage's graph knows nothing of that."""
+    refused = pytest.raises(RuntimeError, match="stage 1 changes its input in place, which is on its way to another")
+    with Pipe(changing_model(), [2, 1, 2], chunks=2, checkpoint=checkpoint) as pipe, refused:
+        pipe(torch.randn(4, 3, dtype=torch.float64))
+    with Pipe(changing_model(), [3, 2], chunks=2, checkpoint=checkpoint) as pipe:
+        model, x = reference(pipe.module), torch.randn(4, 3, dtype=torch.float64)
+        pipe(x).sum().backward()
+        model(x).sum().backward()
+        assert_same_gradients(pipe, model)
+
+
+def test_what_is_handed_through_may_be_changed_in_place_by_the_next_stage():
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, torch.tanh(x)
+
+    class Join(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0].mul_(2) + pair[1]
+
+    model = nn.Sequential(nn.Linear(3, 3), Pair(), Join(), nn.Linear(3, 3)).double()
+    plain = reference(model)
+    with Pipe(model, [1, 1, 2], chunks=2, checkpoint="always") as pipe:
+        for _ in range(2):
+            x = torch.randn(4, 3, dtype=torch.float64)
+            pipe(x).sum().backward()
+            plain(x).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_a_batch_changed_before_its_backward_is_not_run_forward_again():
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], checkpoint="always") as pipe:
+        pipe(torch.randn(4, 3))
+        x = torch.randn(4, 3)
+        y = pipe(x)
+        x.zero_()
+        with pytest.raises(RuntimeError, match="what stage 0 got was changed in place"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZB1P"])
+def test_layers_run_on_the_batchs_rows_alone(schedule: str):
+    """No trial runs, on made-up data or on the batch's: each layer sees each row once."""
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    class See(nn.Module):
+        def __init__(self, place: int) -> None:
+            super().__init__()
+            self.place = place
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen[self.place].append(x.detach().clone())
+            return x
+
+    with Pipe(nn.Sequential(See(0), See(1)), [1, 1], chunks=3, schedule=schedule, checkpoint="never") as pipe:
+        pipe.describe()
+        for rows in (7, 2):
+            x = torch.randn(rows, 2, requires_grad=True)
+            pipe.step(x, x.detach(), loss=F.mse_loss)
+            assert all(torch.equal(torch.cat(parts), x) for parts in seen.values())
+            assert [len(parts) for parts in seen.values()] == [min(rows, 3)] * 2
+            seen.update({0: [], 1: []})
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -227,6 +294,48 @@ def test_activations_are_freed_as_backward_goes():
     assert all(reference.expired() for reference in kept)
 
 
+def test_outputs_are_kept_only_where_somebody_wants_them():
+    kept: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            kept.append(StorageWeakRef(y.untyped_storage()))
+            return y
+
+    def count(event) -> None:
+        if (event.name, event.facts["stage"], event.facts["phase"]) == ("pipeline.end", 1, "backward"):
+            alive.append(sum(not reference.expired() for reference in kept))
+
+    x = torch.randn(4, 3)
+    with (
+        Pipe(nn.Sequential(nn.Linear(3, 3), Keep()), [1, 1], chunks=4, schedule="1F1B", checkpoint="never") as pipe,
+        subscribe(count),
+    ):
+        pipe.step_together(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum", rows=4, word=None)
+        assert max(alive) <= 1
+        kept.clear()
+        result = pipe.step(x, x, loss=lambda y, t: (y - t).sum(), reduction="sum")
+        assert alive[-1] == 4
+        assert torch.equal(result.output, pipe(x))
+        assert result.output is result.output
+        assert all(reference.expired() for reference in kept[:4]), "put together, the parts are let go of"
+
+
+def test_an_output_that_cannot_be_put_together_is_nobodys_concern_until_it_is_asked_for():
+    class Number(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    x = torch.randn(4, 3)
+    with Pipe(nn.Sequential(nn.Linear(3, 3), Number()), [1, 1], chunks=2) as pipe:
+        result = pipe.step(x, loss=lambda y, _: y, reduction="sum")
+        torch.testing.assert_close(result.loss, pipe.module[0](x).sum().detach())
+        with pytest.raises(ValueError, match="no rows to join microbatches along"):
+            _ = result.output
+
+
 def test_the_pipes_threads_end_with_it():
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
     pipe(torch.randn(2, 2))
@@ -236,6 +345,18 @@ def test_the_pipes_threads_end_with_it():
     for thread in threads:
         thread.join(timeout=10.0)
         assert not thread.is_alive()
+
+
+def test_a_copied_pipe_runs_on_threads_of_its_own():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.randn(4, 2)
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        y = pipe(x)
+        with copy.deepcopy(pipe) as other:
+            assert torch.equal(other(x), y)
+            other(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in other.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_stages_run_at_once_in_forward_and_in_backward():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from anabranch import Pipe
 from anabranch.pipeline import Action, Kind, Schedule, make_schedule, simulate
 
 NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -55,6 +60,41 @@ def test_every_send_has_its_receive(schedule: Schedule):
             assert other in everything
 
 
+def test_an_order_that_cannot_end_is_refused_when_it_is_made():
+    going, coming = make_schedule("GPipe", 2, 2).actions
+    with pytest.raises(ValueError, match=r"never ends.*rank 0 at RB0.0<1.*rank 1 at"):
+        Schedule("mine", 2, 2, (0, 1), ((going[0], going[3], going[1], going[2]), coming))
+
+
+def test_a_schedule_of_ones_own_is_for_its_number_of_microbatches_unless_its_name_is_known():
+    known = make_schedule("1F1B", 2, 3)
+    x = torch.randn(5, 2)
+    for name, fits in (("1F1B", True), ("mine", False)):
+        schedule = dataclasses.replace(known, name=name)
+        with Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=3, schedule=schedule) as pipe:
+            assert pipe(x).shape == (5, 2)
+            if fits:
+                assert pipe(x[:2]).shape == (2, 2)
+            else:
+                with pytest.raises(ValueError, match="'mine' is for 3 microbatches, this batch makes 2; give batches"):
+                    pipe(x[:2])
+
+
+@given(schedules(), st.data())
+def test_a_file_changed_anywhere_is_a_schedule_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, schedule: Schedule, data: st.DataObject
+):
+    """Never an exception but ``ValueError``, never a schedule that would not end."""
+    path = tmp_path_factory.mktemp("schedule") / "schedule.json"
+    schedule.save(path)
+    text = bytearray(path.read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, max_size=3)):
+        text[at] = data.draw(st.sampled_from(b'0123456789FBW."[]{}, ') | st.integers(0, 255))
+    path.write_bytes(text)
+    with contextlib.suppress(ValueError):
+        simulate(Schedule.load(path))
+
+
 def test_recomputation_comes_before_the_wait_for_the_gradient():
     lowered = make_schedule("GPipe", 2, 2).with_transfers(recompute={(0, 0)})
     texts = [str(action) for action in lowered.actions[0]]
@@ -68,6 +108,16 @@ def test_1f1b_takes_as_long_as_gpipe_and_holds_less(p: int, m: int):
     assert gpipe.makespan == one.makespan == 3 * (m + p - 1)
     assert gpipe.peak_activations == (m,) * p
     assert one.peak_activations == tuple(min(p - j, m) for j in range(p))
+
+
+def test_held_bytes_are_those_of_activations_and_of_inputs_kept_to_run_again():
+    schedule = make_schedule("GPipe", 2, 3)
+    assert simulate(schedule).peak_bytes == (0, 0)
+    assert simulate(schedule, activation_bytes=[10, 100]).peak_bytes == (30, 300)
+    lowered = schedule.with_transfers(recompute={(j, i) for j in range(2) for i in range(3)})
+    assert simulate(lowered, activation_bytes=[10, 100], input_bytes=[1, 2]).peak_bytes == (13, 106)
+    with pytest.raises(ValueError, match="given for 1 stages, the schedule has 2"):
+        simulate(schedule, activation_bytes=[1])
 
 
 @pytest.mark.parametrize("p", [2, 4])

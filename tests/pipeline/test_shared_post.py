@@ -124,10 +124,10 @@ def test_what_is_said_before_this_rank_is_in_the_turn_stays_in_the_socket(pair: 
     sender.send(1, Header(2, "step", "end", body="later"))
     receiver.wait_for(lambda: bool(inbox.ended), 5.0)
     receiver.look()
-    assert inbox.words == {0: None}
+    assert inbox.bodies == {0: None}
     inbox.begin(2, "step")
     receiver.wait_for(lambda: bool(inbox.ended), 5.0)
-    assert inbox.words == {0: "later"}
+    assert inbox.bodies == {0: "later"}
 
 
 def test_last_words_are_heard_before_a_closed_connection_is_a_lost_peer(pair: Pair):

@@ -287,7 +287,9 @@ def abuse(server: Server, client: Client, rng: random.Random, rounds: int) -> No
             with pytest.raises(RemoteError):
                 client.call(Request(server.endpoint, "fail", tensors=[torch.ones(64)]), soon())
         elif kind == 3:
-            client.gather([Request(server.endpoint, "hang")], Deadline.after(0.001))
+            # Mostly gone before it is read, now and then while it is served.
+            patience = 0.001 if rng.random() < 0.2 else 1e-6
+            client.gather([Request(server.endpoint, "hang")], Deadline.after(patience))
         elif kind == 4:
             with pytest.raises(BoundaryError):
                 client.call(Request(server.endpoint, "echo", tensors=[torch.ones(4096)]), soon())

@@ -33,6 +33,15 @@ def run(
     durability: Annotated[
         Durability, typer.Option(help="What comes back when a parameter server dies; `none` ends the job.")
     ] = "none",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Let servers and experts listen on TCP at this address of the machine, under certificates; by default "
+            "on Unix sockets.",
+            show_default=False,
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -63,11 +72,17 @@ def run(
             servers=servers,
             experts=experts,
             durability=durability,
+            host=host,
             log_dir=directory,
             live=True,
             tell=_tell,
         )
         _show_failure(outcome)
+    except ValueError as error:
+        if host is None:
+            raise
+        # The other options were checked as they were read.
+        raise typer.BadParameter(str(error), param_hint="--host") from error
     finally:
         failed = outcome is not None and outcome.first_failure is not None
         if log_dir is None and not failed:

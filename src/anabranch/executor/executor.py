@@ -35,7 +35,7 @@ from anabranch.executor.tape import TapeEngine
 from anabranch.executor.upcoming import UpcomingIds
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.parameter_server import Cache, Consistency
+from anabranch.parameter_server import Cache, Compression, Consistency, check_compression
 from anabranch.tensors import Structure, as_tensors, count_rows, map_structure
 
 __all__ = ["CommMode", "Executor"]
@@ -78,6 +78,9 @@ class Executor:
             each counts as it comes. If nothing is all-reduced, workers under the last two also run without waiting for
             one another: the loss returned is the worker's own, and its epochs end by themselves.
         cache: how the rows of tables are cached here; ``None`` reads them from the servers.
+        row_compression: how rows of tables, and their gradients, are rounded on their way from and to the servers:
+            ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids and
+            dense parameters never are.
         prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also its missing rows.
         use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
@@ -105,6 +108,7 @@ class Executor:
         dataloaders: Mapping[str, Iterable[Structure]] | None = None,
         consistency: str = "bsp",
         cache: Cache | None = None,
+        row_compression: Compression | None = None,
         prefetch: bool = True,
         use_sparse_pull: bool = True,
         routes: Mapping[str, str] | None = None,
@@ -118,6 +122,7 @@ class Executor:
         self._steps = named_steps(steps)
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
         Consistency.parse(consistency)
+        check_compression(row_compression)
         if engine not in _ENGINES:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
         if compile and engine == "tape":
@@ -172,6 +177,7 @@ class Executor:
                     self._workers,
                     consistency=consistency,
                     cache=cache,
+                    row_compression=row_compression,
                     timeout=timeout,
                     heartbeat=heartbeat,
                 )

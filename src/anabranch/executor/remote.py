@@ -24,6 +24,7 @@ from anabranch.job import job
 from anabranch.parameter_server import (
     Cache,
     CacheStatistics,
+    Compression,
     Consistency,
     Kept,
     ParameterClient,
@@ -72,6 +73,7 @@ class RemotePart:
         workers: whose steps are ordered with this one's; ``None`` is alone.
         consistency: how.
         cache: how looked-up rows are cached here, if at all.
+        row_compression: how rows are rounded on the way, if at all.
         timeout, heartbeat: as the executor's.
 
     Raises:
@@ -87,6 +89,7 @@ class RemotePart:
         *,
         consistency: str = "bsp",
         cache: Cache | None = None,
+        row_compression: Compression | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
     ) -> None:
@@ -109,6 +112,7 @@ class RemotePart:
             worker=Worker(rank, world, consistency),
             timeout=timeout,
             heartbeat=heartbeat,
+            compression=row_compression,
             watch=None if self._workers is None else self._workers.check_present,
         )
         try:

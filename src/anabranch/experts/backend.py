@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.experts.device_copies import DeviceCopies
 from anabranch.experts.kept import Kept, KeptActivations, ParameterCopy, join_leaves
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
 from anabranch.experts.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
@@ -142,6 +143,7 @@ class ExpertBackend:
             process_tasks=self._backward_tasks if keep_activations else None,
             **sizes,
         )
+        self._prepare_copies()
 
     # What callers see.
 
@@ -162,10 +164,16 @@ class ExpertBackend:
         """Moves the module; its optimizer follows."""
         self.module.to(device)
         self.device = torch.device(device)
+        self._prepare_copies()
         if self.optimizer is not None:
             # Loading its own state moves the optimizer's tensors to where their parameters are.
             self.optimizer.load_state_dict(self.optimizer.state_dict())
         return self
+
+    def _prepare_copies(self) -> None:
+        self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
+        for pool in self.get_pools():
+            pool.copies = self.copies
 
     # What the runtime runs.
 

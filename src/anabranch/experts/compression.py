@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tensors import TensorSpec
+from anabranch.tensors import TensorSpec, from_blocks, to_blocks
 from anabranch.transport import TensorHeader
 
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
@@ -44,7 +44,7 @@ def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
         return [tensor]
     tensor = tensor.detach()
     if spec.compression == "int8":
-        return _to_blocks(tensor)
+        return list(to_blocks(tensor, BLOCK))
     half = _HALVES[spec.compression]
     # Rounded to the largest number rather than to infinity.
     limit = torch.finfo(half).max
@@ -56,7 +56,7 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
     if spec.compression is None:
         return parts[0]
     if spec.compression == "int8":
-        return _from_blocks(parts[0], parts[1]).to(spec.dtype)
+        return from_blocks(parts[0], parts[1], BLOCK).to(spec.dtype)
     return parts[0].to(spec.dtype)
 
 
@@ -93,20 +93,6 @@ def _check(
                 f"{name}: expected {shape} {_show(dtype)}, for {rows} rows, got {its_shape} {_show(its_dtype)}"
             )
     return rows
-
-
-def _to_blocks(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.reshape(-1).float()
-    blocks = -(-flat.numel() // BLOCK)
-    padded = torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.numel())).view(blocks, BLOCK)
-    scales = padded.abs().amax(dim=1) / 127 if blocks else padded.new_zeros(0)
-    codes = (padded / torch.where(scales == 0, 1.0, scales)[:, None]).round_().to(torch.int8)
-    return [codes.reshape(-1)[: flat.numel()].reshape(tensor.shape), scales]
-
-
-def _from_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    per_value = scales.repeat_interleave(BLOCK)[: codes.numel()]
-    return codes.float() * per_value.reshape(codes.shape)
 
 
 def _show(dtype: torch.dtype) -> str:

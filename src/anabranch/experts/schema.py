@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
+# Below the 32,768 values from which torch computes in parallel, and a multiple of what a cache line holds.
+_PIECE = 32_704
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
@@ -232,11 +234,21 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
-    """The name of the first tensor that holds NaN or Inf, ``None`` if all are finite."""
+    """The name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread alone."""
     for tensor, name in zip(tensors, names, strict=True):
-        if tensor is not None and not all_finite(tensor):
+        if tensor is not None and not all(map(all_finite, _pieces(tensor))):
             return name
     return None
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Parts so small that torch sums each on the thread that asks.
+
+    For more it would start a team of threads, one for every connection whose thread ever asked.
+    """
+    if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
+        return [tensor]
+    return torch.split(tensor.view(-1), _PIECE)
 
 
 def _input_name(path: str) -> str:

@@ -298,7 +298,9 @@ class ExpertServer:
         else:
             # A request that is split has no graph of its own.
             ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-            self._put_aside(backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket))
+            self._put_aside(
+                backend, backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
+            )
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
@@ -318,10 +320,12 @@ class ExpertServer:
             finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
         else:
             task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
-            self._put_aside(backend.backward_pool, task)
+            self._put_aside(backend, backend.backward_pool, task)
 
-    def _put_aside(self, pool: TaskPool, task: Task) -> None:
+    def _put_aside(self, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queues the task once all requests that have come are read, so that they meet in one batch."""
+        if backend.copies is not None:
+            task.inputs, task.copied = backend.copies.bring(task.inputs)
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
         if aside is None:
             aside = self._round.tasks = {}

@@ -26,6 +26,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
+from anabranch.experts.device_copies import DeviceCopies
 
 __all__ = [
     "PoolStatistics",
@@ -58,6 +59,7 @@ class Task:
         unwanted: whether the caller has gone; called before compute, and may give the request up for good.
         arrived: when, in ``time.monotonic`` seconds.
         ticket: a name for what ``process_tasks`` keeps of it, or has kept.
+        copied: happens when the inputs are on the pool's device; ``None`` where nothing is on its way there.
     """
 
     inputs: Sequence[Tensor | None]
@@ -67,6 +69,7 @@ class Task:
     unwanted: Callable[[], bool] = field(default=lambda: False)
     arrived: float = field(default_factory=time.monotonic)
     ticket: bytes = b""
+    copied: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +148,8 @@ class TaskPool:
         self.max_queue_bytes = max_queue_bytes
         self.changed = threading.Condition()
         """Notified when a task arrives; a runtime gives all its pools one condition."""
+        self.copies: DeviceCopies | None = None
+        """To and from the device on which ``process`` computes, if its memory is not this one's."""
         self.tasks_in_batch = 1
         """How many tasks the running batch is made of, for ``process``."""
         self._queue: deque[Task] = deque()
@@ -267,7 +272,7 @@ class TaskPool:
             self._batches += 1
             self._rows_run += rows
             self.tasks_in_batch = len(batch)
-            outputs = self._process_tasks(batch)
+            outputs = self._process_tasks(batch) if self.copies is None else self._process_there(batch, self.copies)
         except Exception as error:  # noqa: BLE001 - whatever the module raises is its caller's answer
             if len(batch) > 1 and not isinstance(error, Unrepeatable):
                 for task in batch:
@@ -285,6 +290,12 @@ class TaskPool:
             return [self.process(*batch[0].inputs)]
         outputs = self.process(*join_tasks(batch))
         return split_outputs(outputs, batch)
+
+    def _process_there(self, batch: Sequence[Task], copies: DeviceCopies) -> Sequence[Sequence[Tensor | None]]:
+        for task in batch:
+            if task.copied is not None:
+                copies.await_arrival(task.inputs, task.copied)
+        return copies.take(self._process_tasks(batch))
 
     def statistics(self) -> PoolStatistics:
         """Counts since the pool was made, and what waits."""
@@ -362,6 +373,7 @@ def _split(task: Task, size: int) -> list[Task]:
             finisher(index),
             unwanted,
             task.arrived,
+            copied=task.copied,
         )
         for index, start in enumerate(starts)
     ]

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from anabranch.transport.keys import KEYS_VARIABLE
+
 __all__ = ["expert_environment", "service_environment", "threads_each", "worker_environment"]
 
 # What makes a process a member of the workers' process group: an expert has no part in it.
@@ -15,21 +17,18 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def service_environment(
-    servers: Sequence[str], directory: str | None, experts: int, *, base: Mapping[str, str]
+    servers: Sequence[str], directory: str, experts: int, *, keys: Path | None = None, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """``base``, and where the services of the job are; unchanged for a job without services of its own.
+    """``base``, and where the services of the job are.
 
-    >>> service_environment(["unix:/run/a"], None, 0, base={})
-    {'ANABRANCH_SERVERS': 'unix:/run/a', 'ANABRANCH_EXPERTS': '0'}
+    >>> service_environment(["unix:/run/a"], "unix:/run/d", 0, base={})
+    {'ANABRANCH_DIRECTORY': 'unix:/run/d', 'ANABRANCH_EXPERTS': '0', 'ANABRANCH_SERVERS': 'unix:/run/a'}
     """
-    env = dict(base)
-    if not servers and directory is None:
-        return env
+    env = {**base, "ANABRANCH_DIRECTORY": directory, "ANABRANCH_EXPERTS": str(experts)}
     if servers:
         env["ANABRANCH_SERVERS"] = ",".join(servers)
-    if directory is not None:
-        env["ANABRANCH_DIRECTORY"] = directory
-    env["ANABRANCH_EXPERTS"] = str(experts)
+    if keys is not None:
+        env[KEYS_VARIABLE] = str(keys.absolute())
     return env
 
 

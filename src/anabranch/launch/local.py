@@ -7,19 +7,18 @@
         ├── expert 0..N-1       SCRIPT, up to job.serve()
         └── parameters 0..S-1   anabranch serve parameters
 
-All sockets lie in one private folder, known before anybody listens, so everybody starts at once.
+``place.py`` says where the services listen.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,13 +27,14 @@ from anabranch.experts import Directory, DirectoryServer
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.outcome import Outcome
+from anabranch.launch.place import private_place, removed, tcp_place
 from anabranch.launch.roles import expert_mark
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import collect_signals
 from anabranch.launch.store import host_store
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
-from anabranch.transport.endpoints import make_private_folder
+from anabranch.transport.keys import KEYS_VARIABLE
 
 __all__ = ["Durability", "launch"]
 
@@ -50,6 +50,7 @@ def launch(
     servers: int = 0,
     experts: int = 0,
     durability: Durability = "none",
+    host: str | None = None,
     log_dir: Path,
     live: bool = False,
     environment: Mapping[str, str] | None = None,
@@ -73,6 +74,8 @@ def launch(
         experts: how many processes of the script have the role ``"expert"``, and serve in ``job.serve()``.
         durability: what a parameter server that is started again finds: nothing, so it is not; its last checkpoint; all
             that it had acknowledged.
+        host: an address of this machine: the services listen there on TCP, under the certificates that
+            ``ANABRANCH_KEYS`` names, or else ones made for this job; by default they have Unix sockets.
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there.
         live: show rank 0's output on this process's stdout and stderr, too.
         environment: what the workers' environment is made from; ``os.environ`` by default.
@@ -81,12 +84,14 @@ def launch(
         tell: called with each line that a user should see at once.
 
     Raises:
-        ValueError: a number of processes that cannot be, or there is no such script.
+        ValueError: a number of processes that cannot be, no such script, or a host that is no address of this machine.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")
     if servers < 0 or experts < 0:
         raise ValueError(f"a job cannot have fewer than 0 servers or experts, got servers={servers}, experts={experts}")
+    if host is not None and not servers and not experts:
+        raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
     if not script.exists():
         raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
     run_id = uuid.uuid4().hex
@@ -94,14 +99,15 @@ def launch(
     command = [sys.executable, "-u", str(script), *arguments]
     started = time.monotonic()
     with ExitStack() as stack:
-        scratch = stack.enter_context(_removed(Path(tempfile.mkdtemp(prefix="anabranch-"))))
+        scratch = stack.enter_context(removed(Path(tempfile.mkdtemp(prefix="anabranch-"))))
         store = host_store()
-        sockets = stack.enter_context(_removed(make_private_folder()))
+        place = stack.enter_context(
+            private_place(servers) if host is None else tcp_place(host, servers, base.get(KEYS_VARIABLE) or None)
+        )
         directory = None
         if servers or experts:
-            directory = stack.enter_context(DirectoryServer(f"unix:{sockets / 'directory'}"))
-        endpoints = [f"unix:{sockets / f'parameters-{shard}'}" for shard in range(servers)]
-        base = service_environment(endpoints, None if directory is None else directory.endpoint, experts, base=base)
+            directory = stack.enter_context(DirectoryServer(place.directory, keys=place.keys))
+            base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
         screen = stack.enter_context(Screen(log_dir / "worker-0.log")) if live else None
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
@@ -132,7 +138,7 @@ def launch(
         )
         stack.callback(supervisor.kill)
         threads = threads_each(workers + experts)
-        for shard, endpoint in enumerate(endpoints):
+        for shard, endpoint in enumerate(place.parameters):
             services.append(
                 start(
                     Recipe(
@@ -196,11 +202,3 @@ def _serve_parameters(shard: int, shards: int, endpoint: str, durability: Durabi
 
 def _is_announced(directory: Directory, uid: str) -> bool:
     return bool(directory.lookup([uid]))
-
-
-@contextmanager
-def _removed(path: Path) -> Iterator[Path]:
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

@@ -12,6 +12,7 @@ from anabranch.parameter_server.initial import Constant, Initial, Normal, Unifor
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
 from anabranch.parameter_server.optimizer_state import Kept, from_torch, to_torch
+from anabranch.parameter_server.packing import Compression, check_compression
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_tables import RemoteTables, merge_rows, rule_of, users_of
@@ -27,6 +28,7 @@ from anabranch.parameter_server.whole_parameters import WholeParameters
 __all__ = [
     "Cache",
     "CacheStatistics",
+    "Compression",
     "Consistency",
     "Constant",
     "Crew",
@@ -55,6 +57,7 @@ __all__ = [
     "Uniform",
     "WholeParameters",
     "Worker",
+    "check_compression",
     "from_torch",
     "merge_rows",
     "rule_of",

@@ -14,6 +14,10 @@ moved here and comes no more.
 
 An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
 misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
+
+What waits is added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would take the sum
+of 50 alike gradients for one of 2,500 times the square. So each row's sum goes with its *squares*: the sum of its
+gradients' squares, in squares of their sum.
 """
 
 from __future__ import annotations
@@ -30,13 +34,16 @@ from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.messages import WITH_STATE
 
-__all__ = ["Cache", "CacheStatistics", "Move", "Peer", "RowCache"]
+__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 _SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 _LONG_AGO = -(1 << 40)
-Move = Callable[[Tensor, Tensor], Tensor]
-"""What own gradients do to rows here, state and all, until the servers' are known: ``(rows, gradients) -> rows``."""
+_NEVER = 1 << 40
+Move = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""What own gradients do to rows here, until the servers' are known: ``(rows, gradients, squares) -> rows``."""
+Due = tuple[Tensor, Tensor, Tensor | None]
+"""What goes to the servers: ids, a gradient of each, and its squares (``None``: they are those of one step)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class Peer(Protocol):
         Those known as ``WITH_STATE`` come with their optimizer's state, if the cache needs it.
         """
 
-    def push(self, ids: Tensor, grads: Tensor) -> None:
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
         """Gradients, at once."""
 
 
@@ -156,7 +163,8 @@ class RowCache:
         self._versions = torch.full((capacity,), -1)
         self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
-        self._dirty_since = torch.full((capacity,), -1)
+        self._energy = torch.zeros(len(self._waiting))  # the sum of squares of the gradients that wait
+        self._due_at = torch.full((capacity,), _NEVER)  # when the gradients that wait are pushed, if any do
         self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state, if any, here
         self._sent: list[tuple[int, Tensor]] = []  # ids pushed from rows that are not here, by step; of the last steps
 
@@ -184,14 +192,22 @@ class RowCache:
         slots = self._find(ids)
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions[at], -1)
-        ask = (known < 0) | (step - self._checked[at] > self.cache.pull_bound)
-        return ids[ask], self._asked(slots[ask], known[ask])
+        ask = torch.nonzero((known < 0) | (step - self._checked[at] > self.cache.pull_bound))[:, 0]
+        ask, asked = self._asked(ask, slots, known)
+        return ids[ask], asked
 
-    def _asked(self, slots: Tensor, known: Tensor) -> Tensor:
-        """The versions to ask with: a row that is used again and has no state here comes with it."""
+    def _asked(self, ask: Tensor, slots: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the rows to ask about, in order, those that come with their state first; and the versions to ask with.
+
+        A row that is used again and has no state here comes with it. Rows with their state are answered first, so in
+        this order no positions need be said of rows that all come.
+        """
+        known = known[ask]
         if self._stateless:
-            return known
-        return torch.where((known >= 0) & ~self._stated[slots.clamp(min=0)], WITH_STATE, known)
+            return ask, known
+        asked = torch.where((known >= 0) & ~self._stated[slots[ask].clamp(min=0)], WITH_STATE, known)
+        order = torch.argsort((asked != WITH_STATE).to(torch.int8), stable=True)
+        return ask[order], asked[order]
 
     def missing(self, ids: Tensor) -> Tensor:
         """Those of distinct ``ids`` that are not here."""
@@ -217,7 +233,7 @@ class RowCache:
         if reused.size:
             leaving = torch.from_numpy(reused)
             self._evictions += len(leaving)
-            dirty = leaving[self._dirty_since[leaving] >= 0]
+            dirty = leaving[self._due_at[leaving] < _NEVER]
             self._push_slots(dirty, torch.from_numpy(before)[dirty], step)
             self._versions[leaving] = -1
         return torch.from_numpy(found)
@@ -226,7 +242,7 @@ class RowCache:
         return torch.from_numpy(self._index.find(ids.numpy()))
 
     def _fetch(self, ids: Tensor, slots: Tensor, known: Tensor, ask: Tensor, out: Tensor, step: int) -> None:
-        asked = self._asked(slots[ask], known[ask])
+        ask, asked = self._asked(ask, slots, known)
         positions, versions, rows = self._peer.pull(ids[ask], asked)
         came = ask[positions]
         unchanged = torch.ones(len(ids), dtype=torch.bool)
@@ -260,18 +276,19 @@ class RowCache:
     def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
         """Rows as they came, with the gradients that still wait here applied again."""
         assert self._move is not None
-        dirty = self._dirty_since[into] >= 0
+        dirty = self._due_at[into] < _NEVER
         if not dirty.any():
             return rows
         rows = rows.clone()
         where = torch.nonzero(cached)[:, 0][dirty]
-        rows[where] = self._move(rows[where], self._waiting[into[dirty]])
+        _, grads, squares = self._waiting_of(into[dirty])
+        rows[where] = self._move(rows[where], grads, squares)
         return rows
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def write(self, ids: Tensor, grads: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Takes the gradients of distinct ``ids`` at ``step``; returns those (ids, gradients) that are due at the peer.
+    def write(self, ids: Tensor, grads: Tensor, step: int) -> Due:
+        """Takes the gradients of distinct ``ids`` at ``step``; returns those that are due at the peer.
 
         What is returned counts as pushed.
         """
@@ -284,42 +301,49 @@ class RowCache:
         if not self.cache.push_bound:
             self._checked[mine] = _LONG_AGO
             self._pushed += len(ids)
-            return ids, grads
+            return ids, grads, None
         stated = self._stated[mine]
         self._checked[mine[~stated]] = _LONG_AGO
         held[torch.nonzero(held)[:, 0][~stated]] = False
         mine = mine[stated]
         assert self._move is not None
-        self._rows[mine] = self._move(self._rows[mine], grads[held])
-        clean = self._dirty_since[mine] < 0
-        self._dirty_since[mine[clean]] = step
-        self._waiting[mine] += grads[held]
-        due_slots = torch.nonzero((self._dirty_since >= 0) & (step - self._dirty_since >= self.cache.push_bound))[:, 0]
-        due_ids, due_grads = self._take(due_slots)
-        self._pushed += int((~held).sum())
-        return torch.cat([ids[~held], due_ids]), torch.cat([grads[~held], due_grads])
+        own = grads[held]
+        self._rows[mine] = self._move(self._rows[mine], own, None)
+        clean = self._due_at[mine] == _NEVER
+        self._due_at[mine[clean]] = step + self.cache.push_bound
+        self._waiting[mine] += own
+        self._energy[mine] += _energies(own)
+        due_slots = torch.nonzero(self._due_at <= step)[:, 0]
+        due_ids, due_grads, due_squares = self._take(due_slots)
+        at_once = ids[~held]
+        self._pushed += len(at_once)
+        squares = torch.cat([torch.ones(len(at_once)), due_squares])
+        return torch.cat([at_once, due_ids]), torch.cat([grads[~held], due_grads]), squares
 
-    def waiting(self) -> tuple[Tensor, Tensor]:
-        """All (ids, gradients) that wait here, which count as pushed: for saving and closing."""
-        return self._take(torch.nonzero(self._dirty_since >= 0)[:, 0])
+    def waiting(self) -> Due:
+        """All that waits here, which counts as pushed: for saving and closing."""
+        return self._take(torch.nonzero(self._due_at < _NEVER)[:, 0])
 
-    def _take(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.cache.push_bound:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
-        ids, grads = torch.from_numpy(self._index.entries()[0])[slots], self._waiting[slots]
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype), torch.empty(0)
+        taken = self._waiting_of(slots)
         self._waiting[slots] = 0
-        self._dirty_since[slots] = -1
+        self._energy[slots] = 0
+        self._due_at[slots] = _NEVER
         self._pushed += len(slots)
-        return ids.clone(), grads
+        return taken
+
+    def _waiting_of(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grads = self._waiting[slots]
+        squares = (self._energy[slots] / _energies(grads)).nan_to_num(nan=1.0, posinf=1.0)  # no sum: no square of it
+        return torch.from_numpy(self._index.entries()[0])[slots], grads, squares
 
     def _push_slots(self, slots: Tensor, ids: Tensor, step: int) -> None:
         if len(slots):
-            grads = self._waiting[slots]
-            self._waiting[slots] = 0
-            self._dirty_since[slots] = -1
-            self._pushed += len(slots)
+            _, grads, squares = self._take(slots)
             self._sent.append((step, ids))
-            self._peer.push(ids, grads)
+            self._peer.push(ids, grads, squares)
 
     def drop(self) -> None:
         """Forgets all rows; gradients that wait are lost, so take ``waiting`` first if they count."""
@@ -328,3 +352,8 @@ class RowCache:
     def statistics(self) -> CacheStatistics:
         """Counts since it was made."""
         return CacheStatistics(self._hits, self._misses, self._refreshed, self._evictions, self._pushed)
+
+
+def _energies(grads: Tensor) -> Tensor:
+    """Of each row the sum of its squares."""
+    return grads.float().square().sum(1)

@@ -41,15 +41,16 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
-    join_floats,
-    split_floats,
+    short_versions,
 )
 from anabranch.parameter_server.optimizer_state import Kept
+from anabranch.parameter_server.packing import Compression, Share, check_compression, join, split
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.shard import ShardStatistics
 from anabranch.parameter_server.table_spec import TableSpec
+from anabranch.parameter_server.warming import compile_kernels
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
 
 __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
@@ -86,6 +87,14 @@ class Pulled:
     positions: Tensor
     versions: Tensor
     rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """What one shard has sent of one table or parameter, and how many bytes that were."""
+
+    pulled: Pulled
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -137,6 +146,9 @@ class ParameterClient:
         watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
             started again is rejoined while there are retries and time.
+        compression: how rows and their gradients are rounded on the way: ``None`` not at all, ``"bfloat16"`` to half
+            their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids, versions, dense parameters and what is saved are
+            exact.
 
     Attributes:
         in_process: whether the one shard is in this process, and ends with this client.
@@ -160,7 +172,9 @@ class ParameterClient:
         insecure: bool = False,
         heartbeat: float = 1.0,
         transport: Transport | None = None,
+        compression: Compression | None = None,
     ) -> None:
+        self._compression = check_compression(compression)
         self._stack = ExitStack()
         self._timeout = timeout
         self._worker = worker
@@ -242,6 +256,8 @@ class ParameterClient:
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
         """Makes the table that ``spec`` describes on every shard; one that is there stays as it is."""
+        if self.in_process:
+            compile_kernels(spec.dtype)
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
         self._all([self._request(shard, "init", message) for shard in range(self.shards)])
         self._holdings[spec.name] = self._holding_of(spec, row_shape)
@@ -311,7 +327,7 @@ class ParameterClient:
         for first in range(0, rows, _CHUNK):
             ids = torch.arange(first, min(first + _CHUNK, rows))
             unknown = torch.full((len(ids),), WITH_STATE)
-            found = self.pull_many({name: ids}, known={name: unknown}, widths={name: row_width})[name]
+            found = self.pull_many({name: ids}, known={name: unknown}, widths={name: row_width}, exact=True)[name]
             everything[first + found.positions] = found.rows
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         values = everything[:, :width].reshape(holding.shape)
@@ -404,6 +420,7 @@ class ParameterClient:
         known: Mapping[str, Tensor] | None = None,
         widths: Mapping[str, int] | None = None,
         ahead: bool = False,
+        exact: bool = False,
     ) -> dict[str, Pulled]:
         """Rows of several tables, and dense parameters (no ids), in one message a shard.
 
@@ -415,7 +432,9 @@ class ParameterClient:
             widths: those whose known version is ``WITH_STATE`` come with their optimizer's state, and this is how many
                 numbers that is a row; the state of the others is left zero.
             ahead: nobody waits for the answer yet.
+            exact: rows are not rounded on the way, whatever ``compression`` says.
         """
+        compression = None if exact else self._compression
         began = time.monotonic()
         deadline = Deadline.after(self._timeout)
         plans = [self._plan(name, ids) for name, ids in wanted.items()]
@@ -424,27 +443,25 @@ class ParameterClient:
             asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
             if asked:
                 parts = [Part(name, len(where)) for name, where in asked]
-                message = PullMessage(parts, training, known is not None, widths is not None, *self._turn(step))
+                message = PullMessage(
+                    parts, training, known is not None, widths is not None, *self._turn(step), compression
+                )
                 tensors = [_joined([_of(wanted[name], where) for name, where in asked])]
                 if known is not None:
-                    tensors.append(_joined([_of(known[name], where) for name, where in asked]))
+                    tensors.append(short_versions(_joined([_of(known[name], where) for name, where in asked])))
                 requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
         answers = self._in_turn([request for _, request, _ in requests], deadline)
-        arrived: dict[str, list[Pulled]] = {name: [] for name in wanted}
+        arrived: dict[str, list[_Arrived]] = {name: [] for name in wanted}
         for answer, (_, _, asked) in zip(answers, requests, strict=True):
-            self._sort_in(answer, asked, arrived, widths or {}, known or {})
+            self._sort_in(answer, asked, arrived, widths or {}, known or {}, compression)
         found = {
-            name: self._in_order(name, parts, ids)
+            name: self._in_order(name, [part.pulled for part in parts], ids)
             for (name, ids), parts in zip(wanted.items(), arrived.values(), strict=True)
         }
         waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
         for name, ids in wanted.items():
-            sent = ids.nbytes if known is None else 2 * ids.nbytes
-            came = sum(tensor.nbytes for tensor in (found[name].positions, found[name].versions, found[name].rows))
-            if widths is not None and name in widths and known is not None:
-                stateless = len(found[name].rows) - int((known[name] == WITH_STATE).sum())
-                came -= stateless * (widths[name] - self._holdings[name].width) * found[name].rows.itemsize
-            self._count(name, waited, sent + came, pulls=1)
+            size = ids.nbytes + sum(part.nbytes for part in arrived[name])
+            self._count(name, waited, size + (0 if known is None else 4 * ids.numel()), pulls=1)
         return found
 
     def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
@@ -464,34 +481,39 @@ class ParameterClient:
         self,
         answer: Answer,
         asked: list[tuple[str, Tensor]],
-        arrived: dict[str, list[Pulled]],
+        arrived: dict[str, list[_Arrived]],
         widths: Mapping[str, int],
         known: Mapping[str, Tensor],
+        compression: Compression | None,
     ) -> None:
         counts = unpack(answer.payload, PullReply).counts
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        shares: list[Share] = []
         for (name, where), count in zip(asked, counts, strict=True):
             holding = self._holdings[name]
             if holding.placement is None:
-                shapes.append((holding.dtype, holding.shape))
+                shares.append(Share(holding.dtype, holding.shape))
                 continue
             if name in widths:
                 stated = int((known[name].reshape(-1)[where] == WITH_STATE).sum())
-                shapes.append((holding.dtype, (stated, widths[name])))
+                shares.append(Share(holding.dtype, (stated, widths[name]), "states"))
                 count -= stated
-            shapes.append((holding.dtype, (count, holding.width)))
+            shares.append(Share(holding.dtype, (count, holding.width), "rows"))
         positions, versions, *flat = answer.tensors
-        numbers = iter(split_floats(flat, shapes))
+        numbers = iter(zip(split(flat, shares, compression), shares, strict=True))
         everything = not len(positions)
-        found = [positions] * len(counts) if everything else torch.split(positions, counts)
-        for (name, where), at, version in zip(asked, found, torch.split(versions, counts), strict=True):
+        said = versions.itemsize if everything else versions.itemsize + positions.itemsize
+        found = [positions] * len(counts) if everything else torch.split(positions.long(), counts)
+        for (name, where), at, version in zip(asked, found, torch.split(versions.long(), counts), strict=True):
+            rows, share = next(numbers)
+            size = share.bytes(compression) + said * len(version)
             if self._holdings[name].placement is None:
-                arrived[name].append(Pulled(at, version, next(numbers)))
+                arrived[name].append(_Arrived(Pulled(at, version, rows), size))
                 continue
-            rows = next(numbers)
             if name in widths:
-                rows = torch.cat([rows, _padded(next(numbers), widths[name])])
-            arrived[name].append(Pulled(where[: len(version)] if everything else where[at], version, rows))
+                others, share = next(numbers)
+                rows, size = torch.cat([rows, _padded(others, widths[name])]), size + share.bytes(compression)
+            at = where[: len(version)] if everything else where[at]
+            arrived[name].append(_Arrived(Pulled(at, version, rows), size))
 
     def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
         if not parts:
@@ -517,6 +539,8 @@ class ParameterClient:
         weight: float = 1.0,
         mean: bool = True,
         hold: bool = False,
+        squares: Mapping[str, Tensor] | None = None,
+        beside: bool = False,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
 
@@ -527,6 +551,8 @@ class ParameterClient:
             weight: what this worker's gradients count beside the others': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
             hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
+            squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
+            beside: of a worker, applied at once like a bare client's, but by the worker's share in the last step.
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
             raise ValueError(
@@ -538,8 +564,9 @@ class ParameterClient:
         # A table's step is counted on every shard, also on those where none of its rows changes.
         plans = {name: self._plan(name, ids, everywhere=True) for name, (ids, _) in gradients.items()}
         requests = []
+        sizes = dict.fromkeys(gradients, 0)
         for shard in range(self.shards):
-            parts, ids, grads = [], [], []
+            parts, ids, grads, shares, summed = [], [], [], list[Share](), []
             for name, (some, rows) in gradients.items():
                 if shard not in plans[name]:
                     continue
@@ -551,13 +578,25 @@ class ParameterClient:
                 parts.append(Part(name, len(where), kinds.index(rules[name]) if rules else 0))
                 ids.append(_of(some, where))
                 grads.append(rows.detach().to("cpu", holding.dtype))
+                kind: Literal["exact", "rows"] = "exact" if holding.placement is None else "rows"
+                shares.append(Share(holding.dtype, tuple(grads[-1].shape), kind))
+                sizes[name] += ids[-1].nbytes + shares[-1].bytes(self._compression)
+                if squares:
+                    own = squares.get(name)
+                    if own is not None and own.shape != (some.numel(),):
+                        raise SchemaError(f"table {name}: {some.numel()} ids have squares {tuple(own.shape)}")
+                    summed.append(torch.ones(len(where)) if own is None else _of(own, where))
+                    sizes[name] += 2 * len(where)
             if parts or step is not None:
-                message = PushMessage(parts, numbers, *self._turn(step), weight, mean, hold)
-                tensors = [_joined(ids), *join_floats(grads)]
+                turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
+                message = PushMessage(parts, numbers, *turn, weight, mean, hold, bool(squares), self._compression)
+                tensors = [_joined(ids), *join(grads, shares, self._compression)]
+                if squares:
+                    tensors.insert(1, torch.cat([torch.empty(0), *summed]).bfloat16())
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
         self._gather(requests, deadline)
-        for name, (some, rows) in gradients.items():
-            self._count(name, deadline.elapsed() / len(gradients), some.nbytes + rows.nbytes, pushes=1)
+        for name, size in sizes.items():
+            self._count(name, deadline.elapsed() / len(gradients), size, pushes=1)
 
     def squared_norm(self, step: int) -> float:
         """The sum of squares of the merged gradients that are held of ``step``, over all shards."""

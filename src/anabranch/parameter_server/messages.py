@@ -1,21 +1,19 @@
 """What workers and shards say to one another: the payload of each verb, beside the tensors.
 
 A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
-ids travel in one tensor and their numbers in one tensor a dtype, each part's one after the other, so the count of
+ids travel in one tensor and their numbers as ``packing.py`` has it, each part's one after the other, so the count of
 tensors never grows with the count of tables.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
-from anabranch.errors import SchemaError
+from anabranch.parameter_server.packing import Compression
 
 __all__ = [
     "BarrierMessage",
@@ -31,12 +29,10 @@ __all__ = [
     "ReleaseMessage",
     "RestoreMessage",
     "WITH_STATE",
-    "join_floats",
-    "split_floats",
+    "short_versions",
 ]
 
 WITH_STATE = -2  # the version of a row that is asked for whatever its version is, and its optimizer's state with it
-FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -116,7 +112,7 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the version that the asker has of each.
+    """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the short version that the asker has of each.
 
     With ``states`` each row whose version is asked as ``WITH_STATE`` comes with its optimizer's state, as
     ``RowTable.pull_with_state`` gives it, before the others of its part, which come without. ``rank`` is -1
@@ -129,22 +125,25 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     states: bool = False
     rank: _Number = -1
     step: _Number = -1
+    compression: Compression | None = None
 
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """How many rows of each part were sent. Tensors: their positions among the part's ids, their versions, numbers.
 
-    Who asks for rows whatever their version gets all of them in order, and no positions.
+    No positions are said of rows that all come, in order. If versions were asked about, those and positions are short:
+    int32.
     """
 
     counts: list[_Count]
 
 
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Gradients of one step. Tensors: all ids, then the numbers.
+    """Gradients of one step. Tensors: all ids; with ``squares`` those of each, bfloat16; then the numbers.
 
     ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
-    With ``hold`` what the workers' gradients come to waits for a ``ReleaseMessage``.
+    A worker's push with ``step`` -1 lies beside the order of steps: it is done at once, by the worker's share in the
+    last one. With ``hold`` what the workers' gradients come to waits for a ``ReleaseMessage``.
     """
 
     parts: list[Part]
@@ -154,31 +153,14 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     weight: float = 1.0
     mean: bool = True
     hold: bool = False
+    squares: bool = False
+    compression: Compression | None = None
 
 
-def join_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The numbers of all tensors, one flat tensor for each dtype that occurs, in the order of ``FLOATS``."""
-    found = list(tensors)
-    flat = []
-    for dtype in FLOATS:
-        alike = [tensor.detach().reshape(-1) for tensor in found if tensor.dtype == dtype]
-        if alike:
-            flat.append(alike[0].contiguous() if len(alike) == 1 else torch.cat(alike))
-    return flat
+def short_versions(versions: Tensor) -> Tensor:
+    """Versions as they travel, to be compared and no more: int32, in which -1 and ``WITH_STATE`` stay what they are.
 
-
-def split_floats(flat: Sequence[Tensor], shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Tensors of these dtypes and shapes, as parts of what ``join_floats`` made of them.
-
-    Raises:
-        SchemaError: the numbers are not as many, or not of the dtypes, that the shapes need.
+    >>> short_versions(torch.tensor([7, (1 << 31) + 7, -1]))
+    tensor([ 7,  7, -1], dtype=torch.int32)
     """
-    expected = [dtype for dtype in FLOATS if any(dtype == wanted for wanted, _ in shapes)]
-    if [tensor.dtype for tensor in flat] != expected or any(tensor.ndim != 1 for tensor in flat):
-        raise SchemaError(f"numbers of {expected} expected, got {[tensor.dtype for tensor in flat]}")
-    sizes = {dtype: [math.prod(shape) for wanted, shape in shapes if wanted == dtype] for dtype in expected}
-    for tensor in flat:
-        if tensor.numel() != sum(sizes[tensor.dtype]):
-            raise SchemaError(f"{sum(sizes[tensor.dtype])} {tensor.dtype} numbers expected, got {tensor.numel()}")
-    pieces = {tensor.dtype: iter(torch.split(tensor, sizes[tensor.dtype])) for tensor in flat}
-    return [next(pieces[dtype]).view(shape) for dtype, shape in shapes]
+    return torch.where(versions < 0, versions, versions & 0x7FFFFFFF).to(torch.int32)

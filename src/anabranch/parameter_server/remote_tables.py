@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anabranch.errors import NotFound
 from anabranch.events import report
-from anabranch.parameter_server.cache import Cache, CacheStatistics, Move, RowCache
+from anabranch.parameter_server.cache import Cache, CacheStatistics, Due, Move, RowCache
 from anabranch.parameter_server.client import ParameterClient, Pulled
 from anabranch.parameter_server.optimizer_state import from_torch
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
@@ -62,6 +62,7 @@ class RemoteTables:
         self._sources: dict[str, _Source] = {}
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
+        self._weight, self._mean = 1.0, True  # of the last push
         self._training = True
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
@@ -163,8 +164,8 @@ class RemoteTables:
             if self._cache.push_bound:  # own writes wait here, and must be read: rows come with their state
                 held = rule().row_width(spec.width)
 
-                def own(rows: Tensor, grads: Tensor) -> Tensor:
-                    return move_rows(rows, grads, rule(), self._step + 1)
+                def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
+                    return move_rows(rows, grads, rule(), self._step + 1, squares)
 
                 move = own
 
@@ -273,9 +274,7 @@ class RemoteTables:
             assert cache is not None
             cache.put(missing[name][pulled.positions], pulled.versions, pulled.rows, step)
         # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
-        self._push_at_once(
-            {name: _together(source.leaving) for name, source in self._sources.items() if source.leaving}
-        )
+        self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
     def _count_read(self) -> None:
         self._reads += 1
@@ -334,15 +333,16 @@ class RemoteTables:
         """
         if hold and self._cache is not None and self._cache.push_bound:
             raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+        self._weight, self._mean = weight, mean
         given = self.take() if given is None else given
-        due: dict[str, tuple[Tensor, Tensor]] = {}
+        due: dict[str, Due] = {}
         for name, source in self._sources.items():
             if source.cache is not None and (name in given or source.cache.cache.push_bound):
-                ids, grads = source.cache.write(*given.get(name, source.nothing()), self._step)
-                due[name] = _together([(ids, grads), *source.leaving])
+                written = source.cache.write(*given.get(name, source.nothing()), self._step)
+                due[name] = _all_due([written, *source.leaving])
                 source.leaving.clear()
             elif name in given:
-                due[name] = given[name]
+                due[name] = (*given[name], None)
         self._send(due, weight, mean, hold, beside or {})
 
     def squared_norm(self) -> float:
@@ -358,14 +358,18 @@ class RemoteTables:
         waiting = {}
         for name, source in self._sources.items():
             if source.cache is not None:
-                ids, grads = _together([source.cache.waiting(), *source.leaving])
-                if len(ids):
-                    waiting[name] = (ids, grads)
+                due = _all_due([source.cache.waiting(), *source.leaving])
+                if len(due[0]):
+                    waiting[name] = due
         self._push_at_once(waiting)
 
-    def _push_at_once(self, due: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def _push_at_once(self, due: Mapping[str, Due]) -> None:
         if due:
-            self._client.push_many(due, rules={name: self._sources[name].rule() for name in due})
+            rules = {name: self._sources[name].rule() for name in due}
+            self._client.push_many(
+                _without_squares(due), rules=rules, squares=_squares_of(due), weight=self._weight, mean=self._mean,
+                beside=True,
+            )  # fmt: skip
         for name in due:
             self._sources[name].leaving.clear()
 
@@ -380,14 +384,14 @@ class RemoteTables:
         """What each table's cache has done; nothing without caches."""
         return {name: source.cache.statistics() for name, source in self._sources.items() if source.cache is not None}
 
-    def _send(
-        self, due: Mapping[str, tuple[Tensor, Tensor]], weight: float, mean: bool, hold: bool, beside: Beside
-    ) -> None:
+    def _send(self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside) -> None:
         rules = {name: self._sources[name].rule() for name in due}
         rules |= {name: rule for name, (_, _, rule) in beside.items()}
-        due = {**due, **{name: (ids, grads) for name, (ids, grads, _) in beside.items()}}
+        given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
         step = self._step if self._client.worker is not None else None
-        self._client.push_many(due, rules=rules, step=step, weight=weight, mean=mean, hold=hold)
+        self._client.push_many(
+            given, rules=rules, step=step, weight=weight, mean=mean, hold=hold, squares=_squares_of(due)
+        )
 
     def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
         """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
@@ -420,7 +424,7 @@ class _Source:
     spec: TableSpec
     cache: RowCache | None = None
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    leaving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    leaving: list[Due] = field(default_factory=list)
     at_hand: tuple[Tensor, Tensor] | None = None  # ids and rows that this step was expected to look up
     answer: tuple[Tensor, Tensor, Pulled] | None = None  # to what the cache is about to ask
 
@@ -472,8 +476,8 @@ class _Source:
             return found.positions, found.versions, found.rows
         return self.tables._pull(self.name, ids, known)
 
-    def push(self, ids: Tensor, grads: Tensor) -> None:
-        self.leaving.append((ids, grads))  # with the rest of the step, so that a step stays one message
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
+        self.leaving.append((ids, grads, squares))  # with the rest of the step, so that a step stays one message
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -487,6 +491,22 @@ def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
+
+
+def _all_due(parts: Sequence[Due]) -> Due:
+    ids, grads, squares = zip(*parts, strict=True)
+    if len(parts) == 1:
+        return parts[0]
+    known = [torch.ones(len(some)) if own is None else own for some, own in zip(ids, squares, strict=True)]
+    return torch.cat(ids), torch.cat(grads), torch.cat(known)
+
+
+def _without_squares(due: Mapping[str, Due]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (ids, grads) for name, (ids, grads, _) in due.items()}
+
+
+def _squares_of(due: Mapping[str, Due]) -> dict[str, Tensor]:
+    return {name: squares for name, (_, _, squares) in due.items() if squares is not None}
 
 
 def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:

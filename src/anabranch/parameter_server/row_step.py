@@ -8,11 +8,12 @@ from torch import Tensor
 
 from anabranch.parameter_server.kernels import as_array, kernels, working_dtype
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.squares import foresee
 
 __all__ = ["move_rows"]
 
 
-def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int) -> Tensor:
+def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, squares: Tensor | None = None) -> Tensor:
     """``rows`` after step number ``step`` of ``rule`` with ``grads``, by the kernels that the servers run.
 
     >>> rows = torch.tensor([[1.0, 2.0, 0.0, 0.0]])  # two weights, and Adagrad's two sums
@@ -24,6 +25,7 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int) -> Ten
         grads: ``[n, width]``.
         rule: the update rule.
         step: from 1.
+        squares: ``[n]``, of gradients that are sums over several steps, as ``squares.py`` describes them.
     """
     count, width = grads.shape
     if not count:
@@ -35,10 +37,14 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int) -> Ten
     module = kernels()
     if rule.family is Family.ROW_WISE_ADAGRAD:
         sums = rows[:, stride].to(working_dtype(rows.dtype)).contiguous().clone()
+        if squares is not None:
+            foresee(storage, sums, grads, squares, rule, constants)
         module.step_row_wise_adagrad(
             as_array(storage), stride, width, as_array(sums), everyone, given, constants, 0, count
         )
         return torch.cat([storage, sums[:, None].to(rows.dtype)], dim=1)
+    if squares is not None:
+        foresee(storage, None, grads, squares, rule, constants)
     run = {Family.SGD: module.step_sgd, Family.ADAGRAD: module.step_adagrad}.get(rule.family, module.step_adam)
     run(as_array(storage), stride, width, everyone, given, constants, 0, count)
     return storage

@@ -30,6 +30,7 @@ from anabranch.parameter_server.initial import table_key
 from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
+from anabranch.parameter_server.squares import foresee, merged_squares
 from anabranch.parameter_server.storage import FileStorage, RowStorage
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.vocabulary import FixedVocabulary, Vocabulary
@@ -258,8 +259,10 @@ class RowTable:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def push(self, ids: Tensor, grads: Tensor) -> None:
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
         """One optimizer step with ``grads``, ``[len(ids), width]``: rows named several times get their sum.
+
+        ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``, as ``squares.py`` describes them.
 
         Raises:
             NotFound: an id that is no row of the table; says which, and where. Nothing is changed.
@@ -268,13 +271,29 @@ class RowTable:
         wanted = self._ids(ids)
         memory, apart = self._gradients(grads, wanted.size)
         rows = self._locate(wanted, training=True)
-        unique, merged, first = self._merge(rows, memory, apart)
+        unique, merged, first, inverse = self._merge(rows, memory, apart)
         with self._storage.at_hand(unique) as (storage, where):
             self._prepare(storage, where, wanted[first])
+            if squares is not None:
+                known = torch.from_numpy(rows) >= 0
+                own = grads.detach().reshape(-1, self.spec.width)[known]
+                self._foresee(storage, where, merged, merged_squares(own, squares[known], inverse, unique.size))
             self._step(storage, where, merged)
 
-    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array]:
-        """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped."""
+    def _foresee(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
+        everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
+        rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
+        grads = torch.from_numpy(merged).view(-1, self.spec.width)
+        foresee(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
+        everything[there] = rows
+        if sums is not None:
+            storage.sums[unique] = sums.numpy()
+
+    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
+        """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped.
+
+        And of each of ``rows`` that are known, which of the distinct ones it is.
+        """
         source = _NONE
         if self._may_miss(rows):
             source = np.flatnonzero(rows >= 0)
@@ -295,7 +314,7 @@ class RowTable:
             merged = torch.from_numpy(merged).bfloat16().float().numpy()
         first = np.empty(count, np.int64)
         first[inverse[::-1]] = np.arange(rows.size)[::-1]
-        return unique[:count], merged, source[first] if source.size else first
+        return unique[:count], merged, source[first] if source.size else first, inverse
 
     def _step(self, storage: RowStorage, unique: Array, merged: Array) -> None:
         constants = self._rule.constants(self.step + 1)

@@ -24,7 +24,6 @@ from anabranch.parameter_server.announcing import Announces, ServedDirectory
 from anabranch.parameter_server.durability import Durability, Keeper
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
-    FLOATS,
     BarrierMessage,
     DropMessage,
     ExportMessage,
@@ -37,6 +36,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
+from anabranch.parameter_server.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
 __all__ = ["ParameterServer"]
@@ -116,6 +116,7 @@ class ParameterServer:
             Path(scratch).mkdir(parents=True, exist_ok=True)
         self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal, scratch=scratch)
         self._done = self._keeper.start(self._shard)
+        compile_kernels()
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
             transport=transport,
@@ -241,10 +242,10 @@ class ParameterServer:
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
             if verb == "push":
-                sizes = self._shard.sizes(message)
-                expected += [(dtype, sizes[dtype]) for dtype in FLOATS if dtype in sizes]
+                expected += [(torch.bfloat16, count)] * message.squares
+                expected += self._shard.numbers_of(message)
             elif message.checked:
-                expected += [(torch.int64, count)]
+                expected += [(torch.int32, count)]
             came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
             if came != [(dtype, (size,)) for dtype, size in expected]:
                 raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")

@@ -32,7 +32,6 @@ from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
-    FLOATS,
     WITH_STATE,
     BarrierMessage,
     DropMessage,
@@ -45,10 +44,10 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
-    join_floats,
-    split_floats,
+    short_versions,
 )
-from anabranch.parameter_server.row_optimizers import RowOptimizer
+from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
+from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
 from anabranch.parameter_server.table_group import Grouping, TableGroup, side_by_side
 from anabranch.parameter_server.table_spec import TableSpec, check_name
@@ -59,6 +58,7 @@ _MESSAGES: dict[str, type[Any]] = {
     "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
     "drop": DropMessage, "release": ReleaseMessage,
 }  # fmt: skip
+_Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
 _NORMS = 8
 _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
@@ -150,6 +150,7 @@ class _Job:
     pending: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
     held: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
+    total: float | None = None  # what the workers' pushes of the last step weighed together
 
 
 class Shard:
@@ -402,28 +403,31 @@ class Shard:
             raise SchemaError(f"{1 + message.checked} tensors expected, got {len(tensors)}")
         if not message.checked:
             return ids, None
-        if tensors[1].dtype != torch.int64 or tensors[1].shape != tensors[0].shape:
-            raise SchemaError("as many int64 versions as ids expected")
+        if tensors[1].dtype != torch.int32 or tensors[1].shape != tensors[0].shape:
+            raise SchemaError("as many int32 versions as ids expected")
         return ids, list(torch.split(tensors[1], [part.count for part in message.parts]))
 
     def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> None:
         self._check_parts(message, tensors)
-        grads = self._gradients(message, tensors)
+        flat = self._check_numbers(message, tensors)
         if not (math.isfinite(message.weight) and message.weight >= 0):
             raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
         rules = [_rule_of(rule) for rule in message.rules]
-        finite = all(_finite(flat) for flat in tensors[1:])
-        for part, grad in zip(message.parts, grads, strict=True):
-            if not finite and not _finite(grad):
-                self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
-                raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+        if not all_finite(flat):
+            self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
+            for part, grad in zip(message.parts, self._gradients(message, tensors), strict=True):
+                if not torch.isfinite(grad).all():
+                    raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
+        for part in message.parts:
             if rules:
                 if not 0 <= part.rule < len(rules):
                     raise SchemaError(f"{part.name} has rule {part.rule}; the message holds {len(rules)}")
                 if not self._holder(part.name).rule.same_layout(rules[part.rule]):
                     raise SchemaError(f"{part.name} is kept for another optimizer than {rules[part.rule].family}")
-        if message.rank >= 0:
+        if message.rank >= 0 and message.step >= 0:
             self._check_turn(message)
+        elif message.rank >= 0:
+            self._joined(message.rank)
 
     def _check_turn(self, message: PushMessage) -> None:
         job = self._joined(message.rank)
@@ -431,28 +435,39 @@ class Shard:
         if message.step != expected:
             raise SchemaError(f"worker {message.rank} pushes step {message.step}; its next is step {expected}")
 
-    def _gradients(self, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return split_floats(tensors[1:], self._shapes(message))
+    def _check_numbers(self, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that hold the numbers, if they and the squares are as many as the message says."""
+        flat = tensors[1 + message.squares :]
+        came, wanted = [(one.dtype, one.numel()) for one in flat], self.numbers_of(message)
+        if came != wanted or any(one.ndim != 1 for one in flat):
+            raise SchemaError(f"numbers of {wanted} expected, got {came}")
+        if message.squares:
+            squares = tensors[1]
+            if squares.dtype != torch.bfloat16 or squares.shape != tensors[0].shape:
+                raise SchemaError("as many bfloat16 squares as ids expected")
+            if not bool((squares >= 0).all()) or not all_finite([squares]):
+                raise NonFinite("squares are finite numbers >= 0; nothing was changed")
+        return flat
 
-    def _shapes(self, message: PullMessage | PushMessage) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """The dtype and shape of each part's numbers."""
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    def _gradients(self, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return split(tensors[1 + message.squares :], self._shares_of(message), message.compression)
+
+    def _shares_of(self, message: PullMessage | PushMessage) -> list[Share]:
+        """What each part's numbers are."""
+        shares: list[Share] = []
         for part in message.parts:
             self._check_name(part.name)
             holder = self._holder(part.name)
             if isinstance(holder, RowTable):
-                shapes.append((holder.spec.dtype, (part.count, holder.spec.width)))
+                shares.append(Share(holder.spec.dtype, (part.count, holder.spec.width), "rows"))
             else:
-                shapes.append((holder.value.dtype, tuple(holder.value.shape)))
-        return shapes
+                shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
+        return shares
 
-    def sizes(self, message: PullMessage | PushMessage) -> dict[torch.dtype, int]:
-        """How many numbers of each dtype the message's parts have together, before any memory is taken for them."""
+    def numbers_of(self, message: PushMessage) -> list[tuple[torch.dtype, int]]:
+        """Dtypes and sizes of the tensors that hold the message's numbers, before any memory is taken for them."""
         with self._state:
-            total: dict[torch.dtype, int] = {}
-            for dtype, shape in self._shapes(message):
-                total[dtype] = total.get(dtype, 0) + math.prod(shape)
-            return total
+            return expected(self._shares_of(message), message.compression)
 
     def _holder(self, name: str) -> RowTable | DenseParameter:
         table = self._tables.get(name)
@@ -532,6 +547,9 @@ class Shard:
             self._apply([(message, tensors)])
             return
         job = self._joined(message.rank)
+        if message.step < 0:
+            self._apply([(message, tensors)], total=job.total if job.consistency.merges else None)
+            return
         job.clocks[message.rank] = message.step + 1
         if job.consistency.merges:
             # What is kept must not change when the sender's buffers are used again.
@@ -539,6 +557,7 @@ class Shard:
             kept[message.rank] = (message, [tensor.clone() for tensor in tensors])
             if len(kept) == job.world:
                 del job.pending[message.step]
+                job.total = sum(push.weight for push, _ in kept.values())
                 if any(push.hold for push, _ in kept.values()):
                     job.held[message.step] = kept
                 else:
@@ -555,20 +574,29 @@ class Shard:
             self._state.notify_all()
 
     def _shares(
-        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0
-    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0, total: float | None = None
+    ) -> dict[str, list[_Given]]:
         """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``."""
-        total = sum(message.weight for message, _ in pushes)
-        shares: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        total = sum(message.weight for message, _ in pushes) if total is None else total
+        shares: dict[str, list[_Given]] = {}
         for message, tensors in pushes:
             share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
-            ids = torch.split(tensors[0], [part.count for part in message.parts])
-            for part, some, grad in zip(message.parts, ids, self._gradients(message, tensors), strict=True):
-                shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share))
+            counts = [part.count for part in message.parts]
+            ids = torch.split(tensors[0], counts)
+            squares = torch.split(tensors[1], counts) if message.squares else [None] * len(counts)
+            for part, some, grad, own in zip(
+                message.parts, ids, self._gradients(message, tensors), squares, strict=True
+            ):
+                shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share, own))
         return shares
 
-    def _apply(self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0) -> None:
-        """One optimizer step for each table and parameter that any of the pushes names."""
+    def _apply(
+        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0, total: float | None = None
+    ) -> None:
+        """One optimizer step for each table and parameter that any of the pushes names.
+
+        ``total`` is what the pushes' weights are shares of, by default what they come to.
+        """
         rules: dict[str, RowOptimizer] = {}
         for message, _ in pushes:
             kinds = [RowOptimizer.from_dict(rule) for rule in message.rules]
@@ -577,19 +605,24 @@ class Shard:
                     rules.setdefault(part.name, kinds[part.rule])
         ids: dict[str, Tensor] = {}
         grads: dict[str, Tensor] = {}
-        for name, given in self._shares(pushes, scale).items():
+        squares: dict[str, Tensor] = {}
+        for name, given in self._shares(pushes, scale, total).items():
             holder = self._holder(name)
             holder.rule = rules.get(name, holder.rule)
             self._counts[name].pushes += len(given)
             if isinstance(holder, RowTable):
-                ids[name] = side_by_side([some for some, _ in given])
-                grads[name] = side_by_side([grad for _, grad in given])
+                ids[name] = side_by_side([some for some, _, _ in given])
+                grads[name] = side_by_side([grad for _, grad, _ in given])
+                if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
+                    squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
                 self._counts[name].rows_pushed += len(ids[name])
             else:
                 total_grad = given[0][1]
-                for _, grad in given[1:]:
+                for _, grad, _ in given[1:]:
                     total_grad = total_grad + grad
                 holder.push(total_grad)
+        for name, own in squares.items():
+            self._tables[name].push(ids.pop(name), grads.pop(name), own)
         for group, names in self._groups(ids):
             if group is None:
                 for name in names:
@@ -601,39 +634,47 @@ class Shard:
     def _read(
         self, message: PullMessage, ids: Sequence[Tensor], versions: Sequence[Tensor] | None
     ) -> tuple[PullReply, list[Tensor]]:
+        if versions is None:
+            return self._read_all(message, ids, self._room(message))
         counts: list[int] = []
         positions: list[Tensor] = []
         found: list[Tensor] = []
         numbers: list[Tensor] = []
-        room = self._room(message) if versions is None and not message.states else None
-        if room is not None:
-            return self._read_all(message, ids, room)
+        shares: list[Share] = []
+        everything = True
         for at, part in enumerate(message.parts):
             holder = self._holder(part.name)
             self._counts[part.name].pulls += 1
             if isinstance(holder, DenseParameter):
                 counts.append(0)
                 numbers.append(holder.value)
+                shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
                 continue
-            where = torch.arange(part.count)
-            current = holder.versions(ids[at], training=message.training)
-            if versions is not None:
-                where = torch.nonzero(current != versions[at])[:, 0]
-                current = current[where]
-            if message.states and versions is not None:
+            current = short_versions(holder.versions(ids[at], training=message.training))
+            where = torch.nonzero(current != versions[at])[:, 0]
+            if message.states:
                 stated = versions[at][where] == WITH_STATE
-                order = torch.cat([torch.nonzero(stated)[:, 0], torch.nonzero(~stated)[:, 0]])
-                where, current, whole = where[order], current[order], int(stated.sum())
-                numbers.append(holder.pull_with_state(ids[at][where[:whole]]))
-                numbers.append(holder.pull(ids[at][where[whole:]]))
+                whole = int(stated.sum())
+                if not stated[:whole].all():
+                    where = torch.cat([where[stated], where[~stated]])
+                rows = holder.pull_with_state(ids[at][where[:whole]])
+                numbers.append(rows)
+                shares.append(Share(rows.dtype, tuple(rows.shape), "states"))
             else:
-                numbers.append(holder.pull(ids[at][where]))
+                whole = 0
+            rows = holder.pull(ids[at][where[whole:]])
+            numbers.append(rows)
+            shares.append(Share(rows.dtype, tuple(rows.shape), "rows"))
             counts.append(len(where))
             positions.append(where)
-            found.append(current)
+            found.append(current[where])
+            everything = everything and torch.equal(where, torch.arange(part.count))
             self._counts[part.name].rows_pulled += len(where)
-        empty = [torch.empty(0, dtype=torch.int64)]
-        return PullReply(counts), [torch.cat(positions or empty), torch.cat(found or empty), *join_floats(numbers)]
+        if everything:
+            positions = []
+        empty = torch.empty(0, dtype=torch.int32)
+        said = [torch.cat([empty, *(where.to(torch.int32) for where in positions)]), torch.cat([empty, *found])]
+        return PullReply(counts), [*said, *join(numbers, shares, message.compression)]
 
     def _read_all(self, message: PullMessage, ids: Sequence[Tensor], room: _Room) -> tuple[PullReply, list[Tensor]]:
         """Every row that is asked for, straight to its place in the answer; all come, so no positions are said."""
@@ -663,14 +704,16 @@ class Shard:
                 if current.data_ptr() != found[names[0]].data_ptr():
                     for name, some in zip(names, torch.split(current, [len(found[n]) for n in names]), strict=True):
                         found[name].copy_(some)
+        numbers = room.flat
+        if message.compression is not None:
+            numbers = join(room.parts, self._shares_of(message), message.compression)
         counts = [part.count for part in message.parts]
-        return PullReply(counts), [torch.empty(0, dtype=torch.int64), versions, *room.flat]
+        return PullReply(counts), [torch.empty(0, dtype=torch.int64), versions, *numbers]
 
     def _room(self, message: PullMessage) -> _Room:
-        shapes = self._shapes(message)
-        sizes = {dtype: sum(math.prod(shape) for kind, shape in shapes if kind == dtype) for dtype in FLOATS}
-        flat = [torch.empty(size, dtype=dtype) for dtype, size in sizes.items() if any(k == dtype for k, _ in shapes)]
-        return _Room(flat, split_floats(flat, shapes))
+        shares = self._shares_of(message)
+        flat = [torch.empty(size, dtype=dtype) for dtype, size in expected(shares)]
+        return _Room(flat, split(flat, shares))
 
     def _do_restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
         holder = self._holder(message.name)
@@ -768,6 +811,7 @@ class Shard:
                         clocks[rank] = min(clocks[rank], step)
                 state["job"] = {
                     "world": self._job.world, "consistency": self._job.consistency.name, "clocks": clocks,
+                    "total": self._job.total,
                 }  # fmt: skip
             return state, groups
 
@@ -796,7 +840,8 @@ class Shard:
                 self._do_restore(RestoreMessage(entry["name"], entry["step"]), tensors_of)
             job = state["job"]
             if job is not None:
-                self._job = _Job(job["world"], Consistency.parse(job["consistency"]), list(job["clocks"]))
+                consistency = Consistency.parse(job["consistency"])
+                self._job = _Job(job["world"], consistency, list(job["clocks"]), total=job["total"])
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the numbers."""
@@ -817,11 +862,6 @@ class Shard:
         return self._state
 
 
-def _finite(numbers: Tensor) -> bool:
-    """Whether all are finite: their sum tells at once, unless it overflows."""
-    return math.isfinite(numbers.sum().item()) or bool(torch.isfinite(numbers).all())
-
-
 def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
     try:
         return RowOptimizer.from_dict(values)
@@ -829,12 +869,12 @@ def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
         raise SchemaError(f"{values!r} is no optimizer: {error}") from None
 
 
-def _squares(given: Sequence[tuple[Tensor, Tensor]]) -> float:
+def _squares(given: Sequence[_Given]) -> float:
     """The sum of squares of gradients that are added up by id first; those of a dense parameter have no ids."""
-    ids = torch.cat([some for some, _ in given])
+    ids = torch.cat([some for some, _, _ in given])
     if not len(ids):
-        return float(torch.stack([grad.double() for _, grad in given]).sum(0).square().sum())
-    grads = torch.cat([grad for _, grad in given]).double()
+        return float(torch.stack([grad.double() for _, grad, _ in given]).sum(0).square().sum())
+    grads = torch.cat([grad for _, grad, _ in given]).double()
     distinct, inverse = torch.unique(ids, return_inverse=True)
     return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
 

@@ -1,14 +1,17 @@
-"""The caller's modes, carried into worker threads: PyTorch keeps grad mode, inference mode and autocast per thread."""
+"""The caller's modes, carried into worker threads: PyTorch keeps grad mode, inference mode and autocast per thread.
+
+So it does CUDA's current streams: a worker computes on the caller's, or it would not wait for what they still owe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient"]
+__all__ = ["Ambient", "current_streams", "on_streams"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -53,3 +56,22 @@ class Ambient:
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                     )
             yield
+
+
+def current_streams() -> list[torch.cuda.Stream]:
+    """The calling thread's current stream on each CUDA device; none before CUDA is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    # Entering a stream makes its device the current one: that of the caller comes last.
+    current = torch.cuda.current_device()
+    order = sorted(range(torch.cuda.device_count()), key=lambda index: index == current)
+    return [torch.cuda.current_stream(index) for index in order]
+
+
+@contextmanager
+def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Makes these the calling thread's current streams until the block ends."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

@@ -131,10 +131,16 @@ class Turn(Protocol):
 
 
 class Engine(Protocol):
-    """Takes the turns of a pipeline, on threads or with other processes."""
+    """Takes the turns of a pipeline, on threads or with other processes.
 
-    def turn(self, operation: str) -> AbstractContextManager[Turn]:
-        """Begins a turn, which ends, for all ranks alike, with the block."""
+    Attributes:
+        observed: what the last turns showed of all stages.
+    """
+
+    observed: Observed
+
+    def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
+        """Begins a turn of call number ``step``, which ends, for all ranks alike, with the block."""
 
     def close(self) -> None:
         """Ends what was started for it."""
@@ -147,9 +153,9 @@ class Call:
         engine: takes the turn of its backward.
         runs: the stages of this process, by number.
         actions: of each rank.
+        step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: whether a backward may follow.
-        observed: takes in what the runs show.
         ties: parameters that other ranks train too, and the ranks that do.
         anchor: a leaf that makes the call differentiable on a rank that has none of its own to offer.
     """
@@ -159,19 +165,19 @@ class Call:
         engine: Engine,
         runs: Mapping[int, StageRun],
         actions: Sequence[Sequence[Action]],
+        step: int,
         inputs: Inputs,
         records: bool,
         *,
-        observed: Observed,
         ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
         anchor: Tensor | None = None,
     ) -> None:
         self._engine = engine
         self._runs = runs
         self._actions = actions
+        self._step = step
         self.inputs = inputs
         self.records = records
-        self._observed = observed
         self._ties = ties
         self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
@@ -202,7 +208,12 @@ class Call:
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
         """Runs the F half. Returns the output, and for each of its leaves whether a gradient can enter there."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
-        return self._collect(turn.run(self._runs, half, self._outside()))
+        packets = self._collect(turn.run(self._runs, half, self._outside()))
+        if not packets:
+            return None, []
+        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
+        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        return gather([packet.structure() for packet in packets]), needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Runs the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
@@ -213,15 +224,20 @@ class Call:
             )
         self._open = keep
         half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
-        with self._engine.turn("backward") as turn:
+        with self._engine.turn("backward", self._step) as turn:
             outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
             return self._gradients(turn, outcome)
 
-    def step(self, turn: Turn) -> tuple[Structure, list[Tensor | None]]:
-        """Runs the whole schedule, loss included. Returns the output, and the gradients of ``leaves``."""
+    def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
+        """Runs the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
         outcome = turn.run(self._runs, self._actions, self._outside())
-        output, _ = self._collect(outcome)
-        return output, self._gradients(turn, outcome)
+        packets = self._collect(outcome)
+        return [packet.structure() for packet in packets], self._gradients(turn, outcome)
+
+    def outputs(self, turn: Turn) -> list[Structure]:
+        """Runs the F half, loss included. Returns the microbatches' outputs."""
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
+        return [packet.structure() for packet in self._collect(turn.run(self._runs, half, self._outside()))]
 
     def _outside(self) -> dict[int, Sequence[Message]]:
         return {
@@ -230,14 +246,10 @@ class Call:
             if OUTSIDE in run.stage.sources
         }
 
-    def _collect(self, outcome: Outcome) -> tuple[Structure, list[bool]]:
-        self._observed.add(outcome.observed)
+    def _collect(self, outcome: Outcome) -> list[Packet]:
         if not outcome.outputs:
-            return None, []
-        packets: list[Packet] = [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
-        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
-        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
-        return gather([packet.structure() for packet in packets]), needs_grad
+            return []
+        return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
 
     def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
         if not self.has_output:
@@ -252,7 +264,6 @@ class Call:
         return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
 
     def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
-        self._observed.add(outcome.observed)
         answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
         for (j, i), message in outcome.input_gradients.items():
             routes = _caller_routes(self._runs[j])

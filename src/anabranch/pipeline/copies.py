@@ -1,12 +1,14 @@
-"""Copies between devices, beside the computing: on CUDA each goes over a stream of its own.
+"""Copies between devices, beside the computing: on CUDA each goes over streams of its own, one at either end.
 
 ::
 
     source device    ── F0.0 ──┬── F0.1 ────────        its stream computes on
-    copy stream                └─ copy ─┐               waits for F0.0, then copies
-    target device    ───────────────────┴── F1.0        waits for the copy alone
+    leaving stream             └─ copy ─┐               waits for F0.0, then copies
+    arriving stream                     └┐              where the copy's memory comes from; PyTorch lets it wait
+    target device    ────────────────────┴─ F1.0        waits for the copy alone
 
-Without it a copy would stand in the queue of one of the two devices and hold up what it computes next.
+PyTorch runs a copy on the current stream of the source device, and lets that of the target wait. Were these the streams
+that compute, a copy would stand in both queues and hold up what is computed next.
 
 Source: torchgpipe (Kim et al., 2020), section 4.
 """
@@ -20,8 +22,20 @@ from torch import Tensor
 
 __all__ = ["brought"]
 
-_streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-_lock = threading.Lock()
+
+class _Streams(threading.local):
+    """This thread's streams for copies, one a device."""
+
+    def __init__(self) -> None:
+        self._by_device: dict[torch.device, torch.cuda.Stream] = {}
+
+    def on(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._by_device:
+            self._by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._by_device[device]
+
+
+_streams = _Streams()
 
 
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
@@ -32,26 +46,17 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if tensor.device == device or not (tensor.is_cuda and device.type == "cuda"):
         return tensor.to(device, non_blocking=device.type == "cuda")
-    return _over_copy_stream(tensor, device)
+    return _over_copy_streams(tensor, device)
 
 
-def _over_copy_stream(tensor: Tensor, device: torch.device) -> Tensor:
-    copying = _stream_into(device)
-    copying.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(copying):
+def _over_copy_streams(tensor: Tensor, device: torch.device) -> Tensor:
+    leaving, arriving = _streams.on(tensor.device), _streams.on(device)
+    leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
         copied = tensor.to(device, non_blocking=True)
     # Neither side's memory may be handed out again before the other stream is done with it.
-    tensor.record_stream(copying)
+    tensor.record_stream(leaving)
     here = torch.cuda.current_stream(device)
-    here.wait_stream(copying)
+    here.wait_stream(arriving)
     copied.record_stream(here)
     return copied
-
-
-def _stream_into(device: torch.device) -> torch.cuda.Stream:
-    """This thread's stream for copies to ``device``."""
-    key = (device, threading.get_ident())
-    with _lock:
-        if key not in _streams:
-            _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return _streams[key]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from anabranch.pipeline.partition import Route
 from anabranch.pipeline.stage import OUTSIDE, Stage
@@ -13,7 +15,7 @@ __all__ = ["Observed", "describe"]
 
 @dataclass(slots=True)
 class Observed:
-    """What the last call showed of the stages of this process.
+    """What the last call showed of the stages.
 
     Attributes:
         seconds: of computing, by (stage, phase), all microbatches together.
@@ -27,6 +29,22 @@ class Observed:
         """Takes over what ``other`` knows."""
         self.seconds |= other.seconds
         self.sent_bytes |= other.sent_bytes
+
+    def as_plain(self) -> object:
+        """The same in lists of numbers and strings, to be sent to other ranks."""
+        return [
+            [[stage, phase, seconds] for (stage, phase), seconds in self.seconds.items()],
+            [[stage, target, size] for (stage, target), size in self.sent_bytes.items()],
+        ]
+
+    @classmethod
+    def from_plain(cls, lists: object) -> Observed:
+        """What ``as_plain`` gave."""
+        seconds, sizes = cast("tuple[list[tuple[int, str, float]], list[tuple[int, int, int]]]", lists)
+        return cls(
+            {(stage, phase): second for stage, phase, second in seconds},
+            {(stage, target): size for stage, target, size in sizes},
+        )
 
 
 _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")
@@ -76,12 +94,13 @@ def _show_bytes(size: int | None) -> str:
 
 
 def _skips(stage: Stage) -> list[str]:
-    return [
+    sent = Counter(
         f"{_name(route)} to stage {target}"
         for target, routes in stage.targets.items()
         for route in routes
         if target != OUTSIDE and route is not None
-    ]
+    )
+    return [text if count == 1 else f"{count} x {text}" for text, count in sent.items()]
 
 
 def _name(route: Route) -> str:

@@ -15,7 +15,7 @@ __all__ = ["draw", "save_picture"]
 Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
 
-def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
+def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None = None) -> str:
     """The schedule as text: a letter and a microbatch each unit of time, dots where a rank is idle.
 
     >>> from anabranch.pipeline import make_schedule
@@ -24,21 +24,35 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None) -> str:
     rank 0   F0 F1 .. .. B0 B0 .. B1 B1   holds 2
     rank 1   .. F0 B0 B0 F1 B1 B1 .. ..   holds 1
 
-    With several stages a rank the stage comes first: ``2F0``. Times that are no whole numbers are rounded.
+    With several stages a rank the stage comes first: ``2F0``. Times that are no whole numbers are rounded. Lines longer
+    than ``width`` go on below, all ranks together.
     """
     simulation = simulate(schedule, costs)
     plain = _plain(schedule)
     several = plain.stages > plain.ranks
-    width = max(len(_label(interval.action, several)) for row in simulation.intervals for interval in row)
-    columns = round(simulation.makespan)
-    lines = [_title(plain, simulation)]
-    for rank, row in enumerate(simulation.intervals):
-        cells = ["." * width] * columns
+    longest = max(len(_label(interval.action, several)) for row in simulation.intervals for interval in row)
+    heads = [f"rank {rank}   " for rank in range(plain.ranks)]
+    tails = [f"   holds {held}" for held in simulation.peak_activations]
+    rows = []
+    for row in simulation.intervals:
+        cells = ["." * longest] * round(simulation.makespan)
         for interval in row:
             for column in range(round(interval.start), round(interval.end)):
-                cells[column] = _label(interval.action, several).ljust(width)
-        lines.append(f"rank {rank}   {' '.join(cells)}   holds {simulation.peak_activations[rank]}")
-    return "\n".join(lines)
+                cells[column] = _label(interval.action, several).ljust(longest)
+        rows.append(cells)
+    fitting = len(rows[0])
+    if width is not None:
+        fitting = max(1, (width - max(map(len, heads)) - max(map(len, tails)) + 1) // (longest + 1))
+    blocks = []
+    for first in range(0, len(rows[0]), fitting):
+        last = first + fitting >= len(rows[0])
+        blocks.append(
+            "\n".join(
+                f"{head.ljust(max(map(len, heads)))}{' '.join(cells[first : first + fitting])}{tail if last else ''}"
+                for head, cells, tail in zip(heads, rows, tails, strict=True)
+            )
+        )
+    return "\n".join([_title(plain, simulation), "\n\n".join(blocks)])
 
 
 def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:

@@ -41,11 +41,13 @@ class Exchange:
     Args:
         rank_of: the worker of each stage.
         deadline: of the whole step.
+        step: the call's number.
     """
 
-    def __init__(self, rank_of: tuple[int, ...], deadline: Deadline) -> None:
+    def __init__(self, rank_of: tuple[int, ...], deadline: Deadline, step: int) -> None:
         self._rank_of = rank_of
         self._deadline = deadline
+        self._step = step
         self._arrived = [threading.Condition() for _ in range(max(rank_of) + 1)]
         self._shelves: list[dict[_Key, Message]] = [{} for _ in self._arrived]
         self._aborted = False
@@ -69,7 +71,7 @@ class Exchange:
             here = self._arrived[rank].wait_for(lambda: key in shelf or self._aborted, self._deadline.remaining())
             self.check()
             if not here:
-                raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}")
+                raise self._deadline.error(peer=f"stage {action.peer}", operation=f"pipeline {action}", step=self._step)
             return shelf.pop(key)
 
     def check(self) -> None:

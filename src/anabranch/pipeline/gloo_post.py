@@ -1,7 +1,7 @@
 """Messages over ``torch.distributed`` point-to-point: to ranks anywhere.
 
 gloo frees no waiting receive, so no thread that must go on ever waits in one: each peer has a thread that receives and
-one that sends. Received tensors are fresh memory: gloo reads straight into them.
+one that sends. gloo reads straight into what a receiver's tensors lie in, which serves again when they are freed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.pipeline.buffers import Buffers
 from anabranch.pipeline.inbox import Inbox
-from anabranch.pipeline.wire import HEADER_BYTES, Header, decode_header, empty_for, encode_header
+from anabranch.pipeline.wire import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
 
 __all__ = ["GlooPost"]
 
@@ -76,8 +77,16 @@ class GlooPost:
         """Whether a thread waits for a peer, and gloo lets nobody end it."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
+    def settle(self, seconds: float) -> None:
+        """Waits for what peers still owe of a turn that failed; a thread must not be left in gloo for that."""
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
+
     def close(self) -> None:
         """Ends the threads, and waits for those that wait for nobody: they must not outlive the process group."""
+        self.settle(_FAREWELL_SECONDS)
+        self._inbox.close()
         for outgoing in self._outgoing.values():
             outgoing.put(None)
         if not self.is_stuck():
@@ -112,6 +121,7 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) ->
     def receive(into: Tensor) -> None:
         dist.recv(into, group=group, group_src=peer, tag=tag)
 
+    buffers = Buffers()
     while True:
         with inbox.changed:
             inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
@@ -123,11 +133,12 @@ def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) ->
             first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             receive(first)
             header = decode_header(first, receive)
-            tensors, parts = empty_for(header.tensors)
-            for part in parts:
+            tensors = [buffers.empty(name, shape) for name, shape in header.tensors]
+            for part in bytes_of(tensors):
                 receive(part)
+                del part
             inbox.deliver(peer, header, tensors)
-            del tensors, parts
+            del tensors
         except Exception as error:  # noqa: BLE001 - as above
             inbox.lose(peer, f"receiving from it failed: {error}")
             return

@@ -35,7 +35,7 @@ class Inbox:
             self.data: dict[tuple[str, int, int, int], Message] = {}
             self.shares: dict[tuple[int, int], Tensor | None] = {}
             self.spread: dict[int, Message] = {}
-            self.words: dict[int, object] = {}
+            self.bodies: dict[int, object] = {}
             self.facts: Facts | None = None
             self.ended: set[int] = set()
             self.fault: Fault | None = None
@@ -59,7 +59,7 @@ class Inbox:
         match header.kind:
             case "end":
                 self.ended.add(peer)
-                self.words[peer] = header.body
+                self.bodies[peer] = header.body
                 self.fault = self.fault or header.fault
             case "facts":
                 self.facts = header.facts
@@ -101,6 +101,9 @@ class Post(Protocol):
 
     def is_stuck(self) -> bool:
         """Whether something waits for a peer, and nobody can end that."""
+
+    def settle(self, seconds: float) -> None:
+        """Waits for peers that are on their way to the end of a failed turn, so that they are not taken for stuck."""
 
     def close(self) -> None:
         """Ends what was started, in a moment."""

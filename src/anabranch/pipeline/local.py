@@ -6,11 +6,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.actions import Action
+from anabranch.pipeline.ambient import current_streams, on_streams
 from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
@@ -36,10 +40,17 @@ class LocalEngine:
         self._timeout = timeout
         self._workers: Workers | None = None
         self._word: object = None
+        self.observed = Observed()
+        self._step = 0
+
+    def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
+        """A copy of a pipe starts threads of its own."""
+        return LocalEngine, (self._rank_of, self._timeout)
 
     @contextmanager
-    def turn(self, operation: str) -> Iterator[LocalEngine]:
+    def turn(self, operation: str, step: int) -> Iterator[LocalEngine]:
         """A forward, its backward or a step."""
+        self._step = step
         yield self
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
@@ -74,15 +85,19 @@ class LocalEngine:
         if self._workers is None:
             self._workers = Workers(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)
-        exchange = Exchange(self._rank_of, deadline)
-        attempt = _Attempt(exchange, self._workers)
+        exchange = Exchange(self._rank_of, deadline, self._step)
+        attempt = _Attempt(exchange, self._workers, current_streams())
         runners = [Runner(runs, outside, exchange, keep=keep) for _ in actions]
         tasks = [
             lambda runner=runner, todo=todo: attempt.run(runner, todo)
             for runner, todo in zip(runners, actions, strict=True)
         ]
         try:
-            self._workers.run(tasks, deadline, on_interrupt=exchange.abort)
+            try:
+                self._workers.run(tasks, deadline, on_interrupt=exchange.abort, step=self._step)
+            except DeadlineExceeded:
+                attempt.raise_failure()  # a stage that waited in vain says for whom
+                raise
             attempt.raise_failure()
         except BaseException:
             for run in runs.values():
@@ -93,6 +108,7 @@ class LocalEngine:
             outcome.observed.add(runner.observed)
             outcome.outputs |= runner.outputs
             outcome.input_gradients |= runner.input_gradients
+        self.observed.add(outcome.observed)
         return outcome
 
     def close(self) -> None:
@@ -103,17 +119,19 @@ class LocalEngine:
 
 
 class _Attempt:
-    """One run: the first failure in it, by which all others end."""
+    """One run, on the caller's streams: the first failure in it, by which all others end."""
 
-    def __init__(self, exchange: Exchange, workers: Workers) -> None:
+    def __init__(self, exchange: Exchange, workers: Workers, streams: Sequence[torch.cuda.Stream]) -> None:
         self._exchange = exchange
         self._workers = workers
+        self._streams = streams
         self._lock = threading.Lock()
         self._first: BaseException | None = None
 
     def run(self, runner: Runner, actions: Sequence[Action]) -> None:
         try:
-            runner.run(actions)
+            with on_streams(self._streams):
+                runner.run(actions)
         except Aborted:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread

@@ -224,20 +224,16 @@ def _try_to_arrange(
     ranks = [_Rank(r) for r in range(max(rank_of) + 1)]
     lists: list[list[Action]] = [[] for _ in ranks]
     done: set[tuple[Kind, int, int]] = set()
-    left = {
-        rank.index: [
-            Action(kind, j, i)
-            for i in range(m)
-            for kind in kinds
-            for j in range(n - 1, -1, -1)
-            if rank_of[j] == rank.index
-        ]
-        for rank in ranks
-    }
-    while any(left.values()):
+    # A stage takes microbatches in order, so of each kind only the next one can be ready.
+    nexts = [
+        {(kind, j): 0 for kind in kinds for j in range(n - 1, -1, -1) if rank_of[j] == rank.index} for rank in ranks
+    ]
+    while any(nexts):
         chosen = []
         for rank in ranks:
-            ready = [action for action in left[rank.index] if all(need in done for need in _needs(action, n))]
+            following = [Action(kind, j, i) for (kind, j), i in nexts[rank.index].items()]
+            following.sort(key=lambda action: action.microbatch)
+            ready = [action for action in following if all(need in done for need in _needs(action, n))]
             action = rule(rank, ready, extra)
             if action is not None:
                 chosen.append((rank, action))
@@ -246,8 +242,12 @@ def _try_to_arrange(
         for rank, action in chosen:
             rank.count(action)
             lists[rank.index].append(action)
-            left[rank.index].remove(action)
-            done.add((action.kind, action.stage, action.microbatch))
+            key = (action.kind, action.stage)
+            if action.microbatch + 1 < m:
+                nexts[rank.index][key] += 1
+            else:
+                del nexts[rank.index][key]
+            done.add((*key, action.microbatch))
     return lists
 
 

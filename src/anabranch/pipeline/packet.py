@@ -14,6 +14,7 @@ the stage's own operations do not need it any more its memory is free.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,15 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A structure of detached tensors and plain values, with the word for each whether it awaits a gradient."""
+    """A structure of detached tensors and plain values, with the word for each whether it awaits a gradient.
+
+    ``doubled`` are the leaves whose memory goes some other way too: whoever gets them must not change them.
+    """
 
     treedef: PyTreeSpec
     leaves: list[object]
     needs_grad: tuple[bool, ...]
+    doubled: tuple[int, ...] = ()
 
     def structure(self) -> Structure:
         """The value as it was, without its graph."""
@@ -49,10 +54,20 @@ class Packet:
         """A number for each tensor that changes when the tensor is changed in place."""
         return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
-    def cloned(self) -> Packet:
-        """A copy that shares no memory with it."""
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return Packet(self.treedef, leaves, self.needs_grad)
+    def cloned(self, only: Collection[int] | None = None) -> Packet:
+        """A copy that shares no memory with it, or none that starts at one of ``only`` these addresses."""
+        leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) and (only is None or address in only) else leaf
+            for leaf, address in zip(self.leaves, self.addresses(), strict=True)
+        ]
+        return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
+
+    def addresses(self) -> list[int]:
+        """For each leaf where its memory starts; 0 for what has none."""
+        return [
+            leaf.data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() else 0
+            for leaf in self.leaves
+        ]
 
 
 def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from anabranch.errors import PipelineError
 from anabranch.pipeline.ambient import Ambient
 from anabranch.pipeline.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.describe import Observed, describe
+from anabranch.pipeline.describe import describe
 from anabranch.pipeline.local import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, microbatch_sizes, scatter
-from anabranch.pipeline.orders import default_ranks, make_schedule
+from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
+from anabranch.pipeline.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
 from anabranch.pipeline.random_streams import refuse_undrawable
 from anabranch.pipeline.ranks import RankEngine
@@ -44,17 +45,24 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """From output and target to one number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What a scheduled step found; ``None`` on ranks without the last stage.
 
     Attributes:
         loss: the whole batch's loss, a tensor of no dimensions, without a graph.
-        output: the model's output for the whole batch, without a graph.
+        output: the model's output for the whole batch, without a graph; put together when it is first asked for.
     """
 
     loss: Tensor | None
-    output: Structure
+    _outputs: list[Structure]
+
+    @property
+    def output(self) -> Structure:
+        if not self._outputs:
+            return None
+        self._outputs = [gather(self._outputs)]
+        return self._outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +174,6 @@ class Pipe(nn.Module):
         self.seed = torch.initial_seed() if seed is None else seed
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
-        self._observed = Observed()
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
         self._ties: list[tuple[nn.Parameter, list[int]]] = []
         self._engine: Engine
@@ -205,7 +212,7 @@ class Pipe(nn.Module):
             ValueError: tensors that disagree in rows, or a keyword that no layer takes.
             BaseException: whatever a stage raises, with a note of stage, microbatch and phase.
         """
-        with self._engine.turn("forward") as turn:
+        with self._engine.turn("forward", self.calls) as turn:
             call = self._call(turn, x, inputs, head=None)
             if call.differentiable:
                 return open_portal(call, turn)
@@ -236,12 +243,12 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or rows of ``target`` that are not those of ``x``.
             BaseException: whatever a stage raises; no gradient has accumulated then.
         """
-        with self._engine.turn("step") as turn:
-            call, output, grads = self._step(turn, x, inputs, (loss, target, reduction))
+        with self._engine.turn("step", self.calls) as turn:
+            call, outputs, grads = self._step(turn, x, inputs, (loss, target, reduction, True))
         # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), output)
+        return StepResult(call.loss(), outputs)
 
     def step_together(
         self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
@@ -260,8 +267,8 @@ class Pipe(nn.Module):
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
-        with self._engine.turn("step") as turn:
-            call, _, grads = self._step(turn, x, {}, (loss, target, reduction), rows)
+        with self._engine.turn("step", self.calls) as turn:
+            call, _, grads = self._step(turn, x, {}, (loss, target, reduction, False), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), str(mine.dtype).removeprefix("torch.")], word])
         if call.records:
@@ -274,13 +281,13 @@ class Pipe(nn.Module):
 
     def _step(
         self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
-    ) -> tuple[Call, Structure, list[Tensor | None]]:
+    ) -> tuple[Call, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
         call = self._call(turn, x, inputs, head=head, expected_rows=rows)
         if call.records:
             return call, *call.step(turn)
-        return call, call.forward(turn)[0], []
+        return call, call.outputs(turn), []
 
     @contextmanager
     def output_everywhere(self) -> Iterator[None]:
@@ -301,6 +308,7 @@ class Pipe(nn.Module):
     ) -> Call:
         ambient = Ambient.take()
         facts = turn.agree(lambda: self._facts(x, inputs, ambient))
+        self.calls = facts.step + 1
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
@@ -323,17 +331,16 @@ class Pipe(nn.Module):
             self._engine,
             runs,
             lowered.actions,
+            facts.step,
             given,
             plan.records,
-            observed=self._observed,
             ties=self._ties,
             anchor=self._anchor,
         )
 
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
-        self.calls += 1
-        return Facts(self.calls - 1, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        return Facts(self.calls, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
@@ -363,7 +370,7 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
-        with self._engine.turn("clip_grad_norm") as turn:
+        with self._engine.turn("clip_grad_norm", self.calls) as turn:
             elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
             here = [p for p in self.parameters() if p.grad is not None]
             values = {p: _values_of_gradient(p) for p in here}
@@ -386,7 +393,7 @@ class Pipe(nn.Module):
         """Gives a parameter that several ranks share the gradient that the first of them has; all ranks call it."""
         if self.process_group is None:
             return
-        with self._engine.turn("align_ties") as turn:
+        with self._engine.turn("align_ties", self.calls) as turn:
             for index, (parameter, ranks) in enumerate(self._ties):
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
@@ -421,7 +428,7 @@ class Pipe(nn.Module):
             f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
             "times and bytes of the last call, bytes a microbatch"
         )
-        return describe(self._stages, self._schedules.rank_of, self._observed, title)
+        return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -477,13 +484,20 @@ def _find_balance(
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
         return finders[by](n, module, sample)
-    # Measured on one rank, as all must cut alike.
-    found = torch.tensor(finders[by](n, module, sample) if dist.get_rank(group) == 0 else [0] * n)
-    dist.broadcast(found, group=group, group_src=0)
-    return [int(size) for size in found]
+    # Measured on one rank, as all must cut alike; zeros say that it could not be.
+    sizes = torch.zeros(n, dtype=torch.int64)
+    try:
+        if dist.get_rank(group) == 0:
+            sizes = torch.tensor(finders[by](n, module, sample))
+    finally:
+        dist.broadcast(sizes, group=group, group_src=0)
+    if not sizes.any():
+        raise PipelineError(f"rank 0 of the group could not find a balance by {by}; it raises the reason")
+    return [int(size) for size in sizes]
 
 
-_HeadParts: TypeAlias = tuple[Loss, Structure, Reduction]
+_HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
+"""The loss, its targets, what it is over the rows, and whether outputs are kept beside it."""
 
 
 def _check_choices(chunks: int, checkpoint: str) -> None:
@@ -527,8 +541,21 @@ class _Schedules:
         if self._given is not None and self._given.microbatches == m:
             return self._given
         if m not in self._made:
-            self._made[m] = self._make(m)
+            self._made[m] = self._make_like_given(m) if self._given is not None else self._make(m)
         return self._made[m]
+
+    def _make_like_given(self, m: int) -> Schedule:
+        """The schedule of the given one's name, for a batch that makes another number of microbatches."""
+        given = self._given
+        assert given is not None
+        if self.name in SCHEDULES:
+            made = self._make(m)
+            if (made.rank_of, made.splits_backward) == (given.rank_of, given.splits_backward):
+                return made
+        raise ValueError(
+            f"the schedule {self.name!r} is for {given.microbatches} microbatches, this batch makes {m}; give batches "
+            f"of at least {given.microbatches} rows with chunks={given.microbatches}, or a schedule by name"
+        )
 
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
@@ -580,7 +607,7 @@ def _place(
     here: Sequence[int],
 ) -> list[Stage]:
     if devices is not None:
-        places = [torch.device(name) for name in devices]
+        places = [_numbered(torch.device(name)) for name in devices]
     elif len(here) < len(split):
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
@@ -600,6 +627,13 @@ def _place(
             targets[OUTSIDE] = (None,)
         stages.append(Stage(j, tuple(layers), device, sources, targets, shared))
     return stages
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """``"cuda"`` is the current CUDA device, as tensors name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
@@ -642,9 +676,9 @@ def _check_rows(value: Structure, rows: int, what: str) -> None:
 
 
 def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage) -> Head:
-    loss, target, reduction = parts
+    loss, target, reduction, keeps_output = parts
     if target is not None:
         _check_rows(target, rows, "the target")
     on_device = map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, target)
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, scatter(on_device, sizes), weights)
+    return Head(loss, scatter(on_device, sizes), weights, keeps_output)

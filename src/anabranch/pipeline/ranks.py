@@ -38,6 +38,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, PipelineError
 from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.call import Outcome
+from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Message
 from anabranch.pipeline.gloo_post import GlooPost
 from anabranch.pipeline.inbox import Inbox, Post
@@ -57,6 +58,7 @@ _log = logging.getLogger("anabranch.pipeline")
 _TEXT_BYTES = 256
 _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
+_LAST_SECONDS = 2.0
 _FIRST_TAG = 0x70697065
 # Pipes on one group keep apart by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -109,10 +111,11 @@ class RankEngine:
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
         self._post: Post = GlooPost(group, tag, self._inbox) if sockets is None else SharedPost(sockets, self._inbox)
+        self.observed = Observed()
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         leave = partial(_exit_without_the_lost, self._post)
-        self._end = weakref.finalize(self, _end, self._inbox, self._post, self._beats, leave)
+        self._end = weakref.finalize(self, _end, self._post, self._beats, leave)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
@@ -144,7 +147,7 @@ class RankEngine:
         return None
 
     @contextmanager
-    def turn(self, operation: str) -> Iterator[RankTurn]:
+    def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
         """What all ranks do together; ends when all have done it, or with an error on each.
 
         Raises:
@@ -155,7 +158,7 @@ class RankEngine:
         """
         self._turns += 1
         self._inbox.begin(self._turns, operation)
-        turn = RankTurn(self, self._turns, operation, Deadline.after(self._timeout))
+        turn = RankTurn(self, self._turns, operation, step, Deadline.after(self._timeout))
         try:
             yield turn
             turn.end(None)
@@ -197,7 +200,9 @@ class RankEngine:
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
         self._post.send(rank, header, tensors)
 
-    def wait(self, found: Callable[[], bool], deadline: Deadline, operation: str, peers: Sequence[int]) -> None:
+    def wait(
+        self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
+    ) -> None:
         """Waits for ``found()``, which looks at the inbox; ``peers`` are whom it waits for."""
         inbox, began = self._inbox, monotonic()
         while True:
@@ -216,8 +221,8 @@ class RankEngine:
                 lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
             lost |= self._beats.lost()
             if lost:
-                raise self._peer_lost(lost, deadline, operation)
-            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}")
+                raise self._peer_lost(lost, deadline, operation, step)
+            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}", step=step)
 
     def _out_of_order(self, peer: int, theirs: str, ours: str) -> RuntimeError:
         here, there = self.rank_name(self.rank), self.rank_name(peer)
@@ -226,10 +231,10 @@ class RankEngine:
             "same calls in the same order"
         )
 
-    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str) -> PeerLost:
+    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str, step: int) -> PeerLost:
         what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
         who = ", ".join(f"rank {rank}" for rank in sorted(lost))
-        return PeerLost(what, peer=who, operation=f"pipeline {operation}", elapsed=deadline.elapsed())
+        return PeerLost(what, peer=who, operation=f"pipeline {operation}", step=step, elapsed=deadline.elapsed())
 
     def _show(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {self.rank_name(rank)}" for rank in ranks)
@@ -255,6 +260,7 @@ class RankEngine:
 
 def _exit_without_the_lost(post: Post) -> None:
     """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
+    post.settle(_LAST_SECONDS)
     if not post.is_stuck():
         return
     logging.shutdown()
@@ -263,11 +269,10 @@ def _exit_without_the_lost(post: Post) -> None:
     os._exit(1)
 
 
-def _end(inbox: Inbox, post: Post, beats: Beats, leave: Callable[[], None]) -> None:
-    inbox.close()
+def _end(post: Post, beats: Beats, leave: Callable[[], None]) -> None:
+    post.close()
     if not post.is_stuck():
         atexit.unregister(leave)
-    post.close()
     beats.close()
 
 
@@ -286,13 +291,15 @@ def _as_error(fault: Fault) -> PipelineError:
 class RankTurn:
     """One turn, as one rank takes part in it; the link of its runner."""
 
-    def __init__(self, engine: RankEngine, number: int, operation: str, deadline: Deadline) -> None:
+    def __init__(self, engine: RankEngine, number: int, operation: str, step: int, deadline: Deadline) -> None:
         self._engine = engine
         self._number = number
         self._operation = operation
+        self._step = step
         self._deadline = deadline
         self._has_ended = False
         self._word: object = None
+        self._observed = Observed()
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
         """The call's facts, made on the rank of the first stage and told to all others."""
@@ -323,7 +330,7 @@ class RankTurn:
                 run.abandon()
             raise
         outcome = Outcome()
-        outcome.observed = runner.observed
+        self._observed = runner.observed
         outcome.outputs, outcome.input_gradients = runner.outputs, runner.input_gradients
         return outcome
 
@@ -357,7 +364,8 @@ class RankTurn:
 
     def heard(self) -> dict[int, object]:
         """What each rank said, once the turn has ended."""
-        return {**self._engine.inbox.words, self._engine.rank: self._word}
+        words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
+        return {**words, self._engine.rank: self._word}
 
     def send(self, action: Action, message: Message) -> None:
         """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
@@ -392,10 +400,9 @@ class RankTurn:
         """Tells every peer that nothing more comes in this turn, and why; once."""
         if not self._has_ended:
             self._has_ended = True
+            body = None if fault else [self._word, self._observed.as_plain()]
             for peer in self._engine.peers:
-                self._engine.send(
-                    peer, Header(self._number, self._operation, "end", body=None if fault else self._word, fault=fault)
-                )
+                self._engine.send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
             if fault is not None:
                 self._engine.flush(_FAREWELL_SECONDS)
 
@@ -405,9 +412,12 @@ class RankTurn:
         waiting = [peer for peer in engine.peers if peer not in engine.inbox.ended]
         self._wait(lambda: len(engine.inbox.ended) == len(engine.peers), "end", waiting)
         self.check()
+        engine.observed.add(self._observed)
+        for body in engine.inbox.bodies.values():
+            engine.observed.add(Observed.from_plain(cast("list[object]", body)[1]))
 
     def _wait(self, found: Callable[[], bool], what: str, peers: Sequence[int]) -> None:
-        self._engine.wait(found, self._deadline, f"{self._operation} {what}", peers)
+        self._engine.wait(found, self._deadline, f"{self._operation} {what}", self._step, peers)
 
 
 _SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}

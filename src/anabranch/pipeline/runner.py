@@ -98,7 +98,9 @@ class Runner:
                 self._out[action] = outputs
                 self._note_sizes(action.stage, outputs)
                 if OUTSIDE in outputs:
-                    self.outputs[i] = outputs.pop(OUTSIDE)
+                    output = outputs.pop(OUTSIDE)
+                    if run.head is None or run.head.keeps_outputs:
+                        self.outputs[i] = output
             case Kind.R:
                 run.recompute(i)
             case Kind.B:

@@ -72,16 +72,34 @@ class _Slot:
 
     def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
         """What was put there, as views; the slot is free when the last of them is."""
-        mine = np.frombuffer(self._memory, dtype=np.uint8)
-        weakref.finalize(mine, _set_free, self._memory).atexit = False
-        base = torch.from_numpy(mine)
+        hold = _Hold()
+        weakref.finalize(hold, _set_free, self._memory).atexit = False
         found, at = [], _ALIGNED
         for name, shape in described:
             dtype = dtype_named(name)
             size = prod(shape) * dtype.itemsize
-            found.append(base[at : at + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype))
+            found.append(
+                self._view(at, size, hold).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            )
             at += _aligned(size)
         return found
+
+    def _view(self, at: int, size: int, hold: _Hold) -> Tensor:
+        # No slice of a tensor over all of it: autograd would take a change of one tensor in place for one of its
+        # neighbours.
+        mine = np.frombuffer(self._memory, dtype=np.uint8, count=size, offset=at)
+        weakref.finalize(mine, _let_go, hold).atexit = False
+        return torch.from_numpy(mine)
+
+
+class _Hold:
+    """What every tensor in a slot holds on to."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _let_go(hold: _Hold) -> None:
+    """Called when a tensor is freed: the reference to ``hold`` goes with this call."""
 
 
 def _set_free(memory: mmap.mmap) -> None:
@@ -241,6 +259,9 @@ class SharedPost:
     def is_stuck(self) -> bool:
         """Whether a rank was lost, for whom the process group would wait at the end."""
         return bool(self._inbox.lost)
+
+    def settle(self, seconds: float) -> None:
+        """Nothing: no thread waits for a peer."""
 
     def close(self) -> None:
         """Closes the sockets; slots live on under the tensors that lie in them."""

@@ -1,28 +1,18 @@
 """Runs a schedule on paper: in what order, how long, how much idle, how many activations at once.
 
-Every rank runs its list in order; a receive waits for its send; that is the whole model, and the whole runtime. So a
-schedule that ends here ends there, and what the clock says here is what a pipeline of stages that take these times
-shows.
+What the clock says here is what a pipeline of stages that take these times shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.pipeline.actions import Action, Kind
+from anabranch.pipeline.clock import Clock, Interval
 from anabranch.pipeline.schedule import Lowered, Schedule
 
 __all__ = ["Interval", "Simulation", "simulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """When a computing action ran, in the units of its costs."""
-
-    action: Action
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +24,22 @@ class Simulation:
         makespan: from the first action to the end of the last.
         bubble: the idle part of all ranks' time, from 0 to 1.
         peak_activations: for each rank the most (stage, microbatch) whose activations it held at once.
+        peak_bytes: the most bytes of them, and of inputs kept to run forward again; zeros where no bytes were given.
     """
 
     intervals: tuple[tuple[Interval, ...], ...]
     makespan: float
     bubble: float
     peak_activations: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
 
 
 def simulate(
-    schedule: Schedule | Lowered, costs: Mapping[Kind, float] | Callable[[Action], float] | None = None
+    schedule: Schedule | Lowered,
+    costs: Mapping[Kind, float] | Callable[[Action], float] | None = None,
+    *,
+    activation_bytes: Sequence[int] = (),
+    input_bytes: Sequence[int] = (),
 ) -> Simulation:
     """Runs ``schedule`` on paper.
 
@@ -55,12 +51,31 @@ def simulate(
         schedule: as made, or as lowered for a pipeline.
         costs: the time of each kind of action, or of each action; what is left out takes none. A send's cost is the
             time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
+        activation_bytes: what a microbatch's activations take in each stage.
+        input_bytes: what a stage that runs forward again keeps of a microbatch until then.
 
     Raises:
-        ValueError: it never ends; names the actions that wait for one another.
+        ValueError: it never ends; names the actions that wait for one another. Or bytes not of every stage.
     """
+    stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
+    for sizes in (activation_bytes, input_bytes):
+        if len(sizes) not in (0, stages):
+            raise ValueError(f"bytes are given for {len(sizes)} stages, the schedule has {stages}; give one each")
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
-    return _Run(lowered, _as_function(costs, lowered.schedule)).run()
+    clock = Clock(lowered.actions, _as_function(costs, lowered.schedule))
+    if clock.stuck:
+        raise ValueError(f"{lowered.schedule.name} never ends, its ranks wait for one another: {clock.stuck}")
+    makespan = max(clock.times)
+    busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
+    return Simulation(
+        tuple(map(tuple, clock.intervals)),
+        makespan,
+        1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
+        tuple(_peak(actions, [1] * stages, [0] * stages) for actions in lowered.actions),
+        tuple(
+            _peak(actions, activation_bytes or [0] * stages, input_bytes or [0] * stages) for actions in lowered.actions
+        ),
+    )
 
 
 def _as_function(
@@ -74,73 +89,19 @@ def _as_function(
     return costs
 
 
-_SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-
-
-class _Run:
-    def __init__(self, lowered: Lowered, cost: Callable[[Action], float]) -> None:
-        self._lowered = lowered
-        self._cost = cost
-        self._arrivals: dict[tuple[Kind, int, int, int], float] = {}
-        self._clock = [0.0] * len(lowered.actions)
-        self._done = [0] * len(lowered.actions)
-        self._intervals: list[list[Interval]] = [[] for _ in lowered.actions]
-
-    def run(self) -> Simulation:
-        moved = True
-        while moved:
-            moved = max([self._advance(rank) for rank in range(len(self._done))])
-        stuck = [
-            f"rank {rank} at {actions[done]}"
-            for rank, (actions, done) in enumerate(zip(self._lowered.actions, self._done, strict=True))
-            if done < len(actions)
-        ]
-        if stuck:
-            raise ValueError(f"{self._lowered.schedule.name} never ends, its ranks wait for one another: {stuck}")
-        makespan = max(self._clock)
-        busy = sum(interval.end - interval.start for row in self._intervals for interval in row)
-        return Simulation(
-            tuple(map(tuple, self._intervals)),
-            makespan,
-            1.0 - busy / (makespan * len(self._done)) if makespan else 0.0,
-            tuple(map(_peak_activations, self._lowered.actions)),
-        )
-
-    def _advance(self, rank: int) -> bool:
-        """Runs the rank until it has to wait; whether it got anywhere."""
-        start = self._done[rank]
-        for action in self._lowered.actions[rank][start:]:
-            if not self._step(rank, action):
-                break
-            self._done[rank] += 1
-        return self._done[rank] > start
-
-    def _step(self, rank: int, action: Action) -> bool:
-        now = self._clock[rank]
-        if action.kind.computes:
-            self._clock[rank] = now + self._cost(action)
-            self._intervals[rank].append(Interval(action, now, self._clock[rank]))
-            return True
-        assert action.peer is not None
-        if action.kind in _SENT_AS:
-            arrival = self._arrivals.get((_SENT_AS[action.kind], action.peer, action.stage, action.microbatch))
-            if arrival is None:
-                return False
-            self._clock[rank] = max(now, arrival)
-            return True
-        self._arrivals[action.kind, action.stage, action.peer, action.microbatch] = now + self._cost(action)
-        return True
-
-
-def _peak_activations(actions: tuple[Action, ...]) -> int:
+def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:
+    """The most that a rank holds at once, by the stages' sizes."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
     held = peak = 0
     for action in actions:
-        kept = (action.stage, action.microbatch) not in recomputed
-        if action.kind is Kind.R or (action.kind is Kind.F and kept):
-            held += 1
-        elif action.kind is frees:
-            held -= 1
+        j, again = action.stage, (action.stage, action.microbatch) in recomputed
+        match action.kind:
+            case Kind.F:
+                held += inputs[j] if again else activations[j]
+            case Kind.R:
+                held += activations[j]
+            case kind if kind is frees:
+                held -= activations[j] + (inputs[j] if again else 0)
         peak = max(peak, held)
     return peak

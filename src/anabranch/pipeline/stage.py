@@ -17,7 +17,7 @@ a hook on a parameter fires once, a tied parameter has one gradient, and a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from anabranch.pipeline.ambient import Ambient
 from anabranch.pipeline.copies import brought
 from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
+from anabranch.pipeline.doubled import Watch, mark_doubled
 from anabranch.pipeline.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.partition import Layer, Route
 from anabranch.pipeline.random_streams import drawing_from
@@ -85,6 +86,7 @@ class Head:
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
     weights: Sequence[float]
+    keeps_outputs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class _Pass:
     """One microbatch's way through the stage, kept from forward to backward."""
 
     inputs: Messages = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
     buffers: list[Tensor | None] = field(default_factory=list)
     boxes: GradientMessages = field(default_factory=dict)
     edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
@@ -170,12 +173,19 @@ class StageRun:
                 'forward again; make its first operation out of place, or use checkpoint="never"'
             )
         habits.changes_inputs = habits.changes_inputs or changed
-        here.inputs = copies if habits.changes_inputs else inputs
+        # What the stage hands on as it got it, a later one may change.
+        here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _addresses(inputs) & _addresses(outputs))
+        here.versions = _versions(here.inputs)
         return outputs
 
     def recompute(self, i: int) -> None:
         """Runs microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
         here = self._passes[i]
+        if _versions(here.inputs) != here.versions:
+            raise RuntimeError(
+                f"what stage {self.stage.index} got was changed in place after its forward, so it cannot run forward "
+                'again; leave the batch as it is until backward is done, or use checkpoint="never"'
+            )
         # Copied once more: another backward, with retain_graph, would start from them again.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing():
@@ -199,18 +209,22 @@ class StageRun:
             stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
-            value, keywords = self._enter_all(inputs, here, store)
+            watch = Watch()
+            value, keywords = self._enter_all(inputs, here, store, watch)
             for layer in self.stage.layers:
                 value = layer.module(
                     value, **{name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
                 )
+            watch.check(self.stage.index)
             if self.head is not None:
                 loss = self._loss(value, i)
                 here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
                 self.losses[i] = loss.detach()
-            return self._cut_all(value, store, here)
+            return mark_doubled(self._cut_all(value, store, here), watch.addresses())
 
-    def _enter_all(self, inputs: Messages, here: _Pass, store: SkipStore) -> tuple[Structure, dict[str, Structure]]:
+    def _enter_all(
+        self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
+    ) -> tuple[Structure, dict[str, Structure]]:
         value: Structure = None
         keywords: dict[str, Structure] = {}
         for source, routes in self.stage.sources.items():
@@ -218,6 +232,7 @@ class StageRun:
             for route, packet in zip(routes, inputs[source], strict=True):
                 structure, box = enter(packet, self.stage.device, self._phony)
                 boxes.append(box)
+                watch.over(f"the skip {route[1]!r}" if isinstance(route, tuple) else "its input", structure, packet)
                 if route is None:
                     value = structure
                 elif isinstance(route, str):
@@ -376,8 +391,12 @@ class _BufferSlots:
                 module._buffers[name] = original
 
 
-def _clone_all(inputs: Messages) -> Messages:
-    return {source: [packet.cloned() for packet in packets] for source, packets in inputs.items()}
+def _clone_all(inputs: Messages, only: Collection[int] | None = None) -> Messages:
+    return {source: [packet.cloned(only) for packet in packets] for source, packets in inputs.items()}
+
+
+def _addresses(messages: Messages) -> set[int]:
+    return {address for packets in messages.values() for packet in packets for address in packet.addresses() if address}
 
 
 def _versions(inputs: Messages) -> list[int]:

@@ -6,7 +6,7 @@ dict, list and tuple; numbers, strings and ``None`` travel in the header. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -18,7 +18,7 @@ from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["Facts", "Fault", "Header", "decode_header", "dtype_named", "empty_for", "encode_header", "pack", "unpack"]
+__all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "dtype_named", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
 """Size of every header; what does not fit follows as a message of its own, of the size the header says."""
@@ -95,19 +95,18 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
     """
     tensors: list[Tensor] = []
     specs = [
-        [_encode(part.structure(), tensors), list(part.needs_grad)]
+        [_encode(part.structure(), tensors), list(part.needs_grad), list(part.doubled)]
         if isinstance(part, Packet)
         else _encode(part, tensors)
         for part in message
     ]
     described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    return specs, described, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+    return specs, described, bytes_of(tensors)
 
 
-def empty_for(described: list[tuple[str, list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors of these dtypes and shapes, and the bytes to receive into them."""
-    tensors = [torch.empty(shape, dtype=dtype_named(name)) for name, shape in described]
-    return tensors, [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes to receive into, of those ``tensors`` that have any."""
+    return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
 def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
@@ -115,9 +114,9 @@ def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
     assert isinstance(spec, list)
     if kind is Kind.SEND_F:
         packets: list[Packet] = []
-        for structure, needs_grad in spec:
+        for structure, needs_grad, doubled in spec:
             leaves, treedef = flatten(_decode(structure, tensors))
-            packets.append(Packet(treedef, leaves, tuple(needs_grad)))
+            packets.append(Packet(treedef, leaves, tuple(needs_grad), tuple(doubled)))
         return packets
     return cast(list[Gradients], [_decode(part, tensors) for part in spec])
 
@@ -133,11 +132,13 @@ def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
     if type(value) is tuple or type(value) is list:
         return ["u" if type(value) is tuple else "l", [_encode(item, tensors) for item in value]]
     if type(value) is dict:
+        for key in value:
+            if not (key is None or isinstance(key, bool | int | float | str)):
+                raise TypeError(f"the key {key!r} of a dict cannot cross ranks; keys are numbers, strings and None")
         return ["d", [[key, _encode(item, tensors)] for key, item in value.items()]]
     raise TypeError(
         f"a {type(value).__qualname__} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
         "list and tuple"
-        "and tuple"
     )
 
 
@@ -155,7 +156,7 @@ def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8).cpu()

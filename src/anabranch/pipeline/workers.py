@@ -45,14 +45,16 @@ class Workers:
         self._end = weakref.finalize(self, _tell_to_end, self._queues)
         self._round = _Round(0)
 
-    def run(self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None]) -> None:
+    def run(
+        self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None], step: int | None = None
+    ) -> None:
         """Runs one task on each worker, and returns when all have ended, or some second after one asks for that.
 
         Tasks must not raise. An interrupt of the waiting thread calls ``on_interrupt``, which must make the tasks end.
         """
         # A task of a failed step may still be computing what cannot be stopped.
         if not self._round.wait(deadline.remaining()):
-            raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline")
+            raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
         self._round = here = _Round(len(tasks))
         for tasks_of_worker, task in zip(self._queues, tasks, strict=True):
             tasks_of_worker.put(here.wrap(task))
@@ -63,8 +65,9 @@ class Workers:
             here.wait(0.5)
             raise
         if not finished:
+            here.wait(0.5)
             on_interrupt()
-            raise deadline.error(peer="the pipeline's workers", operation="pipeline step")
+            raise deadline.error(peer="the pipeline's workers", operation="pipeline step", step=step)
 
     def leave_behind(self) -> None:
         """Lets ``run`` return within half a second, whatever its tasks are doing: the step has failed."""

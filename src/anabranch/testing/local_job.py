@@ -87,6 +87,7 @@ class LocalJob:
         environment: added to this process's environment for the workers.
         patience: how long processes may take to end after one of them failed.
         durability: what a parameter server that died comes back with; ``"none"`` ends the job.
+        host: an address of this machine where the services listen on TCP, under certificates made for the job.
     """
 
     def __init__(
@@ -99,11 +100,13 @@ class LocalJob:
         environment: Mapping[str, str] | None = None,
         patience: Patience | None = None,
         durability: Durability = "none",
+        host: str | None = None,
     ) -> None:
         self.workers = workers
         self.servers = servers
         self.experts = experts
         self._durability = durability
+        self._host = host
         self.timeout = timeout
         self._environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._patience = patience
@@ -124,6 +127,7 @@ class LocalJob:
                 servers=self.servers,
                 experts=self.experts,
                 durability=self._durability,
+                host=self._host,
                 log_dir=Path(directory),
                 environment={**os.environ, **self._environment},
                 patience=self._patience,

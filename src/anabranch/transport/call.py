@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,15 +13,11 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost, Unauthorized
 from anabranch.events import fault_point
 from anabranch.transport.failures import failure_of
-from anabranch.transport.frame import ReplyHeader, RequestHeader, TensorHeader, allocate, encode
-from anabranch.transport.once import Identity
+from anabranch.transport.frame import Failure, ReplyHeader, RequestHeader, TensorHeader, allocate, encode
+from anabranch.transport.once import Identity, OnceTable
 from anabranch.transport.streams import Peer
 
-if TYPE_CHECKING:
-    from anabranch.transport.connection import Connection
-    from anabranch.transport.server import Server
-
-__all__ = ["Call", "Verb"]
+__all__ = ["Books", "Call", "Recipient", "Verb"]
 
 # The longest deadline that is taken from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -59,6 +55,25 @@ class Verb:
     quick: bool = False
 
 
+class Recipient(Protocol):
+    """Who waits for an answer: a connection."""
+
+    def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
+        """Takes the answer to ``call``."""
+
+
+class Books(Protocol):
+    """What a call needs of its server: who has been answered, and how much is in flight."""
+
+    once: OnceTable[Call]
+
+    def finished(self, nbytes: int, answered: int = 0) -> None:
+        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+
+    def count_error(self, failure: Failure) -> None:
+        """An answer was an error."""
+
+
 class Call:
     """One request being served: what was asked, by whom, until when; and the way to answer.
 
@@ -67,7 +82,7 @@ class Call:
     """
 
     def __init__(
-        self, server: Server, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
+        self, books: Books, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:
         self.verb = header.verb
         self.target = header.target
@@ -79,11 +94,11 @@ class Call:
         self.identity: Identity = (header.epoch, header.sequence)
         self.settled = header.settled
         self.once = verb.once and bool(header.epoch)
-        self.recipients: list[Connection] = []
+        self.recipients: list[Recipient] = []
         """The connections that wait for the answer: more than one where a retry has joined."""
-        self._server = server
+        self._books = books
         self._nbytes = nbytes
-        self._lock = server.once.lock if self.once else threading.RLock()
+        self._lock = books.once.lock if self.once else threading.RLock()
         self._answered = False
 
     @property
@@ -105,7 +120,7 @@ class Call:
         # What was declined was not done: a retry may find room, or a server that stays.
         declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
         failure = failure_of(error)
-        self._server.count_error(failure)
+        self._books.count_error(failure)
         self.answer(encode(failure), done=not declined)
 
     def drop(self) -> bool:
@@ -133,12 +148,12 @@ class Call:
         """The request is over, with an answer to keep for retries or without; its lock is held."""
         self._answered = True
         if self.once and frame is not None:
-            self._server.once.finish(self.identity, frame)
+            self._books.once.finish(self.identity, frame)
         elif self.once:
-            self._server.once.abandon(self.identity)
-        self._server.finished(self._nbytes, 0 if frame is None else sum(map(len, frame[1:])))
+            self._books.once.abandon(self.identity)
+        self._books.finished(self._nbytes, 0 if frame is None else sum(map(len, frame[1:])))
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Recipient) -> None:
         """The client behind ``connection`` has gone."""
         with self._lock:
             if connection in self.recipients:

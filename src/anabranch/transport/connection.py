@@ -20,20 +20,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
-from anabranch.transport.call import Call, Verb
+from anabranch.transport.call import Books, Call, Verb
 from anabranch.transport.failures import failure_of
-from anabranch.transport.frame import Failure, Frame, FrameReader, FrameWriter, Header, Hello, RequestHeader, encode
-from anabranch.transport.streams import Stream
+from anabranch.transport.frame import (
+    Failure,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Header,
+    Hello,
+    Limits,
+    RequestHeader,
+    encode,
+)
+from anabranch.transport.streams import Peer, Stream
 
-if TYPE_CHECKING:
-    from anabranch.transport.server import Server
-
-__all__ = ["Connection", "Driver", "Fate"]
+__all__ = ["Answer", "Connection", "Doorkeeper", "Driver", "Fate"]
 
 _GREETING = 10.0
 # A peer that neither sends nor takes a byte for so long in the middle of a frame is gone.
@@ -60,6 +67,29 @@ class Driver(Protocol):
         """There is something to be sent, or to end; from any thread."""
 
 
+class Doorkeeper(Books, Protocol):
+    """What a connection needs of its server: whether a request may come in."""
+
+    heartbeat: float
+    limits: Limits
+    max_connections: int
+
+    def may_wait(self, verb: str) -> bool:
+        """Whether serving ``verb`` may take a thread's time."""
+
+    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
+        """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+
+    def count_refusal(self, failure: Failure) -> None:
+        """A request or a connection was turned away."""
+
+    def gathered(self) -> list[Answer] | None:
+        """Where this thread's answers are put aside, if they are."""
+
+    def forget(self, connection: Connection) -> None:
+        """``connection`` has ended."""
+
+
 class _Phase(Enum):
     SHAKING = auto()
     GREETING = auto()
@@ -69,7 +99,7 @@ class _Phase(Enum):
 class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
-    def __init__(self, server: Server, stream: Stream, driver: Driver, *, full: bool) -> None:
+    def __init__(self, server: Doorkeeper, stream: Stream, driver: Driver, *, full: bool) -> None:
         self.stream = stream
         self.descriptor = stream.fileno()
         self.driver = driver
@@ -326,3 +356,7 @@ class Connection:
 
 def _say_done(call: Call) -> None:
     call.fail(RuntimeError("this request was done, but its answer is not kept any more"))
+
+
+Answer = tuple[Connection, Call, Sequence[memoryview]]
+"""What is to be written, and to whom."""

@@ -11,6 +11,9 @@ A thread for every connection costs a switch between threads for each request, a
 interpreter as there are clients; on one loop 64 clients' requests are read in a few wake-ups and reach the queue of
 their expert together. A thread of its own is right for what takes long anyway: large bodies are then copied, and
 decrypted, side by side.
+
+A server has at most ``max_connections`` connections (and a few more that are only told ``Overloaded``), so it has at
+most as many threads, and those that rest give theirs back.
 """
 
 from __future__ import annotations
@@ -23,21 +26,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from anabranch.events import report
-from anabranch.transport.connection import Connection, Fate
+from anabranch.transport.connection import Answer, Connection, Fate
 from anabranch.transport.streams import Listener, Stream
 
-if TYPE_CHECKING:
-    from anabranch.transport.call import Call
-    from anabranch.transport.server import Server
-
-__all__ = ["Answer", "Loop", "ThreadOfItsOwn"]
+__all__ = ["Host", "Loop", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
-
-Answer = tuple[Connection, "Call", Sequence[memoryview]]
 
 # Between two looks at who has stalled, in seconds.
 _SWEEP = 1.0
@@ -47,12 +44,27 @@ _ACCEPT_PAUSE = 0.05
 _REST = 10.0
 
 
+class Host(Protocol):
+    """What a driver needs of its server: who is there, and when it ends."""
+
+    threads_of: dict[Connection, threading.Thread]
+
+    def connect(self, stream: Stream, loop: Loop) -> Connection | None:
+        """A newcomer; ``None`` if there is not even room to tell it that there is none."""
+
+    def round_over(self) -> None:
+        """All that had come was handed to its handlers."""
+
+    def stopping(self) -> bool:
+        """Whether connections are to end."""
+
+
 class Loop:
     """Accepts connections and drives those that need no thread of their own."""
 
     alone = False
 
-    def __init__(self, server: Server, listener: Listener) -> None:
+    def __init__(self, server: Host, listener: Listener) -> None:
         self._server = server
         self._listener = listener
         self._poller = select.epoll()
@@ -219,7 +231,7 @@ class ThreadOfItsOwn:
 
     alone = True
 
-    def __init__(self, server: Server, connection: Connection, loop: Loop) -> None:
+    def __init__(self, server: Host, connection: Connection, loop: Loop) -> None:
         self._server = server
         self._connection = connection
         self._loop = loop

@@ -11,6 +11,7 @@ import os
 import ssl
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ def make_keys(
         ValueError: an unknown role, or a file that exists: nothing is overwritten.
         ModuleNotFoundError: without the ``tls`` extra.
     """
+    _need_cryptography()
     folder = Path(directory)
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
@@ -69,6 +71,13 @@ def make_keys(
         paths[role] = folder / f"{role}.pem"
         _write_private(paths[role], _issue(role, certificate, key, days))
     return paths
+
+
+def _need_cryptography() -> None:
+    if find_spec("cryptography") is None:
+        raise ModuleNotFoundError(
+            "making certificates needs cryptography: pip install 'anabranch[tls]'", name="cryptography"
+        )
 
 
 def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:

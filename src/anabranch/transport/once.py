@@ -14,12 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from anabranch.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from anabranch.transport.server import Call
 
 __all__ = ["Identity", "OnceTable"]
 
@@ -27,16 +24,25 @@ Identity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""
 
 
+class _Numbered(Protocol):
+    """A request that has such a name."""
+
+    identity: Identity
+
+
+_Call = TypeVar("_Call", bound=_Numbered)
+
+
 @dataclass(slots=True)
-class _Epoch:
+class _Epoch(Generic[_Call]):
     """One client: what it will never ask again lies below ``settled``."""
 
     settled: int = 0
-    running: dict[int, Call] = field(default_factory=dict)
+    running: dict[int, _Call] = field(default_factory=dict)
     done: dict[int, Sequence[memoryview] | None] = field(default_factory=dict)
 
 
-class OnceTable:
+class OnceTable(Generic[_Call]):
     """The requests of all clients that were done or are being done.
 
     Args:
@@ -48,11 +54,11 @@ class OnceTable:
         self.lock = threading.RLock()
         self._budget = budget_bytes
         self._most_epochs = epochs
-        self._epochs: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._epochs: OrderedDict[bytes, _Epoch[_Call]] = OrderedDict()
         self._kept: OrderedDict[Identity, int] = OrderedDict()
         self._kept_bytes = 0
 
-    def begin(self, call: Call, settled: int) -> Call | Sequence[memoryview] | None:
+    def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
         """What to do with a request that came: the call itself if it is new, the call it joins, or its old answer.
 
         ``None`` means that it was done and that its answer is not kept.
@@ -102,7 +108,7 @@ class OnceTable:
             for key, sequence in identities:
                 self._epoch(key).done.setdefault(sequence, None)
 
-    def _epoch(self, key: bytes) -> _Epoch:
+    def _epoch(self, key: bytes) -> _Epoch[_Call]:
         epoch = self._epochs.get(key)
         if epoch is None:
             epoch = self._epochs[key] = _Epoch()
@@ -116,7 +122,7 @@ class OnceTable:
             for key in [key for key, epoch in self._epochs.items() if not epoch.running][:surplus]:
                 self._settle_below(key, self._epochs.pop(key), 1 << 63)
 
-    def _settle_below(self, key: bytes, epoch: _Epoch, settled: int) -> None:
+    def _settle_below(self, key: bytes, epoch: _Epoch[_Call], settled: int) -> None:
         if settled <= epoch.settled:
             return
         epoch.settled = settled

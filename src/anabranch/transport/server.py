@@ -26,8 +26,8 @@ from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, Overloaded, PeerLost, ProtocolError, Unauthorized
 from anabranch.events import report
 from anabranch.transport.call import Call, Verb
-from anabranch.transport.connection import Connection
-from anabranch.transport.drivers import Answer, Loop
+from anabranch.transport.connection import Answer, Connection
+from anabranch.transport.drivers import Loop
 from anabranch.transport.frame import Beat, Failure, Limits, RequestHeader, encode
 from anabranch.transport.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
@@ -127,13 +127,13 @@ class Server:
             if verb.name in self._verbs:
                 raise ValueError(f"two verbs are called {verb.name!r}")
             self._verbs[verb.name] = verb
-        self.once = OnceTable()
+        self.once: OnceTable[Call] = OnceTable()
         self.heartbeat = heartbeat
         self.limits = limits or Limits()
         self.healthy = healthy or (lambda: True)
         self.drain_seconds = drain_seconds
         self.max_connections = max_connections
-        self.round_over = after_round or (lambda: None)
+        self._after_round = after_round
         self.threads_of: dict[Connection, threading.Thread] = {}
         """The threads of connections that have one of their own."""
         self._max_bytes = max_bytes_in_flight
@@ -251,6 +251,11 @@ class Server:
     def gathered(self) -> list[Answer] | None:
         """Where this thread's answers are put aside, if they are."""
         return getattr(self._gathering, "answers", None)
+
+    def round_over(self) -> None:
+        """All that had come was handed to its handlers."""
+        if self._after_round is not None:
+            self._after_round()
 
     def stopping(self) -> bool:
         """Whether connections are to end."""

@@ -1,0 +1,104 @@
+"""Where the services of a job listen: sockets in one private folder, or TCP ports under certificates made for the job.
+
+All endpoints are known before anybody listens, so everybody starts at once. A port is kept by a socket of the launcher
+that is bound and does not listen: nobody else is given its number, and its service, started again or not, binds beside
+it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.transport import make_keys
+from anabranch.transport.endpoints import make_private_folder
+
+__all__ = ["Place", "private_place", "removed", "tcp_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The endpoints of a job's services.
+
+    Attributes:
+        directory: where the directory listens.
+        parameters: where each parameter server does.
+        keys: the directory of certificates; ``None`` where the kernel says who is there.
+    """
+
+    directory: str
+    parameters: tuple[str, ...]
+    keys: Path | None = None
+
+
+@contextmanager
+def private_place(servers: int) -> Iterator[Place]:
+    """Unix sockets in a folder that only this user enters, and that goes with the job.
+
+    >>> with private_place(1) as place:
+    ...     [endpoint.split("/")[-1] for endpoint in (place.directory, *place.parameters)]
+    ['directory', 'parameters-0']
+    """
+    with removed(make_private_folder()) as folder:
+        yield Place(f"unix:{folder}/directory", tuple(f"unix:{folder}/parameters-{shard}" for shard in range(servers)))
+
+
+@contextmanager
+def tcp_place(host: str, servers: int, keys: str | os.PathLike[str] | None = None) -> Iterator[Place]:
+    """Free TCP ports of ``host``, an address of this machine, with ``keys`` or else certificates that go with the job.
+
+    Raises:
+        ValueError: no address of this machine, or one that others could not be told.
+        ModuleNotFoundError: without the ``tls`` extra.
+    """
+    with ExitStack() as stack:
+        ports = [stack.enter_context(_held_port(host)) for _ in range(servers + 1)]
+        folder = Path(keys) if keys is not None else stack.enter_context(_keys_of_the_job())
+        shown = f"[{host}]" if ":" in host else host
+        directory, *parameters = [f"tcp://{shown}:{port}" for port in ports]
+        yield Place(directory, tuple(parameters), folder)
+
+
+@contextmanager
+def _held_port(host: str) -> Iterator[int]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host!r} is no address of this machine: {error}") from None
+    with sock:
+        if ipaddress.ip_address(str(address[0])).is_unspecified:
+            raise ValueError(
+                f"{host!r} is every address of this machine, which nobody can connect to; name one of them"
+            )
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            raise ValueError(f"{host!r} is no address of this machine: {error.strerror}") from None
+        yield int(sock.getsockname()[1])
+
+
+@contextmanager
+def _keys_of_the_job() -> Iterator[Path]:
+    with removed(Path(tempfile.mkdtemp(prefix="anabranch-keys-"))) as folder:
+        make_keys(folder)
+        # Nobody is to be let in later.
+        (folder / "authority.key").unlink()
+        yield folder
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[Path]:
+    """``path``, and what lies below it, gone when the block ends."""
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

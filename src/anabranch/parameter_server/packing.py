@@ -1,0 +1,146 @@
+"""How the numbers of a message travel: one flat tensor a dtype, rows rounded if the sender asks for it.
+
+Each table's and parameter's share lies behind that of the one before it. Under ``"bfloat16"`` rows and their gradients
+are rounded to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17
+bytes instead of 64. What an optimizer keeps for a row has a range that 8 bits do not: it travels as bfloat16 under
+either. Dense parameters, ids and versions are never rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import SchemaError
+from anabranch.tensors import from_blocks, to_blocks
+
+__all__ = ["Compression", "Share", "all_finite", "check_compression", "expected", "join", "split"]
+
+Compression = Literal["bfloat16", "int8"]
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+_BLOCK = 16
+_UNIT = 144
+_NO_NUMBER = 255
+_SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) / 2), torch.tensor([torch.nan])])
+"""What a scale's byte means: powers of the root of 2, from 3e-22 to 4e16; 0; and a block that holds NaN or Inf."""
+_MOST = torch.finfo(torch.bfloat16).max
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One table's or parameter's share of the numbers.
+
+    Attributes:
+        dtype, shape: of the tensor.
+        kind: rows that may be rounded, rows with their optimizer's state, or numbers that are exact.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: Literal["exact", "rows", "states"] = "exact"
+
+    def travels_as(self, compression: Compression | None) -> torch.dtype:
+        """The dtype of its numbers on the wire."""
+        if compression is None or self.kind == "exact":
+            return self.dtype
+        return torch.int8 if compression == "int8" and self.kind == "rows" else torch.bfloat16
+
+    def bytes(self, compression: Compression | None) -> int:
+        """How many of the message's bytes are its numbers."""
+        kind, count = self.travels_as(compression), math.prod(self.shape)
+        return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
+
+
+def check_compression(given: str | None) -> Compression | None:
+    """``given``, if it is a compression; else a ``ValueError``."""
+    if given not in (None, "bfloat16", "int8"):
+        raise ValueError(f"rows travel uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
+    return cast("Compression | None", given)
+
+
+def expected(shares: Iterable[Share], compression: Compression | None = None) -> list[tuple[torch.dtype, int]]:
+    """The dtype and size of each tensor that these shares travel as.
+
+    >>> expected([Share(torch.float32, (10, 16), "rows"), Share(torch.float64, (3,))], "int8")
+    [(torch.float64, 3), (torch.int8, 160), (torch.uint8, 10)]
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for share in shares:
+        kind = share.travels_as(compression)
+        sizes[kind] = sizes.get(kind, 0) + math.prod(share.shape)
+    found = [(dtype, sizes[dtype]) for dtype in (*FLOATS, torch.int8) if dtype in sizes]
+    if torch.int8 in sizes:
+        found.append((torch.uint8, -(-sizes[torch.int8] // _BLOCK)))
+    return found
+
+
+def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
+    """What to send for ``tensors``, whose shares these are."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor, share in zip(tensors, shares, strict=True):
+        kind = share.travels_as(compression)
+        flat = tensor.detach().reshape(-1)
+        if kind == torch.bfloat16 and flat.dtype != kind:  # rounded to the largest number rather than to infinity
+            flat = flat.clamp(-_MOST, _MOST).to(kind)
+        alike.setdefault(kind, []).append(flat.float() if kind == torch.int8 else flat)
+    whole = {kind: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for kind, parts in alike.items()}
+    found = [whole[dtype] for dtype in FLOATS if dtype in whole]
+    if torch.int8 in whole:
+        found += _in_blocks(whole[torch.int8])
+    return found
+
+
+def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
+    """The tensors that ``join`` made ``flat`` of, up to rounding; parts of its memory where nothing was rounded.
+
+    Raises:
+        SchemaError: the numbers are not as many, or not of the dtypes, that the shares need.
+    """
+    wanted = expected(shares, compression)
+    came = [(tensor.dtype, tensor.numel()) for tensor in flat]
+    if came != wanted or any(tensor.ndim != 1 for tensor in flat):
+        raise SchemaError(f"numbers of {wanted} expected, got {came}")
+    whole = dict(zip((dtype for dtype, _ in wanted), flat, strict=True))
+    if torch.int8 in whole:
+        whole[torch.int8] = from_blocks(whole[torch.int8], _SCALES[whole[torch.uint8].long()], _BLOCK)
+    places = dict.fromkeys(whole, 0)
+    found = []
+    for share in shares:
+        kind = share.travels_as(compression)
+        first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
+        found.append(whole[kind][first : places[kind]].to(share.dtype).view(share.shape))
+    return found
+
+
+def all_finite(flat: Sequence[Tensor]) -> bool:
+    """Whether the numbers that travel as ``flat`` are finite."""
+    for tensor in flat:
+        if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
+            return False
+        # Their sum tells at once, unless it overflows.
+        if tensor.is_floating_point() and not math.isfinite(tensor.sum().item()) and not torch.isfinite(tensor).all():
+            return False
+    return True
+
+
+def _in_blocks(flat: Tensor) -> list[Tensor]:
+    said: list[Tensor] = []
+
+    def representable(scales: Tensor) -> Tensor:
+        said.append(_bytes_of(scales))
+        return _SCALES[said[0].long()]
+
+    codes, _ = to_blocks(flat, _BLOCK, representable)
+    return [codes, *said]
+
+
+def _bytes_of(scales: Tensor) -> Tensor:
+    """The least scales that a byte can say and that are not below these."""
+    steps = (torch.ceil(2 * torch.log2(scales)) + _UNIT).clamp(1, _NO_NUMBER - 1)
+    steps = torch.where(torch.isfinite(scales), steps, _NO_NUMBER)
+    return torch.where(scales == 0, 0, steps).to(torch.uint8)

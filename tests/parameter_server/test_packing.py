@@ -1,0 +1,106 @@
+"""Numbers on their way: exact where nobody asked for rounding, few bytes and small errors where someone did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.parameter_server import Normal, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
+from anabranch.parameter_server.row_optimizers import Family
+from anabranch.transport import MemoryTransport
+
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+SHARES = st.lists(
+    st.builds(
+        Share, DTYPES, st.tuples(st.integers(0, 5), st.integers(1, 20)), st.sampled_from(["exact", "rows", "states"])
+    ),
+    max_size=6,
+)
+
+
+@given(SHARES, st.sampled_from([None, "bfloat16", "int8"]))
+def test_what_is_joined_is_split_again(shares, compression):
+    tensors = [torch.randn(share.shape).to(share.dtype) for share in shares]
+    flat = join(tensors, shares, compression)
+    assert [(tensor.dtype, tensor.numel()) for tensor in flat] == expected(shares, compression)
+    assert sum(tensor.nbytes for tensor in flat) <= sum(share.bytes(compression) for share in shares)
+    for tensor, found, share in zip(tensors, split(flat, shares, compression), shares, strict=True):
+        assert (found.dtype, found.shape) == (share.dtype, share.shape)
+        if compression is None or share.kind == "exact":
+            assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e6])
+def test_8_bits_are_off_by_a_hundredth_of_the_largest_of_16_at_most(scale):
+    rows = torch.randn(1000, 16) * torch.rand(1000, 1) * scale
+    share = Share(torch.float32, tuple(rows.shape), "rows")
+    flat = join([rows], [share], "int8")
+    (found,) = split(flat, [share], "int8")
+    assert ((found - rows).abs() <= rows.abs().amax(1, keepdim=True) / 177).all()
+    assert sum(tensor.nbytes for tensor in flat) <= 0.27 * rows.nbytes
+    (halves,) = join([rows], [share], "bfloat16")
+    assert halves.nbytes <= 0.5 * rows.nbytes
+
+
+def test_zeros_and_the_largest_numbers_pass():
+    rows = torch.tensor([[0.0] * 16, [3e38] * 16, [-1e15] * 16])
+    share = Share(torch.float32, (3, 16), "rows")
+    zero, huge, large = split(join([rows], [share], "int8"), [share], "int8")[0]
+    assert (zero == 0).all()
+    assert torch.isfinite(huge).all()
+    torch.testing.assert_close(large, rows[2], rtol=0.01, atol=0)
+    assert torch.isfinite(split(join([rows], [share], "bfloat16"), [share], "bfloat16")[0]).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_what_is_no_number_is_told_from_numbers_on_the_far_side(bad, compression):
+    rows = torch.ones(4, 16)
+    share = Share(torch.float32, (4, 16), "rows")
+    assert all_finite(join([rows], [share], compression))
+    rows[2, 5] = bad
+    if compression == "bfloat16" and bad == torch.inf:
+        return  # rounded to the largest number
+    assert not all_finite(join([rows], [share], compression))
+
+
+def test_other_numbers_than_the_shares_need_are_refused():
+    share = Share(torch.float32, (2, 16), "rows")
+    codes, scales = join([torch.ones(2, 16)], [share], "int8")
+    for flat in ([codes], [codes, scales[:1]], [scales, codes], [codes[:-1], scales], [codes.view(2, 16), scales]):
+        with pytest.raises(SchemaError, match="expected"):
+            split(flat, [share], "int8")
+
+
+@pytest.mark.parametrize("compression", ["bfloat16", "int8"])
+def test_rows_come_and_go_in_fewer_bytes_and_dense_parameters_are_exact(compression):
+    network = MemoryTransport()
+    bytes_of = {}
+    for how in (None, compression):
+        with (
+            ParameterServer(transport=network) as server,
+            ParameterClient([server.endpoint], transport=network, compression=how) as client,
+        ):
+            rule = RowOptimizer(Family.SGD, lr=0.5)
+            client.init_table(TableSpec("rows", None, 16, initial=Normal(0.0, 1.0)), rule)
+            exact = torch.tensor([1.0, 1 / 3])
+            client.init("dense", (2,), init=exact)
+            ids = torch.tensor([2**53, 2**53 + 1, -(2**63) + 1, 7])
+            before = client.sparse_pull("rows", ids)
+            grads = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+            client.sparse_push("rows", ids, grads)
+            moved = before - client.sparse_pull("rows", ids)
+            torch.testing.assert_close(moved, 0.5 * grads, rtol=0, atol=0.05 if how else 1e-6)
+            assert torch.equal(client.pull("dense"), exact)
+            moved_bytes = client.traffic()["rows"].bytes - 3 * (ids.nbytes) - 2 * ids.nbytes  # ids and versions
+            bytes_of[how] = moved_bytes
+            with pytest.raises(NonFinite, match="rows hold NaN"):
+                client.sparse_push("rows", ids, grads * torch.nan)
+            assert list(server.statistics().refused_values.values()) == [1]
+    assert bytes_of[compression] <= {"bfloat16": 0.5, "int8": 0.27}[compression] * bytes_of[None]
+    with pytest.raises(ValueError, match="'int4'"):
+        ParameterClient(compression="int4")  # type: ignore[arg-type]

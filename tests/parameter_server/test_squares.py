@@ -1,0 +1,138 @@
+"""A sum of several steps' gradients adds their squares to the second moments, not its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.parameter_server import (
+    Cache,
+    Constant,
+    ParameterClient,
+    RowCache,
+    RowOptimizer,
+    RowTable,
+    TableSpec,
+)
+from anabranch.parameter_server.row_optimizers import Family
+from anabranch.parameter_server.row_step import move_rows
+
+STEPS, WIDTH = 50, 4
+RULES = {
+    "adagrad": RowOptimizer(Family.ADAGRAD, lr=0.1, eps=1e-10),
+    "adagrad with decay": RowOptimizer(Family.ADAGRAD, lr=0.1, eps=1e-10, weight_decay=0.01, maximize=True),
+    "row-wise adagrad": RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=0.1, eps=1e-10),
+    "adam": RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8),
+    "sgd": RowOptimizer(Family.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def table(rule: RowOptimizer, dtype: torch.dtype = torch.float32) -> RowTable:
+    return RowTable(TableSpec("t", 8, WIDTH, dtype, initial=Constant(0.5)), rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_gradient_of_one_step_is_as_without_squares(name):
+    one, other = table(RULES[name]), table(RULES[name])
+    for _ in range(3):
+        ids, grads = torch.tensor([3, 5, 3]), torch.randn(3, WIDTH)
+        one.push(ids, grads)
+        other.push(ids, grads, torch.ones(3))
+    assert torch.equal(one.pull_with_state(torch.arange(8)), other.pull_with_state(torch.arange(8)))
+
+
+def test_alike_gradients_leave_adagrad_the_sum_that_single_steps_leave():
+    single, summed, naive = (table(RULES["adagrad"], torch.float64) for _ in range(3))
+    ids, grad = torch.tensor([3]), torch.full((1, WIDTH), 0.01, dtype=torch.float64)
+    for _ in range(STEPS):
+        single.push(ids, grad)
+    summed.push(ids, STEPS * grad, torch.tensor([1 / STEPS]))
+    naive.push(ids, STEPS * grad)
+    wanted, found, without = (one.pull_with_state(ids)[:, WIDTH:] for one in (single, summed, naive))
+    torch.testing.assert_close(found, wanted)
+    assert (without > 40 * wanted).all()
+
+
+def test_row_wise_adagrads_sum_is_exact_whatever_the_gradients():
+    single, summed = (table(RULES["row-wise adagrad"], torch.float64) for _ in range(2))
+    grads = torch.randn(STEPS, WIDTH, dtype=torch.float64)
+    for grad in grads:
+        single.push(torch.tensor([3]), grad[None])
+    whole = grads.sum(0, keepdim=True)
+    summed.push(torch.tensor([3]), whole, (grads.square().sum() / whole.square().sum())[None])
+    wanted, found = (one.pull_with_state(torch.tensor([3]))[:, WIDTH:] for one in (single, summed))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_worker_moves_its_rows_as_the_servers_will(name):
+    there = table(RULES[name])
+    ids, grads, squares = torch.tensor([1, 6]), torch.randn(2, WIDTH), torch.tensor([0.25, 1.5])
+    there.push(ids, torch.randn(2, WIDTH))
+    here = move_rows(there.pull_with_state(ids), grads, RULES[name], 2, squares)
+    there.push(ids, grads, squares)
+    torch.testing.assert_close(here, there.pull_with_state(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", RULES)
+def test_squares_of_any_size_leave_numbers(name, dtype):
+    there = table(RULES[name], dtype)
+    for squares in (0.0, 1e-9, 1 / 50, 1e6):
+        there.push(torch.arange(8), torch.randn(8, WIDTH).to(dtype), torch.full((8,), squares))
+    assert torch.isfinite(there.pull_with_state(torch.arange(8))).all()
+
+
+def test_parts_of_one_row_have_the_mean_of_their_squares_by_size():
+    together, apart = table(RULES["adagrad"]), table(RULES["adagrad"])
+    grads = torch.tensor([[1.0] * WIDTH, [3.0] * WIDTH])
+    apart.push(torch.tensor([2, 2]), grads, torch.tensor([0.5, 0.1]))
+    together.push(torch.tensor([2]), grads.sum(0, keepdim=True), torch.tensor([(0.5 * 4 + 0.1 * 36) / 40]))
+    ids = torch.arange(8)
+    torch.testing.assert_close(apart.pull_with_state(ids), together.pull_with_state(ids))
+
+
+def test_an_id_that_is_not_admitted_takes_nothing_along():
+    spec = TableSpec("t", None, WIDTH, initial=Constant(0.5), capacity=1)
+    full = RowTable(spec, RULES["adagrad"])
+    full.push(torch.tensor([7, 9]), torch.ones(2, WIDTH), torch.tensor([1.0, 0.02]))
+    assert full.used == 1
+    assert torch.isfinite(full.pull_with_state(torch.tensor([7, 9]))).all()
+
+
+class Nowhere:
+    def pull(self, ids, known):
+        return torch.arange(len(ids)), torch.ones(len(ids), dtype=torch.int64), torch.zeros(len(ids), 2)
+
+    def push(self, ids, grads, squares):
+        raise AssertionError
+
+
+def test_a_cache_keeps_the_squares_of_what_waits():
+    cache = RowCache(
+        Cache(capacity=4, push_bound=3), 2, torch.float32, Nowhere(), move=lambda rows, grads, squares: rows + grads
+    )
+    grads = torch.tensor([[1.0, 0.0], [1.0, 1.0], [-1.0, 1.0], [1.0, 0.0]])
+    for step, grad in enumerate(grads):
+        cache.read(torch.tensor([5]), step)
+        ids, summed, squares = cache.write(torch.tensor([5]), grad[None], step)
+    assert (ids.tolist(), summed.tolist()) == ([5], [[2.0, 2.0]])
+    assert squares.tolist() == [pytest.approx(6 / 8)]
+    cache.write(torch.tensor([5]), torch.ones(1, 2), 4)
+    cache.write(torch.tensor([5]), -torch.ones(1, 2), 5)
+    assert cache.waiting()[2].tolist() == [1.0]  # no sum, no square of it
+
+
+def test_squares_from_the_wire_are_checked():
+    with ParameterClient() as client:
+        client.init("t", (8, WIDTH), kind="rows", optimizer=lambda rows: torch.optim.Adagrad(rows, lr=0.1))
+        given = {"t": (torch.tensor([1]), torch.ones(1, WIDTH))}
+        for bad in (-1.0, torch.nan, torch.inf):
+            with pytest.raises(NonFinite, match="squares"):
+                client.push_many(given, squares={"t": torch.tensor([bad])})
+        with pytest.raises(SchemaError):
+            client.push_many(given, squares={"t": torch.ones(3, 2)})
+        assert (client.pull("t") == 0).all()
+        client.push_many(given, squares={"t": torch.ones(1)})
+        assert (client.pull("t")[1] != 0).all()
