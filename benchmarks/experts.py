@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +30,7 @@ from anabranch.experts.calls import Calls, ExpertCall, call_experts
 from anabranch.experts.remote_expert import fetch_schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, make_keys
+from transport import bare
 
 SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 WIDTH = 512
@@ -104,13 +105,21 @@ def row(name: str, times: dict[str, list[float]], over: str | None = None) -> di
 
 
 def measure_nop(seconds: float, keys: str) -> Iterator[dict[str, object]]:
-    """A call that does nothing: what is left is the way."""
-    with process("nop", keys) as unix, process("nop", keys, tls=True) as tls:
-        experts = {"unix": RemoteExpert("nop.0", unix), "tls": RemoteExpert("nop.0", tls, keys=keys)}
+    """A call that does nothing: what is left is the way; beside it the least a socket can do, a bare echo."""
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[torch.Tensor], object]] = {}
+        for kind in ("unix", "tls"):
+            endpoint = stack.enter_context(process("nop", keys, tls=kind == "tls"))
+            sides[kind] = RemoteExpert("nop.0", endpoint, keys=keys if kind == "tls" else None)
+            sides[f"{kind} echo"] = stack.enter_context(bare(kind, keys))
         for name, size in SIZES.items():
             x = torch.randn(size // 4096, 1024)
             with torch.no_grad():
-                yield row(f"nop {name}", alternate({k: lambda e=e, x=x: e(x) for k, e in experts.items()}, seconds))
+                times = alternate({side: lambda run=run, x=x: run(x) for side, run in sides.items()}, seconds)
+            made = row(f"nop {name}", times)
+            medians = cast(dict[str, float], made["median_ms"])
+            made["ratio"] = {kind: round(medians[kind] / medians[f"{kind} echo"], 2) for kind in ("unix", "tls")}
+            yield made
 
 
 def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:

@@ -198,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve-hivemind", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    # Threads of hivemind's own do not take over what was set here.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.serve_hivemind:
         serve_hivemind(options.serve_hivemind)
         return

@@ -132,6 +132,7 @@ from anabranch.tensors import TensorSpec
 module = nn.Linear(1, 1, bias=False)
 nn.init.zeros_(module.weight)
 backend = ExpertBackend("count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)])
+sys.stdin.readline()
 with ExpertServer([backend], listen=sys.argv[1], checkpoint_dir=sys.argv[2], checkpoint_seconds=0.02):
     print(backend.updates, float(module.weight.detach()), flush=True)
     sys.stdin.read()
@@ -143,16 +144,22 @@ def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path) -> None
     folder.mkdir(mode=0o700)
     endpoint = f"unix:{folder}/socket"
     known = 0
-    for round_ in range(3):
-        process = subprocess.Popen(
+    # All at once, because importing torch takes seconds; each serves when it is told to.
+    processes = [
+        subprocess.Popen(
             [sys.executable, "-c", PROGRAM, endpoint, str(tmp_path / "saved")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
+        for _ in range(3)
+    ]
+    try:
+        for round_, process in enumerate(processes):
+            assert process.stdout is not None
+            assert process.stdin is not None
+            process.stdin.write("serve\n")
+            process.stdin.flush()
             updates, weight = process.stdout.readline().split()
             # The count and the parameter are of one moment.
             assert float(weight) == -float(updates)
@@ -162,9 +169,13 @@ def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path) -> None
             while time.monotonic() < until:
                 expert(torch.ones(1, 1)).sum().backward()
             known = int(updates)
-        finally:
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=10)
-            process.stdin.close()
-            process.stdout.close()
-        assert round_ == 0 or known > 0
+            assert round_ == 0 or known > 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=10)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
