@@ -11,8 +11,9 @@ through a relay of its own, a process that lets 200 Mbit/s pass each way and cou
                           └── shard 1                                └── shard 1
 
 The sides take turns in one run, a period of the bounds at a time, on servers of their own: rows not cached; cached;
-cached and kept in bfloat16; and as ``DistributedDataParallel`` has it, every gradient dense. What is all-reduced does
-not pass a relay: the time that its bytes would take there is added, on all sides alike.
+cached, with rows of 8 bits on their way; and as ``DistributedDataParallel`` has it, every gradient dense. (``--sides``
+also takes ``bfloat16``: cached, and kept in half the bytes.) What is all-reduced does not pass a relay: the time that
+its bytes would take there is added, on all sides alike.
 
 Beside them the best static cache of the same size, computed for the same batches: it holds the rows that are used most
 from the start, and knows which these are. A row costs it what it costs without a cache.
@@ -196,7 +197,12 @@ class Side:
         cache = None if name == "uncached" else ab.Cache("LFU", rows // 10, pull_bound=BOUND, push_bound=BOUND)
         self._extra = dense_bytes(model) / rate if rate else 0.0
         self.executor = ab.Executor(
-            {"train": step}, "Hybrid", cache=cache, dataloaders={"train": batches}, heartbeat=5.0
+            {"train": step},
+            "Hybrid",
+            cache=cache,
+            row_compression="int8" if name == "8-bit" else None,
+            dataloaders={"train": batches},
+            heartbeat=5.0,
         )
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -329,7 +335,7 @@ def main() -> None:
     parser.add_argument("--skews", action="store_true", help="only the saving against skew")
     parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--place", help=argparse.SUPPRESS)
-    parser.add_argument("--sides", nargs="+", default=["uncached", "cached", "bfloat16"], help="the first two at least")
+    parser.add_argument("--sides", nargs="+", default=["uncached", "cached", "8-bit"], help="the first two at least")
     options = parser.parse_args()
     if options.place:
         return work(options)

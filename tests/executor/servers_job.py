@@ -120,6 +120,36 @@ def go_on(folder: Path, rank: int, world: int, mode: str, last: int, at_end: str
         return {"steps": executor.statistics().steps, "numbers": numbers(executor, model)}
 
 
+def killed(folder: Path, rank: int, world: int, mode: str) -> dict[str, object]:
+    """Trains to step 6 and saves every second step; the first time rank 1 is killed in the fifth."""
+    model = new_model()
+    with executor_of(model, mode, timeout=50.0) as executor:
+        resumed = executor.resume(folder)
+        while (step := executor.statistics().steps) < 6:
+            if rank == 1 and step == 5 and not resumed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            executor.run("train", batch_of(step, rank, world))
+            if step % 2 == 1:
+                executor.save(folder)
+        return {"resumed": resumed, "numbers": numbers(executor, model)}
+
+
+def thaw(rank: int, world: int) -> dict[str, object]:
+    """A parameter that was frozen when the executor was made asks for gradients after the first step."""
+    model = new_model()
+    model.head.bias.requires_grad_(False)
+    with executor_of(model, "PS", consistency="ssp:1") as executor:
+        executor.run("train", batch_of(0, rank, world))
+        model.head.bias.requires_grad_(True)
+        try:
+            executor.run("train", batch_of(1, rank, world))
+        except ValueError as error:
+            model.head.bias.requires_grad_(False)
+            executor.run("train", batch_of(1, rank, world))
+            return {"error": str(error), "steps": executor.statistics().steps}
+    return {}
+
+
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -127,6 +157,10 @@ def main() -> None:
         found = stop_one(folder, rank, int(sys.argv[3]))
     elif what == "lose_one":
         found = lose_one(rank, world, sys.argv[3])
+    elif what == "killed":
+        found = killed(folder, rank, world, sys.argv[3])
+    elif what == "thaw":
+        found = thaw(rank, world)
     else:
         found = go_on(folder, rank, world, sys.argv[3], int(sys.argv[4]), sys.argv[5])
     print(json.dumps(found))

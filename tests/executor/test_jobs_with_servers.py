@@ -53,3 +53,29 @@ def test_a_job_that_was_stopped_goes_on_with_other_workers_and_servers(tmp_path:
     assert ended.results[0] is not None
     found = torch.tensor(ended.results[0]["numbers"], dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_job_of_which_a_worker_was_killed_resumes_by_the_same_command(tmp_path: Path) -> None:
+    """Its servers ended with it: what is on them comes from the last checkpoint."""
+    plain = new_model()
+    with executor_of(plain, None) as executor:
+        for step in range(6):
+            executor.run("train", batch_of(step, 0, 1))
+        wanted = torch.tensor(numbers(executor, plain), dtype=torch.float64)
+    job = LocalJob(2, servers=2, patience=Patience(failure=20.0))
+    lost = job.run(SCRIPT, "killed", str(tmp_path), "PS")
+    assert lost.exit_codes[1] == -9
+    assert "rank 1 is lost" in lost.logs[0]
+    for result in job.run(SCRIPT, "killed", str(tmp_path), "PS").check().results:
+        assert result is not None
+        assert result["resumed"] is True
+        torch.testing.assert_close(torch.tensor(result["numbers"], dtype=torch.float64), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_parameter_thawed_where_workers_sum_nothing_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+    for result in LocalJob(2, servers=1).run(SCRIPT, "thaw", str(tmp_path)).check().results:
+        assert result is not None
+        assert "head.bias was frozen when the Executor was made" in str(result["error"])
+        assert result["steps"] == 2

@@ -325,31 +325,35 @@ def test_prefetching_needs_a_cache() -> None:
         RemoteTables(client).prefetch({})
 
 
+@pytest.mark.parametrize("way", ["flushed", "due in a step without rows"])
 @pytest.mark.parametrize("mean", [True, False])
-def test_what_is_flushed_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool) -> None:
-    """Two workers' waiting gradients: a flush once added each as if that worker were alone."""
+def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool, way: str) -> None:
+    """Flushed gradients once counted as if their worker were alone, and those due in a step without rows not at all."""
     network = MemoryTransport()
     ids, weights = torch.tensor([1]), [1.0, 3.0]
-    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as bare:
-        clients = [ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)) for rank in range(2)]
+    with ExitStack() as stack:
+        server = stack.enter_context(ParameterServer(transport=network))
+        enter = stack.enter_context
+        bare = enter(ParameterClient([server.endpoint], transport=network))
         models = []
-        for client in clients:
+        for rank in range(2):
+            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
             table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-            tables = RemoteTables(client, cache=Cache(capacity=4, pull_bound=90, push_bound=90))
+            tables = RemoteTables(client, cache=Cache(capacity=4, pull_bound=2, push_bound=2))
             tables.adopt_modules(table)
             models.append((table, tables))
 
-        def one_step(rank: int) -> None:
+        def steps(rank: int) -> None:
             table, tables = models[rank]
             tables.begin(0)
             table(ids).sum().backward()
             tables.push(weights[rank], mean=mean)
+            for step in (1, 2):
+                if way != "flushed":
+                    tables.begin(step)
+                    tables.push(0.0 if mean else 1.0, mean=mean)
+            tables.flush()
 
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(one_step, range(2)))
-        for _, tables in models:
-            tables.flush()
-        moved = -bare.sparse_pull("t", ids)
-        assert torch.equal(moved, torch.full((1, 2), 1.0 if mean else 2.0))
-        for client in clients:
-            client.close()
+            list(pool.map(steps, range(2)))
+        assert torch.equal(-bare.sparse_pull("t", ids), torch.full((1, 2), 1.0 if mean else 2.0))

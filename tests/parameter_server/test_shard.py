@@ -153,3 +153,22 @@ def test_ten_thousand_pushes_over_a_connection_cut_after_delivery_count_to_ten_t
         for _ in range(10_000):
             client.push("n", torch.tensor([-1.0]))
         assert client.pull("n").item() == 10_000
+
+
+def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_restart() -> None:
+    shard = Shard()
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    ids, grad = torch.tensor([1]), torch.ones(2)
+    for rank, weight in enumerate((1.0, 3.0)):
+        shard.push(PushMessage([Part("t", 1)], [], rank, 0, weight), [ids, grad])
+    again = Shard()
+    state, groups = shard.snapshot()
+    again.load(state, lambda name: groups[name])
+    for one in (shard, again):
+        one.push(PushMessage([Part("t", 1)], [], 1, -1, 3.0), [ids, grad])
+        _, (_, _, rows) = one.pull(PullMessage([Part("t", 1)]), [ids])
+        assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
+    with pytest.raises(SchemaError, match="has not joined"):
+        shard.push(PushMessage([Part("t", 1)], [], 2, -1), [ids, grad])

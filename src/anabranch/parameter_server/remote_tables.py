@@ -62,7 +62,7 @@ class RemoteTables:
         self._sources: dict[str, _Source] = {}
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
-        self._weight, self._mean = 1.0, True  # of the last push
+        self._weight, self._mean = 1.0, True  # of the last push that had rows
         self._training = True
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
@@ -333,7 +333,7 @@ class RemoteTables:
         """
         if hold and self._cache is not None and self._cache.push_bound:
             raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
-        self._weight, self._mean = weight, mean
+        self._weight, self._mean = weight or self._weight, mean
         given = self.take() if given is None else given
         due: dict[str, Due] = {}
         for name, source in self._sources.items():
@@ -343,6 +343,10 @@ class RemoteTables:
                 source.leaving.clear()
             elif name in given:
                 due[name] = (*given[name], None)
+        waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
+        if mean and not weight and waited:  # what waited has weight though this step's batch has none
+            self._push_at_once(waited)
+            due |= {name: (*self._sources[name].nothing(), None) for name in waited}
         self._send(due, weight, mean, hold, beside or {})
 
     def squared_norm(self) -> float:

@@ -557,7 +557,7 @@ class Shard:
             kept[message.rank] = (message, [tensor.clone() for tensor in tensors])
             if len(kept) == job.world:
                 del job.pending[message.step]
-                job.total = sum(push.weight for push, _ in kept.values())
+                job.total = sum(push.weight for push, _ in kept.values()) or job.total
                 if any(push.hold for push, _ in kept.values()):
                     job.held[message.step] = kept
                 else:
