@@ -14,7 +14,7 @@ from anabranch.graph.build import build
 from anabranch.graph.faithful import PythonState, captured_tensors, refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake, WrongType
+from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake, WrongType, free_name
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
@@ -248,10 +248,15 @@ def capture_backward(
     ]
     batch_size = len(sources)
     sources += [Source(name, tensor, state=True) for name, tensor in state.items()]
-    known = {id(tensor) for tensor in state.values()}
-    sources += [Source(n, t, state=True) for n, t in captured_tensors(loss).items() if id(t) not in known]
-    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
     modules = TracedModules({"": model}).names
+    python = PythonState(loss, modules)
+    python.refuse_iterators()
+    known = {id(tensor) for tensor in (*state.values(), *leaves)}
+    for name, tensor in (*captured_tensors(loss).items(), *python.tensors.items()):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            sources.append(Source(free_name(name, sources), tensor, state=True, within_reach=True))
+    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
     refuse_hooks(modules, dict(model.named_parameters()))
     body = _Body(model, loss, wrt, fetch)
     names: list[str] = []
@@ -266,7 +271,6 @@ def capture_backward(
         names[:] = body.names()
         return results
 
-    python = PythonState(loss, modules)
     try:
         graph = build(traced, sources, names, {"": model}, kinds=kinds, keep=frozenset(fetch), interceptors=[cut])
     finally:
