@@ -209,3 +209,34 @@ def test_an_optimizer_that_branches_on_its_steps_is_named_and_the_tape_goes_on()
     with pytest.warns(ab.CaptureWarning, match=r"RAdam\.step does what a graph cannot"):
         found = run("auto")
     assert all(map(torch.equal, found, run("tape")))
+
+
+def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
+    def run(engine: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model, before, seen = nn.Linear(4, 3), nn.Linear(4, 4), []
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, engine=engine) as executor:
+            for make in (torch.clone, Tensor.requires_grad_, before):
+                x = make(torch.ones(2, 4))
+                seen += [executor.run(batch=x)["loss"], x.grad if x.is_leaf else before.weight.grad]
+        return [value for value in seen if value is not None]
+
+    with pytest.warns(ab.CaptureWarning, match="the batch requires a gradient"):
+        found = run("auto")
+    assert len(found) == 5
+    assert all(map(torch.equal, found, run("tape")))  # type: ignore[arg-type]
+
+
+def test_anomaly_detection_finds_what_the_tape_finds() -> None:
+    model = nn.Linear(4, 3)
+    step = ab.TrainStep(model, lambda m, x: m(x).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step) as executor:
+        executor.run(batch=torch.ones(2, 4))
+        assert executor.engine() == "graph"
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.autograd.detect_anomaly(),
+            pytest.raises(RuntimeError, match="returned nan values"),
+        ):
+            executor.run(batch=torch.full((2, 4), float("nan")))

@@ -240,6 +240,7 @@ def capture_backward(
         fetch: names of submodules whose outputs the graph yields too.
     """
     leaves, structure = flatten(batch)
+    _refuse_unreached(batch, leaves)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources = [
         Source(f"batch.{path}" if path else "batch", leaf)
@@ -278,6 +279,20 @@ def capture_backward(
     if changed is not None:
         raise changed
     return Backward(graph, tuple(body.outputs), tuple(body.dense), tuple(body.lookups), tuple(body.nested))
+
+
+def _refuse_unreached(batch: Structure, leaves: Sequence[object]) -> None:
+    """Raises for gradients that a sweep of the tape would leave, or look at, outside of what a graph yields."""
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "anomaly detection looks at every gradient, which a replay does not; the step runs on the tape"
+        )
+    for path, leaf in zip(paths(batch), leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"{f'batch.{path}' if path else 'the batch'} requires a gradient, which a graph of the step would not "
+                "yield; detach it, or use engine='tape'"
+            )
 
 
 def _detached(value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from itertools import chain
 
 from anabranch.graph.surroundings import Surroundings
 
-__all__ = ["GONE", "PythonValues", "contents", "freeze", "mutables"]
+__all__ = ["GONE", "PythonValues", "contents", "freeze", "is_mutable", "mutables"]
 
 GONE = object()
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
