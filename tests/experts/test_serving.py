@@ -34,8 +34,11 @@ def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             assert line.startswith("listening on ")
             yield process, line.removeprefix("listening on ").strip()
         finally:
-            process.kill()
-            process.wait(timeout=10)
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            finally:
+                process.kill()
 
 
 def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> None:
