@@ -51,6 +51,7 @@ class SocketStream:
         self._sock = sock
         self._recognise = recognise
         self._name = name
+        self._accepted = not connecting
         self._connecting = connecting
         self._secure = secure
         self._want: Literal["read", "write"] = "write" if connecting else "read"
@@ -96,6 +97,11 @@ class SocketStream:
             except ssl.SSLError as error:
                 # A peer that began without TLS is told so in the clear.
                 self._secure = error.reason not in _NO_TLS
+                if self._accepted and not self._secure:
+                    raise Unauthorized(
+                        f"this server speaks TLS 1.3 to peers with certificates alone ({error.reason}); give keys=DIR",
+                        peer=self._name,
+                    ) from None
                 raise _explain(error, self._name) from None
         self._peer = self._recognise(self._sock)
         return True
