@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, SchemaError
 from anabranch.experts import (
     Directory,
     DirectoryServer,
@@ -35,6 +35,7 @@ from anabranch.experts.beam_search import beam_search
 from anabranch.experts.finder import Avoidance
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
+from anabranch.transport import Call, Server, Verb
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -404,6 +405,34 @@ def test_a_mixture_finds_its_experts_through_a_directory_server() -> None:
         with ExpertServer(backends, directory=directory.endpoint):
             moe = RemoteMixtureOfExperts(4, [3], directory.endpoint, "ffn", k_best=2).double()
             assert moe(torch.randn(3, 4, dtype=torch.float64)).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda names: RemoteExpert("ffn.0", names, forward_timeout=0.3),
+        lambda names: RemoteMixtureOfExperts(4, [3], names, "ffn", forward_timeout=0.3),
+        lambda names: RemoteSwitchMixtureOfExperts(4, [3], names, "ffn", forward_timeout=0.3),
+    ],
+    ids=["expert", "mixture", "switch"],
+)
+def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Callable[[Directory], nn.Module]) -> None:
+    def never(call: Call) -> None:
+        # It beats on, so that only the deadline ends the wait.
+        asked.append(call)
+
+    asked: list[Call] = []
+    verbs = [Verb(f"directory.{name}", never) for name in ("lookup", "active")]
+    with Server(verbs, heartbeat=0.05, drain_seconds=0.01) as server:
+        module = make(Directory(server.endpoint))
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded) as caught:
+            module(torch.ones(1, 4))
+        assert time.monotonic() - start < 5.0
+        assert caught.value.peer == server.endpoint
+        assert str(caught.value.operation).startswith("directory.")
+        for call in asked:
+            call.fail(RuntimeError("over"))
 
 
 VICTIM_PROCESS = """
