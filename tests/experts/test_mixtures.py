@@ -228,6 +228,36 @@ def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:
         experts["ffn.1"].open.set()
 
 
+def ones_each_with_an_expert_of_its_own(directory: Directory, **options: object) -> tuple[nn.Module, Tensor]:
+    """A mixture that asks one expert a row, and two rows that ask two different ones."""
+    moe = mixture(directory, (2,), k_best=1, **options)
+    with torch.no_grad():
+        moe.gate.weight.copy_(torch.eye(2, 4))
+        moe.gate.bias.zero_()
+    return moe, torch.eye(2, 4, dtype=torch.float64)
+
+
+def test_enough_is_counted_for_each_row_and_not_for_the_batch() -> None:
+    with grid(2, servers=2) as (directory, experts, _):
+        moe, x = ones_each_with_an_expert_of_its_own(directory, k_min=1, timeout_after_k_min=0.01)
+        moe(x)
+        experts["ffn.1"].open.clear()
+        # The other row has its answer long before.
+        late = threading.Timer(0.5, experts["ffn.1"].open.set)
+        late.start()
+        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 1))  # type: ignore[arg-type]
+        late.join(timeout=10)
+        assert moe.statistics().cancelled == 0  # type: ignore[operator]
+
+
+def test_one_row_with_too_few_answers_fails_the_call_and_is_counted() -> None:
+    with grid(2) as (directory, experts, _):
+        moe, x = ones_each_with_an_expert_of_its_own(directory, k_min=1)
+        experts["ffn.1"].fault = RuntimeError("no luck")
+        with pytest.raises(BoundaryError, match=r"1 rows have fewer than 1 experts that answered \(ffn.1: "):
+            moe(x)
+
+
 def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> None:
     with grid(2) as (directory, experts, _):
         strict = mixture(directory, (2,), k_best=2, backward_k_min=2)
