@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
+from anabranch.transport.frame import Hello, encode
 
 
 def echo(call: Call) -> None:
@@ -251,6 +253,64 @@ def test_a_client_that_leaves_takes_its_waiting_call_with_it() -> None:
             time.sleep(0.001)
         assert gate.calls[0].cancelled
         assert gate.calls[0].drop()
+        assert server.statistics().calls == 0
+
+
+GREETING = b"".join(bytes(part) for part in encode(Hello()))
+SMALL = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(8)]))
+LARGE = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(1 << 17)]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", GREETING[:10], GREETING + SMALL[:-3], GREETING + LARGE[:-3]],
+    ids=["nothing", "half a greeting", "half a request", "half of a request with a thread of its own"],
+)
+def test_who_stalls_in_the_middle_is_let_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.transport.connection._GREETING", 0.2)
+    monkeypatch.setattr("anabranch.transport.connection._STALLED", 0.2)
+    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.05)
+    with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(said)
+        # The end, after the greeting or the reason that came before it; a timeout otherwise.
+        while sock.recv(1 << 16):
+            pass
+        until = time.monotonic() + 10
+        while server.statistics().connections and time.monotonic() < until:
+            time.sleep(0.001)
+        assert server.statistics().connections == 0
+        assert server.statistics().bytes_in_flight == 0
+
+
+def test_what_is_done_once_must_be_numbered() -> None:
+    done: list[Call] = []
+    with (
+        Server([Verb("push", done.append, once=True)]) as server,
+        Client() as client,
+        pytest.raises(ProtocolError, match="number its requests"),
+    ):
+        client.call(Request(server.endpoint, "push"), soon())
+    assert not done
+
+
+def test_a_second_request_on_a_connection_whose_first_is_served_ends_it() -> None:
+    gate = Gate("echo")
+    with Server([gate.verb]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(GREETING + SMALL)
+        gate.wait_for(1)
+        sock.sendall(SMALL)
+        told = b""
+        while some := sock.recv(1 << 16):
+            told += some
+        assert b"one at a time" in told
+        assert len(gate.calls) == 1
+        until = time.monotonic() + 10
+        while not gate.calls[0].drop() and time.monotonic() < until:
+            time.sleep(0.001)
         assert server.statistics().calls == 0
 
 
