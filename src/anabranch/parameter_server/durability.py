@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.deadline import Deadline
-from anabranch.events import fault_point
+from anabranch.events import fault_point, report
 from anabranch.parameter_server.push_log import PushLog, Record
 from anabranch.parameter_server.shard import Shard
 
@@ -68,10 +68,17 @@ class Keeper:
                 self._done[epoch] = deque(sequences, _REMEMBERED)
         if self._durability == "log":
             for record, tensors in PushLog.read(self._directory, first):
-                shard.replay(record.verb, record.payload, tensors)
+                self._replay(shard, record, tensors)
                 self._remember(record.epoch, record.sequence)
             self._log = PushLog(self._directory)
         return [(epoch, sequence) for epoch, sequences in self._done.items() for sequence in sequences]
+
+    def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
+        try:
+            shard.replay(record.verb, record.payload, tensors)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            # It failed when it was asked for too, and was not acknowledged: no reason never to start again.
+            report("parameter_server.record_refused", verb=record.verb, error=str(error))
 
     @contextmanager
     def asked_by(self, identity: tuple[bytes, int]) -> Iterator[None]:

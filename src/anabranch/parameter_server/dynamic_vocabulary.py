@@ -85,6 +85,11 @@ class DynamicVocabulary:
         _, uses, last_use = self._index.entries()
         return np.stack([uses[rows], last_use[rows]], axis=1)
 
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``restore`` would."""
+        self._check_owner(ids)
+        self._index.check_new(ids)
+
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """Gives rows to ids that have none yet, with the usage they had; returns the rows.
 

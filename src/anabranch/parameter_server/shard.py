@@ -20,7 +20,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -738,14 +738,23 @@ class Shard:
             return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Puts back what ``export`` gave, here or on another shard."""
+        """Puts back what ``export`` gave, here or on another shard.
+
+        Raises:
+            NotFound, SchemaError, NonFinite: it is none of this table or parameter; nothing is changed.
+        """
         with self._state:
             self._check_name(message.name)
             holder = self._holder(message.name)
             if isinstance(holder, RowTable):
-                if len(tensors) != 6 or any(len(tensor) != len(tensors[0]) for tensor in tensors[1:3]):
+                if len(tensors) != 1 + len(fields(RowBlock)):
                     raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
-                holder.check(tensors[0])
+                *block, history = tensors
+                holder.check_block(RowBlock(*block), message.step, history)
+            else:
+                holder.check_restored(tensors)
+            if not all_finite(tensors):
+                raise NonFinite(f"the checkpoint of {message.name} holds NaN or Inf; nothing was changed")
             self._record("restore", message, tensors)
 
     def drop(self, message: DropMessage) -> None:

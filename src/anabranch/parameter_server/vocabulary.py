@@ -38,6 +38,9 @@ class Vocabulary(Protocol):
     def usage(self, rows: Ids) -> Ids:
         """Of each row: in how many steps it was used, and in which last, ``[rows, 2]``; ``[0, 2]`` if none leaves."""
 
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``restore`` would."""
+
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """The rows of ids that come back with their usage."""
 
@@ -85,6 +88,10 @@ class FixedVocabulary:
     def usage(self, rows: Ids) -> Ids:
         """Nothing: no row leaves."""
         return _NOTHING.reshape(0, 2)
+
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``locate`` would."""
+        self.locate(ids, step=0, training=False)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """The rows of ``ids``."""
