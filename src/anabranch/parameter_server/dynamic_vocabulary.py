@@ -76,9 +76,9 @@ class DynamicVocabulary:
         """The ids of ``rows``."""
         return self._index.entries()[0][rows]
 
-    def in_use(self) -> Ids:
-        """The rows that have an id, ascending."""
-        return np.arange(self._index.rows)
+    def in_use(self, first: int, rows: int) -> Ids:
+        """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
+        return np.arange(first, max(first, min(first + rows, self._index.rows)))
 
     def usage(self, rows: Ids) -> Ids:
         """Of each row: in how many steps it was used, and in which last; ``[rows, 2]``."""

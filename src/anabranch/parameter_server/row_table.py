@@ -39,6 +39,7 @@ __all__ = ["RowBlock", "RowTable"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
+_AT_ONCE = 16 << 20  # bytes
 # Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
 _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
 
@@ -155,6 +156,16 @@ class RowTable:
         return (
             self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
         )  # fmt: skip
+
+    @property
+    def in_file(self) -> bool:
+        """Whether its rows lie in a file, for it may be larger than memory."""
+        return self.spec.memory_map
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are copied at once where all are to be: 16 MiB of them."""
+        return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
 
     @property
     def stride(self) -> int:
@@ -432,8 +443,8 @@ class RowTable:
 
     def block(self, first: int, rows: int) -> RowBlock:
         """Those of the ``rows`` rows from place ``first`` on that have begun."""
-        part = self._vocabulary.in_use()[first : first + rows]
-        with self._storage.at_hand(part) as (storage, where):
+        part = self._vocabulary.in_use(first, rows)
+        with self._storage.at_hand(part, changing=False) as (storage, where):
             begun = storage.stamps[where] > 0
             part, where = part[begun], where[begun]
             return RowBlock(

@@ -32,8 +32,8 @@ class Vocabulary(Protocol):
     def ids(self, rows: Ids) -> Ids:
         """The ids of rows that are in use."""
 
-    def in_use(self) -> Ids:
-        """The rows that have an id, ascending."""
+    def in_use(self, first: int, rows: int) -> Ids:
+        """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
 
     def usage(self, rows: Ids) -> Ids:
         """Of each row: in how many steps it was used, and in which last, ``[rows, 2]``; ``[0, 2]`` if none leaves."""
@@ -81,9 +81,9 @@ class FixedVocabulary:
         """The ids of ``rows``."""
         return self._placement.ids(self._shard, rows)
 
-    def in_use(self) -> Ids:
+    def in_use(self, first: int, rows: int) -> Ids:
         """Every row."""
-        return np.arange(self.rows)
+        return np.arange(first, max(first, min(first + rows, self.rows)))
 
     def usage(self, rows: Ids) -> Ids:
         """Nothing: no row leaves."""
