@@ -639,6 +639,12 @@ class ParameterClient:
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
 
+    def wait_for_turn(self, step: int) -> None:
+        """Returns once the job's consistency lets this worker read at ``step``: for a step that reads nothing here."""
+        message = pack(PullMessage([], False, False, False, *self._turn(step)))
+        request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
+        self._in_turn([request], Deadline.after(self._timeout))
+
     def barrier(self) -> None:
         """Returns once every worker of the job has called it as often; a bare client is alone."""
         if self._worker is None:
