@@ -39,6 +39,12 @@ def is_state(name: str) -> bool:
     return name not in _NOT_STATE and not name.endswith("_hooks") and "hooks_" not in name
 
 
+def _answers_for_itself(kind: type[Tensor]) -> bool:
+    asked = kind.__torch_function__
+    plain = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+    return getattr(asked, "__func__", asked) not in plain
+
+
 def from_library(value: object) -> bool:
     """Whether a function is torch's, Python's or ours."""
     code = value if isinstance(value, types.CodeType) else getattr(getattr(value, "__func__", value), "__code__", None)
@@ -207,6 +213,8 @@ class Surroundings:
                 self._follow(key, function, depth + 1)
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
+        if _answers_for_itself(type(tensor)):
+            return  # such as a table on servers: what is asked of it is its own to answer
         if self._remember(tensor) and not is_lazy(tensor):
             while name in self.tensors:
                 name += "_"
