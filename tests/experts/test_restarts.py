@@ -12,6 +12,7 @@ from torch import nn
 from anabranch.errors import Unauthorized
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
 from anabranch.transport import make_keys
 
 
@@ -71,3 +72,20 @@ def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:
             with pytest.raises(Unauthorized, match="role 'worker' may not"):
                 ask()
         assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
+
+
+def test_who_is_not_announced_again_is_forgotten_after_its_time() -> None:
+    clock = FakeClock()
+    with DirectoryServer(clock=clock) as server:
+        for directory in (Directory(clock=clock), Directory(server.endpoint)):
+            directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/here", ttl=10.0)
+            clock.advance(6.0)
+            directory.announce(["ffn.2.0"], "unix:/there", ttl=10.0)
+            # What another has taken over is not its former server's to withdraw.
+            directory.withdraw(["ffn.2.0"], "unix:/here")
+            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.0.1": "unix:/here", "ffn.2.0": "unix:/there"}
+            clock.advance(5.0)
+            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.2.0": "unix:/there"}
+            assert directory.active(["ffn", "ffn.0"]) == {"ffn": [2], "ffn.0": []}
+            clock.advance(6.0)
+            assert directory.active(["ffn"]) == {"ffn": []}
