@@ -95,6 +95,30 @@ def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("keep", [0, 100])
+def test_the_scheduler_steps_and_the_norm_is_clipped_at_each_update(keep: int) -> None:
+    here = Feedforward()
+    there = copy.deepcopy(here)
+    near, far = (torch.optim.SGD(module.parameters(), lr=0.5) for module in (here, there))
+    halving, theirs = (torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (near, far))
+    backend = ExpertBackend(
+        "ffn.0", there, far, scheduler=theirs, clip_grad_norm=0.1, args_schema=[TensorSpec(4)], keep_activations=keep
+    )
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            here(x).sum().backward()
+            assert nn.utils.clip_grad_norm_(here.parameters(), 0.1) > 0.1
+            near.step()
+            near.zero_grad()
+            halving.step()
+            expert(x).sum().backward()
+    assert far.param_groups[0]["lr"] == near.param_groups[0]["lr"] == 0.5 / 8
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_nested_keyword_bool_and_int_inputs_and_integer_outputs() -> None:
     here = Nested()
     there = copy.deepcopy(here)
