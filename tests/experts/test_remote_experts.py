@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from anabranch.errors import (
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Client, Request
+from anabranch.transport import Client, Request, RequestHeader
+from anabranch.transport.frame import Hello, encode
 
 
 class Feedforward(nn.Module):
@@ -502,6 +504,16 @@ def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:
             took.append(time.monotonic() - start)
         # The quickest, for a busy machine may be away at any moment.
         assert min(took) < 0.005
+        # It is said of the header: the body has not been sent, nor has it a place.
+        asked = RequestHeader(wire.FORWARD, "slow.0", seconds=30.0, schema=backend.schema.hash)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(server.endpoint.removeprefix("unix:"))
+            sock.sendall(b"".join(bytes(part) for part in encode(Hello())) + encode(asked, [torch.ones(1, 2)])[0])
+            told = sock.recv(1 << 16)
+            while b"overloaded" not in told and (some := sock.recv(1 << 16)):
+                told += some
+        assert b"overloaded" in told
         module.open.set()
         for thread in [first, *waiting]:
             thread.join(timeout=10)
