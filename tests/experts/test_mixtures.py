@@ -465,6 +465,18 @@ def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Call
             call.fail(RuntimeError("over"))
 
 
+def test_an_expert_that_never_says_what_it_takes_leaves_time_for_the_others() -> None:
+    asked: list[Call] = []
+    silent = Server([Verb("expert.info", asked.append)], heartbeat=0.05, drain_seconds=0.01)
+    with grid(1) as (directory, experts, _), silent:
+        directory.announce(["ffn.1"], silent.endpoint, ttl=60.0)
+        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=2.0)
+        x = torch.randn(3, 4, dtype=torch.float64)
+        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 2))
+        for call in asked:
+            call.fail(RuntimeError("over"))
+
+
 VICTIM_PROCESS = """
 import sys, torch
 from torch import nn
