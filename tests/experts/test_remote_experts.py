@@ -523,7 +523,7 @@ def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:
 def test_expired_and_abandoned_requests_are_dropped_before_compute() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=0.2) as server:
+    with served(backend) as server:
         expert = RemoteExpert("slow.0", server.endpoint)
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.3)
         expert.get_info()
@@ -584,7 +584,7 @@ def test_a_request_whose_caller_cancels_it_is_dropped_before_compute_however_lon
 def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=0.1) as server:
+    with served(backend, heartbeat=0.5) as server:
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.3)
         patient = RemoteExpert("slow.0", server.endpoint)
         patient.get_info()

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule
+from anabranch.pipeline.gloo_post import GlooPost
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -344,6 +346,20 @@ def mistakes() -> dict:
             pipe(x)
 
     expect(call_in_some_mode, last, ValueError, "call it in one mode on all")
+    for error, words in (
+        (ValueError("the file \udc80"), "\\udc80"),  # as names of files on disk can be, and UTF-8 cannot
+        (ValueError("much " * 2_000_000), "characters left out"),
+        (Unspeakable(), "<it cannot be told>"),
+    ):
+
+        def refuse(y: Tensor, target: Tensor, error: Exception = error) -> Tensor:
+            raise error
+
+        started = time.monotonic()
+        caught = raised_by(partial(pipe.step, x, target, loss=refuse))
+        assert time.monotonic() - started < 1.0
+        assert caught is error if last == RANK else words in str(caught)
+        step(pipe, x, target)
     pipe.close()
 
     class Alien(nn.Module):
@@ -363,12 +379,43 @@ def mistakes() -> dict:
         caught = raised_by(partial(make, skipping_model(), **arguments))
         assert isinstance(caught, ValueError)
         assert message in str(caught)
+    usual = balance_for("1F1B")
+    moved = [usual[0] - 1, *usual[1:-1], usual[-1] + 1]
+    for unlike in ({"balance": moved}, {"schedule": "GPipe"}):
+        caught = raised_by(partial(make, skipping_model(), **(unlike if last == RANK else {})))
+        assert isinstance(caught, ValueError)
+        assert "the ranks make different pipes" in str(caught)
+        shown = f"{unlike.get('balance', usual)} layers under {unlike.get('schedule', '1F1B')}"
+        assert f"rank {last}: {shown}" in str(caught)
+    alone = dist.new_group([0])
+    if RANK:
+        caught = raised_by(partial(ab.Pipe, skipping_model(), [LAYERS], process_group=alone))
+        assert "no group that this process is a rank of" in str(caught)
+    caught = raised_by(partial(make, skipping_model(), heartbeat=0.0))
+    assert "heartbeat is a number of seconds above 0, got 0.0" in str(caught)
     caught = raised_by(partial(make, skipping_model(), balance="time", sample=x.float()))
     assert isinstance(caught, RuntimeError if RANK == 0 else ab.PipelineError), caught
     with make(skipping_model(), balance="size", sample=x) as pipe:
         step(pipe, x, target)
     leaves_at_once(x)
+    cannot_meet(x, target)
     return {}
+
+
+def cannot_meet(x: Tensor, target: Tensor) -> None:
+    """A rank that can make no socket takes all of them to gloo, and to no other place in their collectives."""
+    with tempfile.TemporaryDirectory() as directory:
+        if RANK == WORLD - 1:
+            tempfile.tempdir = str(Path(directory) / "missing")
+        with make(skipping_model(), shared_memory=True) as pipe:
+            tempfile.tempdir = None
+            step(pipe, x, target)
+            assert isinstance(pipe._engine._post, GlooPost)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
 
 
 class FirstIsSlow(nn.Module):

@@ -138,6 +138,18 @@ def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
     assert_same_gradients(pipe, plain)
 
 
+def test_gradients_of_gradients_are_refused_not_taken_for_constants():
+    """Of a sum the incoming gradient needs none itself: torch's once_differentiable would let that pass."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        y = pipe(x)
+        with pytest.raises(RuntimeError, match="no gradients of gradients"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        y.sum().backward()
+    assert x.grad is not None
+
+
 def test_autograd_grad_reaches_inputs_and_parameters_without_touching_grad():
     model = skipping_model()
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anabranch import DeadlineExceeded, Pipe
 from anabranch.events import Event, on_fault_point, subscribe
+from anabranch.pipeline import make_schedule
 
 
 class Stop(BaseException):
@@ -205,6 +206,14 @@ def test_a_stage_that_waits_past_the_deadline_says_for_whom():
         ({"checkpoint": "sometimes"}, ValueError, "got 'sometimes'"),
         ({"schedule": "2F2B"}, ValueError, "no schedule is called '2F2B'"),
         ({"schedule": "ZBV", "balance": [1, 1, 2]}, ValueError, "3 stages do not fit 1 ranks"),
+        ({"balance": 4}, TypeError, "balance=4 is no list of the number of layers of each stage"),
+        ({"balance": [2.0, 2.0]}, TypeError, r"balance=\[2.0, 2.0\] is no list"),
+        ({"devices": "cpu"}, TypeError, r"got 'cpu'; say \['cpu', ...\]"),
+        ({"schedule": None}, TypeError, "schedule is a name or what make_schedule makes, got None"),
+        ({"schedule": make_schedule("GPipe", 3, 2)}, ValueError, "for 3 stages, the balance makes 2"),
+        ({"schedule": "Interleaved1F1B", "devices": ["cpu"] * 3}, ValueError, r"2 is no multiple of 3 ranks; use one"),
+        ({"seed": "abc"}, TypeError, "seed is a whole number, got 'abc'"),
+        ({"process_group": -100}, ValueError, "no group that this process is a rank of"),
         ({"module": nn.Linear(2, 2)}, TypeError, "splits a nn.Sequential, got Linear"),
         ({"module": nn.Sequential()}, ValueError, "empty"),
         ({"module": nn.Sequential(nn.LazyLinear(3), nn.Tanh())}, ValueError, "0.weight has no shape yet"),
@@ -214,6 +223,24 @@ def test_bad_arguments_are_refused_naming_value_and_cure(arguments: dict, error:
     module, _, _ = model_and_batch()
     with pytest.raises(error, match=message):
         Pipe(**{"module": module, "balance": [2, 2], **arguments})
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunks", 0), ("chunks", 2.5), ("checkpoint", "sometimes")])
+def test_what_may_be_changed_between_calls_is_checked_again(name: str, value: object):
+    module, x, _ = model_and_batch()
+    with Pipe(module, [2, 2], chunks=2) as pipe:
+        before = getattr(pipe, name)
+        setattr(pipe, name, value)
+        with pytest.raises(ValueError, match=f"{name} is .*got {value!r}"):
+            pipe(x)
+        setattr(pipe, name, before)
+        assert pipe(x).shape == (4, 3)
+
+
+def test_numbers_of_any_whole_kind_are_taken():
+    module, x, _ = model_and_batch()
+    with Pipe(module, torch.tensor([2, 2]), chunks=torch.tensor(2), seed=2**70) as pipe:  # type: ignore[arg-type]
+        assert pipe(x).shape == (4, 3)
 
 
 def test_the_same_layer_twice_is_refused_unless_it_has_no_state():

@@ -108,16 +108,18 @@ def noisy_model() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_recomputation_replays_the_masks(schedule: str):
+    """Bit for bit, a tied weight's gradient and running statistics included."""
     x, target = torch.randn(2, 8, 6, dtype=torch.float64)
     grads = []
     for checkpoint in ("never", "always", "except_last"):
-        model = noisy_model()
-        with Pipe(model, [2, 2, 2], chunks=4, checkpoint=checkpoint, schedule=schedule, seed=7) as pipe:
+        model = nn.Sequential(*noisy_model(), nn.BatchNorm1d(6, dtype=torch.float64))
+        model[3].weight = model[0].weight
+        with Pipe(model, [2, 1, 2, 2], chunks=4, checkpoint=checkpoint, schedule=schedule, seed=7) as pipe:
             pipe.step(x, target, loss=F.mse_loss)
             pipe(x).sum().backward()
-        grads.append([parameter.grad for parameter in model.parameters()])
+        grads.append([*(parameter.grad for parameter in model.parameters()), *model.buffers()])
     for ours, others in zip(grads[0], zip(*grads[1:], strict=True), strict=True):
         assert all(torch.equal(ours, other) for other in others)
 

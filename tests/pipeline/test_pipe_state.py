@@ -22,12 +22,12 @@ def normed_model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"])
 def test_batch_norm_sees_each_microbatch_once(checkpoint: str, schedule: str):
     model = normed_model()
     plain = reference(model)
     x, target = torch.randn(2, 9, 4, dtype=torch.float64)
-    with Pipe(model, [2, 3], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+    with Pipe(model, [1, 1, 2, 1], chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
         pipe.step(x, target, loss=F.mse_loss)
     for part, wanted in zip(x.chunk(3), target.chunk(3), strict=True):
         (F.mse_loss(plain(part), wanted) / 3).backward()
@@ -48,10 +48,14 @@ def test_evaluation_uses_and_keeps_the_running_statistics():
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_deferred_batch_norm_has_the_whole_batchs_statistics(momentum: float | None, rows: int, checkpoint: str):
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBV"])
+def test_deferred_batch_norm_has_the_whole_batchs_statistics(
+    momentum: float | None, rows: int, checkpoint: str, schedule: str
+):
     plain = nn.Sequential(nn.BatchNorm1d(4, momentum=momentum), nn.Sequential(nn.Tanh())).double()
     model = reference(plain)
-    with Pipe(model, [1, 1], chunks=4, deferred_batch_norm=True, checkpoint=checkpoint) as pipe:
+    split = {"chunks": 4, "checkpoint": checkpoint, "schedule": schedule}
+    with Pipe(model, [1, 1], deferred_batch_norm=True, **split) as pipe:
         for _ in range(3):
             x = torch.randn(rows, 4, dtype=torch.float64) * 3 + 1
             if rows == 7:  # one microbatch of a single row cannot be normalised
@@ -334,6 +338,32 @@ def test_an_output_that_cannot_be_put_together_is_nobodys_concern_until_it_is_as
         torch.testing.assert_close(result.loss, pipe.module[0](x).sum().detach())
         with pytest.raises(ValueError, match="no rows to join microbatches along"):
             _ = result.output
+
+
+def test_state_fits_any_other_split_the_optimizers_too():
+    """Two stages, then cut elsewhere, then three, then none: as if nothing had happened."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model, batches = reference(plain), torch.randn(4, 2, 6, 4, dtype=torch.float64)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.01)
+    state, states = model.state_dict(), {}
+    for balance, (x, target) in zip(([1, 2], [2, 1], [1, 1, 1], [3]), batches, strict=True):
+        expected.zero_grad()
+        F.mse_loss(plain(x), target[:, :2]).backward()
+        expected.step()
+        again = reference(model)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        with Pipe(again, balance, chunks=3, schedule="1F1B") as pipe:
+            optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+            pipe.load_state_dict(state)
+            pipe.load_optimizer_state_dict(optimizer, states)
+            pipe.step(x, target[:, :2], loss=F.mse_loss)
+            optimizer.step()
+            state, states = pipe.state_dict(), pipe.optimizer_state_dict(optimizer)
+    assert list(state) == list(plain.state_dict())
+    assert all(close(value, plain.state_dict()[name]) for name, value in state.items())
+    assert states["0.weight"]["step"] == 4
 
 
 def test_the_pipes_threads_end_with_it():

@@ -195,6 +195,11 @@ def test_numbers_that_cannot_run_are_refused_with_those_that_can(
         make_schedule(name, stages, microbatches, ranks=ranks)
 
 
+def test_a_number_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="GPipe needs a whole number of stages, got '2'"):
+        make_schedule("GPipe", "2", 2)  # type: ignore[arg-type]
+
+
 def test_the_simulated_clock_counts_transfers():
     schedule = make_schedule("GPipe", 2, 1)
     assert simulate(schedule, {Kind.F: 1, Kind.B: 2}).makespan == 6

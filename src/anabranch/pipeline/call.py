@@ -312,8 +312,13 @@ class _Portal(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Not once_differentiable: it lets pass, as constants, what comes of gradients that need none themselves.
+            raise RuntimeError(
+                "a pipeline gives no gradients of gradients: backward through it goes without create_graph=True; run "
+                "the unsplit module where you need them"
+            )
         by_leaf: list[Tensor | None] = [None] * ctx.count  # type: ignore[attr-defined]
         for index, grad in zip(ctx.places, grads, strict=True):  # type: ignore[attr-defined]
             by_leaf[index] = grad

@@ -49,6 +49,8 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
     if make is None:
         raise ValueError(f"no schedule is called {name!r}; there are {', '.join(map(repr, SCHEDULES))}")
     for what, number in (("stages", stages), ("microbatches", microbatches)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} needs a whole number of {what}, got {number!r}")
         if number < 1:
             raise ValueError(f"{name} needs {what} of at least 1, got {number}")
     if ranks is None:

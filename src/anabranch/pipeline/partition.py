@@ -6,6 +6,7 @@ do. Layers keep their qualified names, so a state dict knows nothing of the spli
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -96,8 +97,14 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     Raises:
         ValueError: an entry below 1, or a sum that is neither count.
     """
-    if not balance or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in balance):
-        raise ValueError(f"balance={list(balance)!r} must give every stage at least 1 layer")
+    try:
+        balance = [operator.index(size) for size in balance]
+    except TypeError:
+        raise TypeError(
+            f"balance={balance!r} is no list of the number of layers of each stage, like [2, 3], nor 'time' or 'size'"
+        ) from None
+    if not balance or min(balance) < 1:
+        raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")
     children = [name for name, _ in module.named_children()]
     units = [[layer] for layer in layers]
     if sum(balance) != len(layers) and sum(balance) == len(children):
@@ -105,7 +112,7 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     if sum(balance) != len(units):
         inside = f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
         raise ValueError(
-            f"balance={list(balance)!r} sums to {sum(balance)}, but the module has {len(children)} children{inside}"
+            f"balance={balance!r} sums to {sum(balance)}, but the module has {len(children)} children{inside}"
         )
     ends = list(accumulate(balance))
     return [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import Literal, SupportsIndex, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,9 @@ class Pipe(nn.Module):
         self._everywhere = False
         self._adopt(module if process_group is None else _part(module, [split[j] for j in self._here]))
         self.elsewhere = frozenset(module.state_dict(keep_vars=True)) - frozenset(self.state_dict(keep_vars=True))
-        self.seed = torch.initial_seed() if seed is None else seed
+        if not isinstance(seed, SupportsIndex | None):
+            raise TypeError(f"seed is a whole number, got {seed!r}")
+        self.seed = torch.initial_seed() if seed is None else operator.index(seed)
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
@@ -180,7 +183,8 @@ class Pipe(nn.Module):
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
-            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory)
+            likeness = _likeness(split, self._schedules)
+            self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
             self._ties = _find_ties(split, rank_of, ranks)
 
     def _adopt(self, module: nn.Module) -> None:
@@ -306,6 +310,7 @@ class Pipe(nn.Module):
         head: _HeadParts | None,
         expected_rows: int | None = None,
     ) -> Call:
+        _check_choices(self.chunks, self.checkpoint)
         ambient = Ambient.take()
         facts = turn.agree(lambda: self._facts(x, inputs, ambient))
         self.calls = facts.step + 1
@@ -339,8 +344,8 @@ class Pipe(nn.Module):
         )
 
     def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
-        sizes = microbatch_sizes(count_batch_rows(x, "the batch"), self.chunks)
-        return Facts(self.calls, self.seed, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        sizes = microbatch_sizes(count_batch_rows(x, "the batch"), operator.index(self.chunks))
+        return Facts(self.calls, self.seed % 2**64, sizes, ambient.grad and not ambient.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
@@ -501,7 +506,7 @@ _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
 
 
 def _check_choices(chunks: int, checkpoint: str) -> None:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+    if isinstance(chunks, bool) or not isinstance(chunks, SupportsIndex) or operator.index(chunks) < 1:
         raise ValueError(f"chunks is the number of microbatches, at least 1, got {chunks!r}")
     if checkpoint not in ("except_last", "always", "never"):
         raise ValueError(f"checkpoint is 'except_last', 'always' or 'never', got {checkpoint!r}")
@@ -511,12 +516,14 @@ class _Schedules:
     """The schedule of a pipe, for each number of microbatches that its batches make."""
 
     def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
+        if not isinstance(given, str | Schedule):
+            raise TypeError(f"schedule is a name or what make_schedule makes, got {given!r}; names are {[*SCHEDULES]}")
         self.name = name = given if isinstance(given, str) else given.name
-        self._given = None if isinstance(given, str) else given
-        if self._given is not None:
-            if self._given.stages != stages:
-                raise ValueError(f"the schedule is for {self._given.stages} stages, the balance makes {stages}")
-            wanted = self._given.ranks
+        self.given = None if isinstance(given, str) else given
+        if self.given is not None:
+            if self.given.stages != stages:
+                raise ValueError(f"the schedule is for {self.given.stages} stages, the balance makes {stages}")
+            wanted = self.given.ranks
         elif ranks is None or name not in ("Interleaved1F1B", "ZBV"):
             wanted = default_ranks(name, stages)
         else:
@@ -533,20 +540,20 @@ class _Schedules:
             )
         self._make = partial(make_schedule, name, stages, ranks=wanted)
         self._made: dict[int, Schedule] = {}
-        first = self._given or self._make(1)
+        first = self.given or self._make(1)
         self.rank_of = first.rank_of
         self.splits_backward = first.splits_backward
 
     def of(self, m: int) -> Schedule:
-        if self._given is not None and self._given.microbatches == m:
-            return self._given
+        if self.given is not None and self.given.microbatches == m:
+            return self.given
         if m not in self._made:
-            self._made[m] = self._make_like_given(m) if self._given is not None else self._make(m)
+            self._made[m] = self._make_like_given(m) if self.given is not None else self._make(m)
         return self._made[m]
 
     def _make_like_given(self, m: int) -> Schedule:
         """The schedule of the given one's name, for a batch that makes another number of microbatches."""
-        given = self._given
+        given = self.given
         assert given is not None
         if self.name in SCHEDULES:
             made = self._make(m)
@@ -560,12 +567,22 @@ class _Schedules:
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
     """How many ranks there are to lie on; ``None`` if nobody says."""
+    if isinstance(devices, str):
+        raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
     if group is None:
         return None if devices is None else len(devices)
+    if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to those that are not in it
+        raise ValueError("process_group= is no group that this process is a rank of; only its ranks make the pipe")
     size = dist.get_world_size(group)
     if devices is not None and len(devices) != size:
         raise ValueError(f"devices= names {len(devices)} devices for {size} ranks; name one for each rank")
     return size
+
+
+def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
+    """What every rank must make alike: messages would go astray, or layers run twice or nowhere."""
+    names = [[layer.name for layer in layers] for layers in split]
+    return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
 
 def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential:

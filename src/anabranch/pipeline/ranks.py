@@ -17,6 +17,7 @@ what it brings has a deadline, and looks at the peers' heartbeats meanwhile.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import monotonic
 from typing import cast
@@ -56,6 +57,7 @@ __all__ = ["RankEngine", "RankTurn"]
 _log = logging.getLogger("anabranch.pipeline")
 
 _TEXT_BYTES = 256
+_MOST_WORDS = 1 << 16
 _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
 _LAST_SECONDS = 2.0
@@ -75,9 +77,10 @@ class RankEngine:
         timeout: seconds that a turn may take.
         heartbeat: seconds after which a rank seen stopped twice is lost.
         shared_memory: whether ranks that all lie on one host exchange tensors there.
+        likeness: what must be alike on all ranks, in words; of long ones the beginning is shown.
 
     Raises:
-        ValueError: the group's backend carries no CPU tensors.
+        ValueError: the group's backend carries no CPU tensors, or ranks that are not alike.
     """
 
     def __init__(
@@ -87,7 +90,10 @@ class RankEngine:
         timeout: float,
         heartbeat: float = 1.0,
         shared_memory: bool = True,
+        likeness: str = "",
     ) -> None:
+        if not heartbeat > 0:
+            raise ValueError(f"heartbeat is a number of seconds above 0, got {heartbeat!r}")
         if "gloo" not in str(dist.get_backend_config(group)):
             raise ValueError(
                 f"a pipeline's group must carry CPU tensors, {dist.get_backend(group)} does not; give it "
@@ -103,6 +109,7 @@ class RankEngine:
         self._turns = 0
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._inbox = Inbox(self._peers)
+        self._check_alike(likeness)
         identities = self._meet()
         self._beats = Beats(
             identities, self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
@@ -122,6 +129,16 @@ class RankEngine:
         texts = self._gather(Identity.of_this_process().encode())
         return {rank: Identity.decode(text) for rank, text in zip(self._names, texts, strict=True)}
 
+    def _check_alike(self, likeness: str) -> None:
+        digest = hashlib.blake2b(likeness.encode(), digest_size=8).hexdigest()
+        told = self._gather(f"{digest} {likeness}".encode()[:_TEXT_BYTES].decode(errors="ignore"))
+        if len({text.split(" ")[0] for text in told}) > 1:
+            each = "; ".join(f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self._names, told, strict=True))
+            raise ValueError(
+                "the ranks make different pipes; give all of them the same layers, balance and schedule (one that each "
+                f"rank measures for itself differs: balance='time' is measured on one). {each}"
+            )
+
     def _gather(self, text: str) -> list[str]:
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         mine[: len(text.encode())] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else 0
@@ -135,11 +152,21 @@ class RankEngine:
     def _connect(self) -> dict[int, socket.socket] | None:
         """A socket to every other rank; ``None`` on all of them if one could not be reached."""
         sockets: dict[int, socket.socket] | None = None
-        try:
-            with Meeting(self.rank) as meeting:
-                sockets = meeting.connect(self._gather(meeting.path), _CONNECT_SECONDS)
-        except OSError as error:
-            _log.warning("rank %d reaches another rank of its host over gloo only: %s", self._names[self.rank], error)
+        with ExitStack() as stack:
+            path, problem = "", None
+            try:
+                meeting = stack.enter_context(Meeting(self.rank))
+                path = meeting.path
+            except OSError as error:
+                problem = error
+            paths = self._gather(path)  # whatever happened: the others gather too
+            try:
+                if all(paths):
+                    sockets = meeting.connect(paths, _CONNECT_SECONDS)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            _log.warning("rank %d reaches another rank of its host over gloo only: %s", self._names[self.rank], problem)
         if self._everyone(sockets is not None):
             return sockets
         for sock in (sockets or {}).values():
@@ -179,9 +206,9 @@ class RankEngine:
     def _describe(self, error: BaseException, action: Action | None) -> Fault:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        text = "".join(traceback.format_exception(error))
         where = (action.stage, action.microbatch, phase_of(action)) if action is not None else (None, None, None)
-        return Fault(self.rank_name(self.rank), name, str(error), text, *where)
+        text = _sendable("".join(traceback.format_exception(error)))
+        return Fault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
 
     def flush(self, seconds: float) -> None:
         """Waits until what was sent is on its way: the process may end after this."""
@@ -274,6 +301,21 @@ def _end(post: Post, beats: Beats, leave: Callable[[], None]) -> None:
     if not post.is_stuck():
         atexit.unregister(leave)
     beats.close()
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
+        return "<it cannot be told>"
+
+
+def _sendable(text: str) -> str:
+    """The text as UTF-8 can carry it, its middle left out if it is very long: whoever waits must know at once."""
+    if len(text) > _MOST_WORDS:
+        half = _MOST_WORDS // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _as_error(fault: Fault) -> PipelineError:

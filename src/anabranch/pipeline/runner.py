@@ -30,7 +30,7 @@ class Failure(Exception):
     """What a stage raised, and where; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__()  # without the error's own words: asked for them, it may raise
         self.action = action
         self.error = error
 

@@ -281,8 +281,12 @@ class Meeting:
         self._directory = Path(tempfile.mkdtemp(prefix="anabranch-pipeline-"))  # nobody else may look into it
         self.path = str(self._directory / "socket")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.path)
-        self._listener.listen(512)
+        try:
+            self._listener.bind(self.path)
+            self._listener.listen(512)
+        except OSError:
+            self.__exit__()
+            raise
 
     def connect(self, paths: Sequence[str], seconds: float) -> dict[int, socket.socket]:
         """A socket to each other rank, whose meetings have these paths; earlier ranks are called, later ones call.
