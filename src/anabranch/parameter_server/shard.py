@@ -250,14 +250,20 @@ class Shard:
                 self._journal("pull", _encode(message), tensors)
             return self._read(message, ids, versions)
 
-    def push(self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "") -> None:
+    def push(
+        self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
+    ) -> None:
         """Gradients: done at once, or under ``bsp`` when every worker's of that step are there.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
             NonFinite: NaN or Inf among the gradients; counted by ``peer``, nothing is changed.
+            DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
+                all have pushed that; names them.
         """
         with self._state:
+            if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
+                self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
             self._check_push(message, tensors, peer)
             self._record("push", message, tensors)
 
