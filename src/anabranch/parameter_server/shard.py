@@ -655,12 +655,8 @@ class Shard:
         numbers = room.flat
         if message.compression is not None:
             numbers = join(room.parts, self._shares_of(message), message.compression)
-        # All rows come, so no positions are said.
-        return PullReply([part.count for part in message.parts]), [
-            torch.empty(0, dtype=torch.int64),
-            versions,
-            *numbers,
-        ]
+        nothing = torch.empty(0, dtype=torch.int64)  # all rows come, so no positions are said
+        return PullReply([part.count for part in message.parts]), [nothing, versions, *numbers]
 
     def _choose(
         self, message: PullMessage, ids: Sequence[Tensor], room: _Room, versions: Tensor, known: Tensor
