@@ -8,9 +8,9 @@
 
 The model is 8 x (Linear 1024 + ReLU) on 2048 rows, one thread a stage, nothing recomputed. The reference is the plain
 module on the whole batch in one thread; the same microbatches one after the other stand beside it, and two threads or
-processes that run half of the layers each and wait for nobody: more than that, less the time that a schedule leaves a rank
-idle, the machine does not give. A speed-up is
-the reference's time divided by the side's. Where torchgpipe is installed (`make bench-peers`), `threads` runs it too.
+processes that run half of the layers each and wait for nobody: more than that, less the time that a schedule leaves a
+rank idle, the machine does not give. A speed-up is the reference's time divided by the side's. Where torchgpipe is
+installed (`make bench-peers`), `threads` runs it too.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def torchgpipe_side(x: Tensor, target: Tensor, m: int) -> Side:
 
 
 def half_side(x: Tensor, target: Tensor, m: int, half: int) -> Side:
-    """One half of the layers on microbatches, waiting for nobody; the second has gradients to find for its input too."""
+    """One half of the layers on microbatches, waiting for nobody; the second finds its input's gradients too."""
     model = nn.Sequential(*layers()[half * LAYERS // 2 :][: LAYERS // 2])
 
     def run() -> None:
