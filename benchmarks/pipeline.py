@@ -173,8 +173,12 @@ KEPT_BYTES = 40 << 20
 """Of a microbatch in each sleeping stage: so much that freed memory goes back to the system at once."""
 
 
+BACKWARD, WEIGHT = 1.3, 0.7
+"""Of the time of a forward; unequal, so that nothing ends just as something else begins: peaks would be ambiguous."""
+
+
 class Sleep(nn.Module):
-    """Takes a fixed time forward, the same backward to its input and again to its weight, and keeps memory between."""
+    """Takes a fixed time forward, others backward to its input and to its weight, and keeps memory between."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -196,7 +200,7 @@ class _SleepInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         assert ctx.saved_tensors[0].numel() == KEPT_BYTES
-        time.sleep(ctx.seconds)
+        time.sleep(BACKWARD * ctx.seconds)
         return grad, None
 
 
@@ -208,14 +212,14 @@ class _SleepWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(ctx.seconds)
+        time.sleep(WEIGHT * ctx.seconds)
         return grad, None
 
 
 KINDS = {"forward": Kind.F, "backward": Kind.B, "weight": Kind.W, "recompute": Kind.R}
 
 
-def simulated(m: int, rounds: int, seconds: float = 0.03) -> dict[str, dict[str, float]]:
+def simulated(m: int, rounds: int, seconds: float = 0.05) -> dict[str, dict[str, float]]:
     """Clock, bubble and memory of stages that sleep, beside what the simulator says from how long each action took."""
     found = {}
     for name, n in (("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 8), ("ZB1P", 4), ("ZBV", 8)):
