@@ -28,6 +28,8 @@ import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule
 from anabranch.pipeline.gloo_post import GlooPost
+from anabranch.pipeline.ranks import RankEngine
+from anabranch.pipeline.shared_post import SharedPost
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -96,7 +98,20 @@ def exact() -> dict:
         assert pipe.calls == 12, "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **changes_in_place()}
+    return {"done": done, **keywords(), **changes_in_place(), **memory_serves_again()}
+
+
+def memory_serves_again() -> dict:
+    """Steps alike need no more memory for messages than the first did."""
+    x, target = torch.randn(2, 64, 5, dtype=torch.float64)
+    with make(skipping_model(), chunks=4) as pipe:
+        if isinstance(pipe._engine, RankEngine) and isinstance(pipe._engine._post, SharedPost):
+            lines = pipe._engine._post._lines.values()
+            for _ in range(8):
+                step(pipe, x, target)
+            # Of what may be on its way at once, each message in a slot; not of all that ever was.
+            assert all(len(line._slots) <= 3 * 4 for line in lines), [len(line._slots) for line in lines]
+    return {}
 
 
 class Scale(nn.Module):
