@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pipeline_models import LAYERS, changing_model, close, reference, skipping_model
+from pipeline_models import LAYERS, changing_model, close, reference, skipping_model, tied_table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -98,7 +98,19 @@ def exact() -> dict:
         assert pipe.calls == 12, "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **changes_in_place(), **memory_serves_again()}
+    return {"done": done, **keywords(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
+
+
+def sparse_gradients() -> dict:
+    """A table on the first rank and what compares with its rows on the last: a sparse and a dense share, summed."""
+    model = nn.Sequential(*tied_table(), *(nn.Identity() for _ in range(max(0, WORLD - 4))))
+    plain = reference(model)
+    ids = torch.tensor([1, 2, 1, 9, 0, 2])
+    with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
+        pipe.step(ids, ids.flip(0), loss=F.cross_entropy)
+    F.cross_entropy(plain(ids), ids.flip(0)).backward()
+    same_gradients(pipe, plain)
+    return {}
 
 
 def memory_serves_again() -> dict:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model
+from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model, tied_table
 from torch import nn
 
 from anabranch import ExpertBackend, ExpertServer, Pipe, RemoteExpert, TensorSpec
@@ -280,6 +280,18 @@ def test_ids_and_sparse_gradients():
     plain(ids).sum().backward()
     assert model[0].weight.grad.is_sparse
     torch.testing.assert_close(model[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 2, 1]])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_a_sparse_and_a_dense_gradient_of_a_tied_weight_add_up(balance: list[int], schedule: str):
+    model = tied_table()
+    plain = reference(model)
+    ids = torch.tensor([1, 2, 1, 9, 0, 2])
+    with Pipe(model, balance, chunks=3, schedule=schedule) as pipe:
+        pipe.step(ids, ids.flip(0), loss=F.cross_entropy)
+    F.cross_entropy(plain(ids), ids.flip(0)).backward()
+    assert_same_gradients(pipe, plain)
 
 
 def test_a_loss_with_parameters_is_trained():
