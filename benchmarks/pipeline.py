@@ -229,8 +229,8 @@ def simulated(m: int, rounds: int, seconds: float = 0.05) -> dict[str, dict[str,
         spans, ratios, bubbles, memory = [], [], [], []
         with ab.Pipe(model, [1] * n, devices=["cpu"] * 4, chunks=m, checkpoint="never", schedule=name) as pipe:
             for _ in range(rounds + 1):
-                before, watch = resident_bytes(), Watch()
-                with subscribe(watch.note):
+                before = resident_bytes()
+                with Watch() as watch, subscribe(watch.events.append):
                     pipe.step(x, x.detach(), loss=F.mse_loss)
                 events = watch.events
                 span = events[-1].time - events[0].time
@@ -260,15 +260,25 @@ def simulated(m: int, rounds: int, seconds: float = 0.05) -> dict[str, dict[str,
 
 
 class Watch:
-    """What is seen of one step."""
+    """What is seen of one step; memory every two milliseconds, as peaks may lie between events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.most_bytes = 0
+        self._over = threading.Event()
+        self._looking = threading.Thread(target=self._look)
 
-    def note(self, event: Event) -> None:
-        self.events.append(event)
-        self.most_bytes = max(self.most_bytes, resident_bytes())
+    def _look(self) -> None:
+        while not self._over.wait(2e-3):
+            self.most_bytes = max(self.most_bytes, resident_bytes())
+
+    def __enter__(self) -> Watch:
+        self._looking.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._looking.join(timeout=60.0)
 
 
 def costs_of(took: dict[Action, float]) -> Callable[[Action], float]:
