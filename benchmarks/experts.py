@@ -30,7 +30,7 @@ from anabranch.experts.calls import Calls, ExpertCall, call_experts
 from anabranch.experts.remote_expert import fetch_schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, make_keys
-from transport import bare
+from transport import bare, let_go
 
 SIZES = {"64 KiB": 64 << 10, "2 MiB": 2 << 20, "8 MiB": 8 << 20}
 WIDTH = 512
@@ -68,8 +68,7 @@ def process(kind: str, keys: str, *, tls: bool = False) -> Iterator[str]:
         try:
             yield child.stdout.readline().strip()
         finally:
-            child.terminate()
-            child.wait(timeout=10)
+            let_go(child)
 
 
 def alternate(sides: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:

@@ -87,8 +87,18 @@ def process(*arguments: str) -> Iterator[str]:
         try:
             yield child.stdout.readline().strip()
         finally:
-            child.terminate()
-            child.wait(timeout=10)
+            let_go(child)
+
+
+def let_go(child: subprocess.Popen[str]) -> None:
+    """Ends a server by the end of its input, so that it removes its socket; by force if it does not hear."""
+    assert child.stdin is not None
+    child.stdin.close()
+    try:
+        child.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(timeout=10)
 
 
 @contextmanager

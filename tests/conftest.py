@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -14,8 +16,18 @@ import torch
 collect_ignore_glob = ["*/conftest.py"]
 
 
-def pytest_configure() -> None:
-    """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Signals as in a terminal: a shell that starts the tests in the background lets them ignore some.
+
+    What processes leave that a test kills lies in a temporary directory of the tests, and goes with it.
+    """
+    if not hasattr(config, "workerinput"):
+        # Caches, and what the tests that failed left, outlive the tests.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        temporary = tempfile.TemporaryDirectory(prefix="anabranch-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(temporary.cleanup)
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary.name
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # A busy machine may take longer over an example than hypothesis would have it.

@@ -64,8 +64,7 @@ class Deadline:
         if self.expired():
             raise self.error(peer=peer, operation=operation, step=step)
 
-    def error(self, *, peer: str, operation: str, step: int | None = None) -> DeadlineExceeded:
-        """The error to raise when the wait for ``peer`` has ended without an answer."""
-        return DeadlineExceeded(
-            "no answer before the deadline", peer=peer, operation=operation, step=step, elapsed=self.elapsed()
-        )
+    def error(self, *, peer: str, operation: str, step: int | None = None, why: str = "") -> DeadlineExceeded:
+        """The error to raise when the wait for ``peer`` has ended without an answer, and why, where that is known."""
+        message = f"no answer before the deadline: {why}" if why else "no answer before the deadline"
+        return DeadlineExceeded(message, peer=peer, operation=operation, step=step, elapsed=self.elapsed())

@@ -56,11 +56,15 @@ def numbers(executor: ab.Executor, model: Model) -> list[float]:
     return [*rows.flatten().tolist(), *model.head.weight.flatten().tolist(), *model.head.bias.tolist()]
 
 
-def stop_one(folder: Path, rank: int, bound: int) -> dict[str, object]:
+def stop_one(folder: Path, rank: int, bound: int, cached: str = "") -> dict[str, object]:
     """Rank 1 makes three steps and stops, until rank 0 was halted; then both go on to the tenth."""
     model, halted = new_model(), folder / "halted"
     alone = {"done": 0, "error": ""}
-    with executor_of(model, "PS", consistency=f"ssp:{bound}") as executor:
+    options: dict[str, object] = {}
+    if cached:  # all that a step reads is here from the first on
+        model.head.requires_grad_(False)
+        options = {"cache": ab.Cache(capacity=ROWS, pull_bound=100, push_bound=100)}
+    with executor_of(model, "PS", consistency=f"ssp:{bound}", **options) as executor:
         for step in range(10):
             executor._remote.client._timeout = 60.0 if halted.exists() or step < 3 else 5.0
             if rank == 1 and step == 3:
@@ -69,7 +73,7 @@ def stop_one(folder: Path, rank: int, bound: int) -> dict[str, object]:
                     time.sleep(0.01)
             while executor.statistics().steps == step:
                 try:
-                    executor.run("train", batch_of(step, rank, 2))
+                    executor.run("train", batch_of(0 if cached else step, rank, 2))
                 except ab.DeadlineExceeded as error:
                     if not halted.exists():
                         alone = {"done": step, "error": str(error)}
@@ -154,7 +158,7 @@ def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if what == "stop_one":
-        found = stop_one(folder, rank, int(sys.argv[3]))
+        found = stop_one(folder, rank, int(sys.argv[3]), sys.argv[4])
     elif what == "lose_one":
         found = lose_one(rank, world, sys.argv[3])
     elif what == "killed":

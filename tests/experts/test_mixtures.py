@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, SchemaError
 from anabranch.experts import (
     Directory,
     DirectoryServer,
@@ -35,6 +35,7 @@ from anabranch.experts.beam_search import beam_search
 from anabranch.experts.finder import Avoidance
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
+from anabranch.transport import Call, Server, Verb
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -227,6 +228,36 @@ def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:
         experts["ffn.1"].open.set()
 
 
+def ones_each_with_an_expert_of_its_own(directory: Directory, **options: object) -> tuple[nn.Module, Tensor]:
+    """A mixture that asks one expert a row, and two rows that ask two different ones."""
+    moe = mixture(directory, (2,), k_best=1, **options)
+    with torch.no_grad():
+        moe.gate.weight.copy_(torch.eye(2, 4))
+        moe.gate.bias.zero_()
+    return moe, torch.eye(2, 4, dtype=torch.float64)
+
+
+def test_enough_is_counted_for_each_row_and_not_for_the_batch() -> None:
+    with grid(2, servers=2) as (directory, experts, _):
+        moe, x = ones_each_with_an_expert_of_its_own(directory, k_min=1, timeout_after_k_min=0.01)
+        moe(x)
+        experts["ffn.1"].open.clear()
+        # The other row has its answer long before.
+        late = threading.Timer(0.5, experts["ffn.1"].open.set)
+        late.start()
+        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 1))  # type: ignore[arg-type]
+        late.join(timeout=10)
+        assert moe.statistics().cancelled == 0  # type: ignore[operator]
+
+
+def test_one_row_with_too_few_answers_fails_the_call_and_is_counted() -> None:
+    with grid(2) as (directory, experts, _):
+        moe, x = ones_each_with_an_expert_of_its_own(directory, k_min=1)
+        experts["ffn.1"].fault = RuntimeError("no luck")
+        with pytest.raises(BoundaryError, match=r"1 rows have fewer than 1 experts that answered \(ffn.1: "):
+            moe(x)
+
+
 def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> None:
     with grid(2) as (directory, experts, _):
         strict = mixture(directory, (2,), k_best=2, backward_k_min=2)
@@ -404,6 +435,34 @@ def test_a_mixture_finds_its_experts_through_a_directory_server() -> None:
         with ExpertServer(backends, directory=directory.endpoint):
             moe = RemoteMixtureOfExperts(4, [3], directory.endpoint, "ffn", k_best=2).double()
             assert moe(torch.randn(3, 4, dtype=torch.float64)).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda names: RemoteExpert("ffn.0", names, forward_timeout=0.3),
+        lambda names: RemoteMixtureOfExperts(4, [3], names, "ffn", forward_timeout=0.3),
+        lambda names: RemoteSwitchMixtureOfExperts(4, [3], names, "ffn", forward_timeout=0.3),
+    ],
+    ids=["expert", "mixture", "switch"],
+)
+def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Callable[[Directory], nn.Module]) -> None:
+    def never(call: Call) -> None:
+        # It beats on, so that only the deadline ends the wait.
+        asked.append(call)
+
+    asked: list[Call] = []
+    verbs = [Verb(f"directory.{name}", never) for name in ("lookup", "active")]
+    with Server(verbs, heartbeat=0.05, drain_seconds=0.01) as server:
+        module = make(Directory(server.endpoint))
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded) as caught:
+            module(torch.ones(1, 4))
+        assert time.monotonic() - start < 5.0
+        assert caught.value.peer == server.endpoint
+        assert str(caught.value.operation).startswith("directory.")
+        for call in asked:
+            call.fail(RuntimeError("over"))
 
 
 VICTIM_PROCESS = """

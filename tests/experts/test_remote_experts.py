@@ -22,10 +22,10 @@ from anabranch.errors import (
     RemoteError,
     SchemaError,
 )
-from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Client
+from anabranch.transport import Client, Request
 
 
 class Feedforward(nn.Module):
@@ -487,7 +487,7 @@ def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:
 def test_expired_and_abandoned_requests_are_dropped_before_compute() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=0.2) as server:
+    with served(backend) as server:
         expert = RemoteExpert("slow.0", server.endpoint)
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.3)
         expert.get_info()
@@ -511,10 +511,44 @@ def test_expired_and_abandoned_requests_are_dropped_before_compute() -> None:
     assert statistics.batches == 2
 
 
+def test_a_request_whose_caller_cancels_it_is_dropped_before_compute_however_long_it_had() -> None:
+    module = Slow()
+    backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
+    with served(backend) as server, Client() as client:
+        expert = RemoteExpert("slow.0", server.endpoint)
+        expert.get_info()
+        module.open.clear()
+        module.entered.clear()
+        first = threading.Thread(target=lambda: expert(torch.ones(1, 2)))
+        first.start()
+        assert module.entered.wait(timeout=10)
+        call = Request(server.endpoint, wire.FORWARD, "slow.0", [torch.ones(1, 2)], schema=backend.schema.hash)
+        never = Request(server.endpoint, wire.FORWARD, "slow.9")
+
+        def queued(_: object) -> bool:
+            # The second says at once that there is no such expert; the first is in the queue soon after.
+            until = time.monotonic() + 10
+            while not backend.forward_pool.statistics().waiting_rows and time.monotonic() < until:
+                time.sleep(0.001)
+            return True
+
+        outcomes = client.gather([call, never], Deadline.after(60.0), enough=queued)
+        assert outcomes[0] is None
+        assert isinstance(outcomes[1], NotFound)
+        until = time.monotonic() + 10
+        while server.statistics().transport.connections > 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        module.open.set()
+        first.join(timeout=10)
+        assert expert(torch.ones(1, 2)).shape == (1, 2)
+    assert backend.forward_pool.statistics().dropped == 1
+    assert backend.forward_pool.statistics().batches == 2
+
+
 def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
     module = Slow()
     backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], max_batch_size=1)
-    with served(backend, heartbeat=0.1) as server:
+    with served(backend, heartbeat=0.5) as server:
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.3)
         patient = RemoteExpert("slow.0", server.endpoint)
         patient.get_info()

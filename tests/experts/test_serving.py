@@ -34,8 +34,11 @@ def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             assert line.startswith("listening on ")
             yield process, line.removeprefix("listening on ").strip()
         finally:
-            process.kill()
-            process.wait(timeout=10)
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            finally:
+                process.kill()
 
 
 def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> None:
@@ -73,10 +76,30 @@ def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> Non
     assert (tmp_path / "saved" / "ffn.0").is_dir()
 
 
-def test_mistakes_on_the_command_line_exit_with_2_and_say_what_is_wrong() -> None:
-    result = CliRunner().invoke(serve, ["experts", "--uids", "ffn.[0:2]", "--module", "nosuch"])
-    assert result.exit_code == 2
-    assert "no module to serve" in " ".join(result.output.split())
+EXPERTS = ["experts", "--uids", "ffn.0", "--features", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([*EXPERTS, "--module", "nosuch"], 2, "no module to serve"),
+        ([*EXPERTS, "--device", "abacus"], 2, "no expert can live on 'abacus' here"),
+        ([*EXPERTS, "--listen", "tcp://127.0.0.1:0"], 2, "TCP without certificates"),
+        ([*EXPERTS, "--listen", "here"], 2, "'here' is no endpoint"),
+        ([*EXPERTS, "--listen", "tcp://192.0.2.1:0", "--insecure"], 1, "cannot listen on tcp://192.0.2.1:0"),
+        ([*EXPERTS, "--keys", "/nowhere", "--listen", "tcp://127.0.0.1:0"], 2, "holds no authority.pem"),
+        ([*EXPERTS, "--directory", "here"], 2, "'here' is no endpoint"),
+        ([*EXPERTS, "--checkpoint-dir", "/proc/nowhere"], 1, "/proc/nowhere"),
+        ([*EXPERTS, "--metrics", "9100"], 2, "metrics are served at HOST:PORT"),
+        (["directory", "--listen", "unix:/nowhere/socket"], 2, "/nowhere does not exist"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_a_mistake_on_the_command_line_is_told_without_a_traceback(arguments: list[str], code: int, says: str) -> None:
+    result = CliRunner().invoke(serve, arguments)
+    assert result.exit_code == code
+    assert isinstance(result.exception, SystemExit)
+    assert says in " ".join(result.output.replace("│", " ").split())
 
 
 def test_keys_are_made_by_the_command_line_and_never_overwritten(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, NotFound, RemoteError, SchemaError
+from anabranch.events import Event, subscribe
 from anabranch.parameter_server import (
     Consistency,
     Constant,
@@ -21,7 +24,17 @@ from anabranch.parameter_server import (
     Shard,
     TableSpec,
 )
-from anabranch.parameter_server.messages import InitMessage, JoinMessage, Part, PullMessage, PushMessage
+from anabranch.parameter_server.messages import (
+    InitMessage,
+    JoinMessage,
+    NormMessage,
+    Part,
+    PullMessage,
+    PushMessage,
+    ReleaseMessage,
+    RestoreMessage,
+)
+from anabranch.parameter_server.push_log import PushLog, Record
 from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 
@@ -101,11 +114,15 @@ def mutate(value: object, chance: random.Random) -> object:
     return value
 
 
-def test_mutated_messages_are_refused_and_change_nothing() -> None:
-    """Whatever comes, the answer is an error of a known kind, or the shard did what a well-formed message asked."""
+def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_path: Path) -> None:
+    """Whatever comes, the answer is an error of a known kind, or the shard did what a well-formed message asked.
+
+    Records that could not be done were once in the log before that was found out: the shard never started again.
+    """
     chance = random.Random(0)
     network = MemoryTransport()
     ids, versions = torch.tensor([1, 2]), torch.tensor([0, 0])
+    nothing = [torch.empty(0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 12, dtype=torch.float64)]
     bad_tensors = [
         torch.tensor([-1, 2]), torch.tensor([1, 10]), torch.tensor([1]), torch.ones(4), torch.full((4,), float("inf")),
         torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.empty(0), torch.ones(4, dtype=torch.int64),
@@ -115,9 +132,15 @@ def test_mutated_messages_are_refused_and_change_nothing() -> None:
         "pull": (PullMessage([Part("t", 2)], checked=True), [ids, versions]),
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
+        "restore": (RestoreMessage("t", 1), [ids, torch.zeros(2, 2), ids, *nothing]),
+        "release": (ReleaseMessage(0, 0, 1.0), []),
+        "norm": (NormMessage(0, 0), []),
     }
     outcomes: dict[str, int] = {}
-    with ParameterServer(transport=network) as server, Client(transport=network) as client:
+    with (
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "state") as server,
+        Client(transport=network) as client,
+    ):
         for number in range(3000):
             verb = chance.choice(list(messages)) if number else "init"
             message, tensors = messages[verb]
@@ -127,19 +150,51 @@ def test_mutated_messages_are_refused_and_change_nothing() -> None:
                 plain = mutate(plain, chance)
             if number and sent and chance.random() < 0.4:
                 sent[chance.randrange(len(sent))] = chance.choice(bad_tensors)
-            request = Request(server.endpoint, verb, tensors=sent, payload=pack(plain), once=verb != "pull")
+            request = Request(
+                server.endpoint, verb, tensors=sent, payload=pack(plain), once=verb not in ("pull", "norm")
+            )
             try:
-                client.call(request, Deadline.after(1.0))
+                client.call(request, Deadline.after(0.05 if verb == "norm" else 1.0))
                 kind = "done"
             except (NotFound, SchemaError, NonFinite, BoundaryError) as error:
                 kind = f"{type(error).__name__} {error}" if isinstance(error, RemoteError) else type(error).__name__
             outcomes[kind] = outcomes.get(kind, 0) + 1
         with ParameterClient([server.endpoint], transport=network) as reader:
             found = reader.sparse_pull("t", torch.arange(10))
+        shutil.copytree(tmp_path / "state", tmp_path / "as killed")
+    refused: list[Event] = []
+    with (
+        subscribe(lambda event: refused.append(event) if event.name.endswith("record_refused") else None),
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "as killed") as server,
+        ParameterClient([server.endpoint], transport=network) as reader,
+    ):
+        assert torch.equal(reader.sparse_pull("t", torch.arange(10)), found)
+        assert server.statistics().replayed > 100
+    assert not refused
     assert torch.isfinite(found).all()
     assert not [kind for kind in outcomes if kind.startswith("RemoteError")]
     assert outcomes["done"] > 100
     assert {"SchemaError", "ProtocolError", "NonFinite", "NotFound"} <= set(outcomes)
+
+
+def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(tmp_path: Path) -> None:
+    """It was not acknowledged, for it could not be done the first time either."""
+    directory = tmp_path / "shard-0-of-1"
+    ids = torch.tensor([1])
+    with PushLog(directory) as log:
+        log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))))
+        beyond = PushMessage([Part("t", 1)], [dict(SGD.to_dict(), beta2=2.0)])
+        for message in (beyond, PushMessage([Part("t", 1)], [])):
+            log.append(Record("push", msgspec.msgpack.encode(message)), [ids, torch.ones(2)])
+    network = MemoryTransport()
+    told: list[Event] = []
+    with (
+        subscribe(told.append),
+        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path) as server,
+        ParameterClient([server.endpoint], transport=network) as client,
+    ):
+        assert client.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
+    assert [event.facts["verb"] for event in told if event.name == "parameter_server.record_refused"] == ["push"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import textwrap
@@ -89,6 +90,61 @@ def test_a_table_larger_than_the_address_space_is_trained(tmp_path: Path) -> Non
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout.splitlines() == ["memory has no room", "1 0.8293", "1.0"], done.stderr
+
+
+@pytest.mark.slow
+def test_a_table_larger_than_the_address_space_is_kept_saved_and_loaded(tmp_path: Path) -> None:
+    """Once a checkpoint of the shard, and one of the job, each held the whole table in memory."""
+    script = textwrap.dedent(
+        """
+        import functools, gc, os, resource, shutil, sys
+        import torch
+        from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+        from anabranch.testing import MemoryTransport
+
+        torch.set_num_threads(1)
+        network, rows, at, one = MemoryTransport(), 2_000_000, sys.argv[1], torch.ones(1, 16)
+        rule = RowOptimizer.from_factory(functools.partial(torch.optim.Adagrad, lr=0.1))
+
+        def serving(directory):
+            server = ParameterServer(
+                transport=network, durability="log", checkpoint_dir=directory, memory_map_dir=f"{at}/scratch"
+            )
+            return server, ParameterClient([server.endpoint], transport=network, timeout=100)
+
+        server, client = serving(f"{at}/state")
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        limit = used + (250 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with server, client:
+            client.init_table(TableSpec("t", rows, 16, initial=Constant(1.0), memory_map=True), rule)
+            for first in range(0, rows, 1 << 17):  # every row begins
+                ids = torch.arange(first, min(rows, first + (1 << 17)))
+                client.sparse_push("t", ids, one.expand(len(ids), 16))
+            assert server.statistics().tables["t"].bytes > 250 << 20
+            server.checkpoint()
+            client.sparse_push("t", torch.tensor([rows - 1]), one)
+            client.save(f"{at}/saved")
+            shutil.copytree(f"{at}/state", f"{at}/killed")
+        def told(directory, load):
+            server, client = serving(directory)
+            with server, client:
+                if load:
+                    client.load(f"{at}/saved")
+                found = client.sparse_pull("t", torch.tensor([0, rows // 2, rows - 1]))[:, 0].tolist()
+                print([round(number, 4) for number in found], flush=True)
+        del server, client
+        gc.collect()
+        told(f"{at}/killed", load=False)
+        gc.collect()
+        told(f"{at}/new", load=True)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["[0.9, 0.9, 0.8293]"] * 2, done.stderr[-3000:]
 
 
 def test_a_server_keeps_its_mapped_tables_where_it_is_told(tmp_path: Path) -> None:

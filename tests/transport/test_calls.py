@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
+from anabranch.transport.frame import Hello, encode
 
 
 def echo(call: Call) -> None:
@@ -219,12 +221,12 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
 
 def test_the_deadline_ends_a_wait_for_a_server_that_lives() -> None:
     gate = Gate()
-    with Server([gate.verb], heartbeat=0.05, drain_seconds=0.01) as server, Client() as client:
+    with Server([gate.verb], heartbeat=0.25, drain_seconds=0.01) as server, Client() as client:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
-            client.call(Request(server.endpoint, "gate", step=4), Deadline.after(0.4))
+            client.call(Request(server.endpoint, "gate", step=4), Deadline.after(1.3))
         # Beats kept the client waiting through several silences of two heartbeats.
-        assert 0.4 <= time.monotonic() - start < 2.0
+        assert 1.3 <= time.monotonic() - start < 5.0
     assert caught.value.peer == server.endpoint
     assert caught.value.operation == "gate"
     assert caught.value.step == 4
@@ -243,7 +245,7 @@ def test_a_server_that_does_not_beat_is_lost_within_two_heartbeats() -> None:
 
 def test_a_client_that_leaves_takes_its_waiting_call_with_it() -> None:
     gate = Gate()
-    with Server([gate.verb], heartbeat=0.05) as server, Client() as client:
+    with Server([gate.verb]) as server, Client() as client:
         outcome = client.gather([Request(server.endpoint, "gate")], Deadline.after(0.2))[0]
         assert isinstance(outcome, DeadlineExceeded)
         until = time.monotonic() + 10
@@ -254,11 +256,69 @@ def test_a_client_that_leaves_takes_its_waiting_call_with_it() -> None:
         assert server.statistics().calls == 0
 
 
+GREETING = b"".join(bytes(part) for part in encode(Hello()))
+SMALL = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(8)]))
+LARGE = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(1 << 17)]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", GREETING[:10], GREETING + SMALL[:-3], GREETING + LARGE[:-3]],
+    ids=["nothing", "half a greeting", "half a request", "half of a request with a thread of its own"],
+)
+def test_who_stalls_in_the_middle_is_let_go(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.transport.connection._GREETING", 0.2)
+    monkeypatch.setattr("anabranch.transport.connection._STALLED", 0.2)
+    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.05)
+    with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(said)
+        # The end, after the greeting or the reason that came before it; a timeout otherwise.
+        while sock.recv(1 << 16):
+            pass
+        until = time.monotonic() + 10
+        while server.statistics().connections and time.monotonic() < until:
+            time.sleep(0.001)
+        assert server.statistics().connections == 0
+        assert server.statistics().bytes_in_flight == 0
+
+
+def test_what_is_done_once_must_be_numbered() -> None:
+    done: list[Call] = []
+    with (
+        Server([Verb("push", done.append, once=True)]) as server,
+        Client() as client,
+        pytest.raises(ProtocolError, match="number its requests"),
+    ):
+        client.call(Request(server.endpoint, "push"), soon())
+    assert not done
+
+
+def test_a_second_request_on_a_connection_whose_first_is_served_ends_it() -> None:
+    gate = Gate("echo")
+    with Server([gate.verb]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(GREETING + SMALL)
+        gate.wait_for(1)
+        sock.sendall(SMALL)
+        told = b""
+        while some := sock.recv(1 << 16):
+            told += some
+        assert b"one at a time" in told
+        assert len(gate.calls) == 1
+        until = time.monotonic() + 10
+        while not gate.calls[0].drop() and time.monotonic() < until:
+            time.sleep(0.001)
+        assert server.statistics().calls == 0
+
+
 def test_many_peers_are_asked_at_once_and_stragglers_cancelled() -> None:
     gate = Gate()
     with (
         Server([ECHO]) as quick,
-        Server([gate.verb], heartbeat=0.1) as slow,
+        Server([gate.verb]) as slow,
         Client() as client,
     ):
         requests = [
@@ -289,6 +349,13 @@ def test_one_dead_peer_does_not_delay_the_answers_of_others() -> None:
         outcomes = client.gather([Request(endpoint, "echo"), Request(server.endpoint, "echo", payload=b"here")], soon())
         assert isinstance(outcomes[0], PeerLost)
         assert isinstance(outcomes[1], Answer)
+
+
+def test_a_deadline_that_ends_the_retries_says_what_they_met() -> None:
+    with Server([ECHO]) as gone:
+        endpoint = gone.endpoint
+    with Client(retries=1000) as client, pytest.raises(DeadlineExceeded, match=r"No such file.*, at attempt \d"):
+        client.call(Request(endpoint, "echo"), Deadline.after(0.2))
 
 
 def test_a_client_outlives_its_servers_restart_without_being_told() -> None:
@@ -365,7 +432,7 @@ def test_a_connection_that_rests_gives_its_thread_back(monkeypatch: pytest.Monke
 def test_answers_that_are_gathered_leave_together_and_are_right() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb], heartbeat=0.1) as server, Client(idle=8) as client:
+    with Server([verb]) as server, Client(idle=8) as client:
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate", payload=bytes([index])) for index in range(8)]
         thread = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
@@ -385,7 +452,7 @@ def test_draining_waits_until_what_was_gathered_and_what_is_long_has_left() -> N
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
     replied, leave = threading.Event(), threading.Event()
-    with Server([verb], heartbeat=0.1, drain_seconds=20.0) as server, Client(idle=8) as client:
+    with Server([verb], drain_seconds=20.0) as server, Client(idle=8) as client:
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate") for _ in range(8)]
         asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))

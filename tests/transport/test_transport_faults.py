@@ -327,7 +327,7 @@ def test_mixed_abuse_leaves_descriptors_threads_and_memory_where_they_were(count
         Verb("hang", hang),
     ]
     rng = random.Random(0)
-    with Server(verbs, limits=Limits(body=8192), heartbeat=0.1, drain_seconds=0.01) as server, Client() as client:
+    with Server(verbs, limits=Limits(body=8192), drain_seconds=0.01) as server, Client() as client:
         abuse(server, client, rng, count // 3)
         gc.collect()
         before, memory = descriptors(), resident_bytes()

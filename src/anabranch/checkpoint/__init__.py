@@ -7,6 +7,6 @@ Not for moving tensors between processes. Open ``writing.py`` first: the order o
 from anabranch.checkpoint.fitting import fit
 from anabranch.checkpoint.reading import Checkpoint, read, read_newest
 from anabranch.checkpoint.state import TensorName, join, split
-from anabranch.checkpoint.writing import write
+from anabranch.checkpoint.writing import Group, write
 
-__all__ = ["Checkpoint", "TensorName", "fit", "join", "read", "read_newest", "split", "write"]
+__all__ = ["Checkpoint", "Group", "TensorName", "fit", "join", "read", "read_newest", "split", "write"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -40,12 +40,15 @@ from anabranch.checkpoint.tensor_file import lay_out, write_all, write_tensors
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 
-__all__ = ["write"]
+__all__ = ["Group", "write"]
+
+Group = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""Tensors by name; or what makes them when their file is written, so that no more than one such group is held."""
 
 
 def write(
     path: str | os.PathLike[str],
-    groups: Mapping[str, Mapping[str, Tensor]],
+    groups: Mapping[str, Group],
     state: object,
     *,
     step: int,
@@ -65,7 +68,8 @@ def write(
     Args:
         path: the directory; made if it is not there. One process at a time may save to it.
         groups: tensors by name, by group; each group becomes one ``.safetensors`` file. Any device and strides; two
-            names of one storage are both written.
+            names of one storage are both written. A function that returns such tensors is called when their file is
+            written, and they are let go of after it.
         state: everything else, as ``encode`` takes it; ``split`` takes tensors out of a nested structure.
         step: how far training was, an int >= 0.
         keep: how many whole generations stay, the new one included. The disk must have room for one more.
@@ -84,7 +88,9 @@ def write(
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"a checkpoint directory keeps at least 1 generation, got keep={keep!r}")
     for group, tensors in groups.items():
-        lay_out(tensors, check_group(group))
+        check_group(group)
+        if not callable(tensors):
+            lay_out(tensors, group)
     encode(state)
     started = time.monotonic()
     try:
@@ -102,7 +108,7 @@ def write(
 
 
 def _write_generation(
-    directory: Path, generation: int, groups: Mapping[str, Mapping[str, Tensor]], state: object, step: int
+    directory: Path, generation: int, groups: Mapping[str, Group], state: object, step: int
 ) -> tuple[Path, int]:
     fault_point("checkpoint.claimed")
     manifest = manifest_path(directory, generation)
@@ -129,10 +135,10 @@ def _write_generation(
     return manifest, len(text) + sum(file.bytes for file in files.values())
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], group: str) -> FileRecord:
+def _write_file(path: Path, tensors: Group, group: str) -> FileRecord:
     with open(temporary(path), "xb", buffering=0) as file:
         fault_point("checkpoint.file_opened")
-        record = write_tensors(file, tensors, group)
+        record = write_tensors(file, tensors() if callable(tensors) else tensors, group)
         os.fsync(file.fileno())
     fault_point("checkpoint.file_synced")
     return record

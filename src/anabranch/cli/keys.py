@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.mistakes import told_plainly
 from anabranch.transport import make_keys
 
 __all__ = ["keys"]
@@ -23,8 +24,6 @@ def keys(
     DIR/authority.pem belongs on every host, DIR/ROLE.pem (worker, parameters, experts, directory) on the hosts of that
     role. DIR/authority.key signs further certificates: keep it where no server runs.
     """
-    try:
+    with told_plainly("DIR"):
         for path in make_keys(directory, days=days).values():
             typer.echo(path)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="DIR") from error

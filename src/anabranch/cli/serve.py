@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 import typer
 
+from anabranch.cli.mistakes import told_plainly
 from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
 from anabranch.observe import Metric, expert_metrics, parameter_metrics, serve_metrics
 from anabranch.parameter_server import serve_parameters
@@ -57,7 +58,7 @@ def experts(
     metrics: _Metrics = None,
 ) -> None:
     """Serve experts that train themselves."""
-    try:
+    with told_plainly(), stopped_by_signals() as stop:
         backends = make_backends(
             uids,
             module,
@@ -67,9 +68,6 @@ def experts(
             max_batch_size=max_batch_size,
             device=device,
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    with stopped_by_signals() as stop:
         serve_experts(
             backends,
             stop,
@@ -85,7 +83,7 @@ def experts(
 @serve.command()
 def directory(listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False) -> None:
     """Serve a directory: who serves which expert."""
-    with stopped_by_signals() as stop:
+    with told_plainly(), stopped_by_signals() as stop:
         serve_directory(stop, listen=listen, keys=keys, insecure=insecure)
 
 
@@ -110,7 +108,7 @@ def parameters(
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
-    with stopped_by_signals() as stop:
+    with told_plainly(), stopped_by_signals() as stop:
         serve_parameters(
             stop,
             shard=shard,

@@ -178,6 +178,8 @@ class RemotePart:
         if self._read_at != self.clock or (fresh and not self.consistency.merges):
             self.whole.refresh(self.clock)
             self._read_at = self.clock
+            if training and not self.whole.names and not self.consistency.merges and self.consistency.lag is not None:
+                self.client.wait_for_turn(self.clock)  # all that the step reads may be cached
         if expected:
             self.tables.expect(expected)
 

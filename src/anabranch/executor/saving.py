@@ -125,7 +125,7 @@ class Saver:
             model = {**part["model"], **model}
             merge_optimizer_states(optimizer_states, part["optimizers"])
         optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
-        groups: dict[str, Mapping[str, Tensor]] = {
+        groups: dict[str, checkpoint.Group] = {
             "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }

@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Request, Server, Transport, Verb, pack, unpack
 
-__all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory"]
+__all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
 # So many names, at the most characters a name has, fit into a header.
 _NAMES_A_REQUEST = 500
@@ -129,12 +130,19 @@ class Directory:
     ) -> None:
         self.endpoint = endpoint
         self._timeout = timeout
+        self._within: Deadline | None = None
         self._table = _Table(clock)
         if client is None and endpoint is not None:
             from anabranch.experts.connections import shared_client
 
             client = shared_client(role=role, keys=keys, insecure=insecure)
         self._client = client
+
+    def within(self, deadline: Deadline) -> Directory:
+        """The same directory, whose answers are not waited for beyond ``deadline``."""
+        same = copy.copy(self)
+        same._within = deadline
+        return same
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
         """``endpoint`` serves ``uids`` for the next ``ttl`` seconds; the last to announce a uid has it."""
@@ -175,12 +183,19 @@ class Directory:
         assert self.endpoint is not None
         assert self._client is not None
         request = Request(self.endpoint, verb, payload=pack(question))
-        return unpack(self._client.call(request, Deadline.after(self._timeout)).payload, kind)
+        whole = self._within
+        deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
+        return unpack(self._client.call(request, deadline).payload, kind)
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
     """``directory`` itself, or the one that is served at the endpoint it names."""
     return Directory(directory, **client) if isinstance(directory, str) else directory  # type: ignore[arg-type]
+
+
+def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
+    """``directory``, which keeps to ``deadline`` if it is one of ours."""
+    return directory.within(deadline) if isinstance(directory, Directory) else directory
 
 
 def _check_ttl(ttl: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import wire
-from anabranch.experts.directory import DirectoryLike
+from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.transport import Answer, Client, Request
 
@@ -60,7 +60,7 @@ class ExpertFinder:
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
         """The endpoint and schema of each of ``uids`` that can be had; the others count as failed."""
-        endpoints = self.directory.lookup(uids)
+        endpoints = within(self.directory, deadline).lookup(uids)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
         requests = [Request(endpoints[uid], wire.INFO, uid) for uid in unknown]
         # Whoever does not say what it takes cannot be asked; half of the time is left for those that did.

@@ -35,7 +35,7 @@ from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.beam_search import Choices, beam_search
 from anabranch.experts.calls import Calls, ExpertCall, call_experts, output_forms
 from anabranch.experts.connections import shared_client
-from anabranch.experts.directory import DirectoryLike, as_directory
+from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.finder import ExpertFinder
 from anabranch.experts.schema import Schema
 from anabranch.experts.uids import check_prefix
@@ -124,11 +124,12 @@ class _Asker:
             frozenset(self.finder.avoidance.now()),
         )
 
-    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int) -> Choices:
+    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline) -> Choices:
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
-        return beam_search(self.finder.directory, uid_prefix, arrays, k, self.finder.avoidance.now())
+        directory = within(self.finder.directory, deadline)
+        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
         """Of any expert there is, asked for if none has been asked yet."""
@@ -141,8 +142,9 @@ class _Asker:
 
     def _find_any(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> None:
         uids = [uid_prefix]
+        directory = within(self.finder.directory, deadline)
         for _ in range(dimensions):
-            active = self.finder.directory.active(uids)
+            active = directory.active(uids)
             uids = [f"{prefix}.{index}" for prefix in uids for index in active.get(prefix, ())]
         for uid in uids:
             if self.finder.any_schema is None and not deadline.expired():
@@ -520,7 +522,7 @@ class RemoteMixtureOfExperts(nn.Module):
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
             scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, self.k_best)
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
             chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
             # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
             answered = chosen.present.any(dim=1, keepdim=True)
@@ -614,7 +616,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
             scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, 1)
+            choices = self._asker.choose(self.uid_prefix, scores, 1, deadline)
             chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
             probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
             outputs = [_weigh(probability, answers) for answers in chosen.outputs if answers is not None]

@@ -16,7 +16,7 @@ from anabranch.experts import wire
 from anabranch.experts.backend import ExpertInfo
 from anabranch.experts.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
 from anabranch.experts.connections import shared_client
-from anabranch.experts.directory import DirectoryLike
+from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, unflatten
@@ -123,21 +123,21 @@ class RemoteExpert(nn.Module):
         found = self._found
         with found.lock:
             if found.known is None:
-                endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where)
+                endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
                 found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
             return found.known
 
-    def _may_have_changed(self, error: Exception | None) -> bool:
+    def _may_have_changed(self, error: Exception | None, deadline: Deadline) -> bool:
         """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
             return False
         # Who was silent for two beats, and is still said to be there, would be silent for two more.
-        return isinstance(error, NotFound) or self._look_up(self._where) != error.peer
+        return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
 
-    def _look_up(self, directory: DirectoryLike) -> str:
-        found = directory.lookup([self.uid])
+    def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
+        found = within(directory, deadline).lookup([self.uid])
         if self.uid not in found:
             raise NotFound(f"the directory knows nobody who serves {self.uid!r}")
         return found[self.uid]
@@ -171,7 +171,7 @@ class _There:
         expert = self._expert
         deadline = self._deadline or Deadline.after(expert.forward_timeout)
         crossed, error = self._ask(inputs, wants, deadline)
-        if expert._may_have_changed(error) and not deadline.expired():
+        if not deadline.expired() and expert._may_have_changed(error, deadline):
             expert._found.known = None
             crossed, error = self._ask(inputs, wants, deadline)
         if error is not None:

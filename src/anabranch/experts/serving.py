@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 import torch
+from torch import nn
 
 from anabranch.experts.backend import ExpertBackend
 from anabranch.experts.directory import DirectoryLike, DirectoryServer
@@ -70,18 +71,25 @@ def make_backends(
         device: where the experts live.
 
     Raises:
-        ValueError: a pattern, module or optimizer that is none.
+        ValueError: a pattern, module, optimizer or device that is none here.
         SchemaError: the module does not take rows of ``features``.
     """
     factory = find_factory(module)
     backends: list[ExpertBackend] = []
     for uid in expand_uids(uids):
-        made = factory(features).to(device)
+        made = _placed(factory(features), device)
         chosen = make_optimizer(optimizer, made, lr)
         backends.append(
             ExpertBackend(uid, made, chosen, args_schema=[TensorSpec(features)], max_batch_size=max_batch_size)
         )
     return backends
+
+
+def _placed(module: nn.Module, device: torch.device | str | None) -> nn.Module:
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no expert can live on {str(device)!r} here: {error}") from error
 
 
 def serve_experts(

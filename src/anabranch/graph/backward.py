@@ -14,7 +14,7 @@ from anabranch.graph.build import build
 from anabranch.graph.faithful import PythonState, captured_tensors, refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
-from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake, WrongType
+from anabranch.graph.tracing import Recorder, Source, TracedModules, UserMistake, WrongType, free_name
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
@@ -240,6 +240,7 @@ def capture_backward(
         fetch: names of submodules whose outputs the graph yields too.
     """
     leaves, structure = flatten(batch)
+    _refuse_unreached(batch, leaves)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sources = [
         Source(f"batch.{path}" if path else "batch", leaf)
@@ -248,10 +249,15 @@ def capture_backward(
     ]
     batch_size = len(sources)
     sources += [Source(name, tensor, state=True) for name, tensor in state.items()]
-    known = {id(tensor) for tensor in state.values()}
-    sources += [Source(n, t, state=True) for n, t in captured_tensors(loss).items() if id(t) not in known]
-    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
     modules = TracedModules({"": model}).names
+    python = PythonState(loss, modules)
+    python.refuse_iterators()
+    known = {id(tensor) for tensor in (*state.values(), *leaves)}
+    for name, tensor in (*captured_tensors(loss).items(), *python.tensors.items()):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            sources.append(Source(free_name(name, sources), tensor, state=True, within_reach=True))
+    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
     refuse_hooks(modules, dict(model.named_parameters()))
     body = _Body(model, loss, wrt, fetch)
     names: list[str] = []
@@ -266,7 +272,6 @@ def capture_backward(
         names[:] = body.names()
         return results
 
-    python = PythonState(loss, modules)
     try:
         graph = build(traced, sources, names, {"": model}, kinds=kinds, keep=frozenset(fetch), interceptors=[cut])
     finally:
@@ -274,6 +279,20 @@ def capture_backward(
     if changed is not None:
         raise changed
     return Backward(graph, tuple(body.outputs), tuple(body.dense), tuple(body.lookups), tuple(body.nested))
+
+
+def _refuse_unreached(batch: Structure, leaves: Sequence[object]) -> None:
+    """Raises for gradients that a sweep of the tape would leave, or look at, outside of what a graph yields."""
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "anomaly detection looks at every gradient, which a replay does not; the step runs on the tape"
+        )
+    for path, leaf in zip(paths(batch), leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise CaptureError(
+                f"{f'batch.{path}' if path else 'the batch'} requires a gradient, which a graph of the step would not "
+                "yield; detach it, or use engine='tape'"
+            )
 
 
 def _detached(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anabranch.graph.build import build
 from anabranch.graph.faithful import PythonState, captured_tensors, reachable_modules, refuse_hooks
 from anabranch.graph.graph import Graph, InputKind
-from anabranch.graph.tracing import Recorder, Source, TracedModules
+from anabranch.graph.tracing import Recorder, Source, TracedModules, free_name
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
@@ -55,8 +55,15 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     modules = reachable_modules(fn)
     roots = {name if len(modules) > 1 else "": module for name, module in modules.items()}
     sources = [Source(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
-    kinds = _add_state(sources, roots, captured_tensors(fn), leaves)
     known = TracedModules(roots).names
+    state = PythonState(fn, known)
+    state.refuse_iterators()
+    kinds = _add_state(sources, roots, captured_tensors(fn), leaves)
+    held = {id(source.value) for source in sources}
+    for name, tensor in state.tensors.items():
+        if id(tensor) not in held:
+            sources.append(Source(free_name(name, sources), tensor, state=True, within_reach=True))
+            kinds[sources[-1].name] = "constant"
     refuse_hooks(known, {source.name: source.value for source in sources if isinstance(source.value, Tensor)})
     outputs: list[str] = []
     found: list[PyTreeSpec] = []
@@ -71,7 +78,6 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
         found[:] = [treedef]
         return flat
 
-    state = PythonState(fn, known)
     try:
         graph = build(body, sources, outputs, roots, kinds=kinds)
     finally:
@@ -129,15 +135,12 @@ def _add_state(
     """Appends a source for each tensor of the modules and the closure; returns what kind of state each is."""
     kinds: dict[str, InputKind] = {}
     seen = {id(leaf) for leaf in leaves}
-    taken = {source.name for source in sources}
 
     def add(name: str, tensor: Tensor, kind: InputKind) -> None:
         if id(tensor) in seen:
             return
         seen.add(id(tensor))
-        while name in taken:
-            name += "_"
-        taken.add(name)
+        name = free_name(name, sources)
         sources.append(Source(name, tensor, state=True))
         kinds[name] = kind
 

@@ -11,17 +11,17 @@ import functools
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from anabranch.autodiff import hooks as own_hooks
 from anabranch.errors import CaptureError
-from anabranch.graph.python_values import GONE, contents, freeze
+from anabranch.graph.python_values import GONE, contents, freeze, mutables
 from anabranch.graph.surroundings import Holder, Surroundings, codes_of, from_library, global_names, is_state
 
 __all__ = ["PythonState", "captured_tensors", "reachable_modules", "refuse_hooks"]
@@ -29,6 +29,7 @@ __all__ = ["PythonState", "captured_tensors", "reachable_modules", "refuse_hooks
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 _DEPTH = 4
+_MODE = "training"
 
 
 def refuse_hooks(
@@ -132,28 +133,49 @@ class PythonState:
             if not (holder.is_object and isinstance(holder.values, dict))
             for name in self._around.mentioned(holder)
         ]
-        self._contents: list[tuple[object, object]] = []
+        self._before = self._frozen()
+        held = [value for holder, _ in self._kept for value in holder.values.values()]
+        held += [value for _, _, value in self._attributes] + [value for _, value in self._cells]
+        held += [value for _, _, value in self._globals]
+        self._undo = [_undoing(value) for value in mutables(held)]
+        self._undo += [_undoing(value) for value in held if _is_generator(value)]
         self._randomness = _Randomness(self._around)
-        self._before = self._frozen(remember=True)
 
-    def _frozen(self, remember: bool = False) -> dict[tuple[Holder | None, str], object]:
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors within reach that are no state of ``modules``, by what they are called."""
+        return self._around.tensors
+
+    def refuse_iterators(self) -> None:
+        """Raises for what the step could advance and nobody put back: to be called before it is tried."""
+        for (owner, name), value in self._values():
+            if isinstance(value, Iterator) and not isinstance(value, Tensor):
+                raise CaptureError(
+                    f"{self._line(owner, name)}: the step reads {_shown(owner, name)!r}, an iterator "
+                    f"({type(value).__name__}), which a replay would not advance; pass what it yields in the batch, or "
+                    "use engine='tape'"
+                )
+
+    def _values(self) -> Iterator[tuple[tuple[Holder | None, str], object]]:
+        for holder, _ in self._kept:
+            for name in self._around.mentioned(holder):
+                yield (holder, name), holder.values[name]
+        for holder, name, _ in self._attributes:
+            yield (holder, name), holder.values.get(name)
+        for name, cell in self._around.cells:
+            yield (None, name), contents(cell)
+        for name, space in self._around.globals:
+            yield (None, name), space.get(name)
+
+    def _frozen(self) -> dict[tuple[Holder | None, str], object]:
         seen: dict[tuple[Holder | None, str], object] = {}
-
-        def look(owner: Holder | None, name: str, value: object) -> None:
-            seen[owner, name] = freeze(value)
-            if remember and isinstance(value, (list, dict, set)):
-                self._contents.append((value, value.copy()))
-
         for holder, _ in self._kept:
             for name, value in list(holder.values.items()):
-                if is_state(name):
-                    look(holder, name, value)
-        for holder, name, _ in self._attributes:
-            look(holder, name, holder.values.get(name))
-        for name, cell in self._around.cells:
-            look(None, name, contents(cell))
-        for name, space in self._around.globals:
-            look(None, name, space.get(name))
+                if is_state(name) or name == _MODE:
+                    seen[holder, name] = freeze(value)
+        for key, value in self._values():
+            if key not in seen:
+                seen[key] = freeze(value)
         return seen
 
     def undo_changes(self) -> CaptureError | None:
@@ -168,9 +190,8 @@ class PythonState:
         if changed is None:
             return None
         owner, name = changed
-        shown = f"{owner.name}.{name}" if owner else name
         return CaptureError(
-            f"{self._line(owner, name)}: {shown!r} changes while the step is captured; a "
+            f"{self._line(owner, name)}: {_shown(owner, name)!r} changes while the step is captured; a "
             "replay runs tensor operations only and would lose the change: make it a tensor that is changed in place, "
             "move it out of the step, or use engine='tape'"
         )
@@ -190,35 +211,78 @@ class PythonState:
                 cell.cell_contents = value
         for space, name, value in self._globals:
             space[name] = value
-        for container, items in self._contents:
-            if isinstance(container, list):
-                container[:] = items  # type: ignore[call-overload]
-            else:
-                container.clear()  # type: ignore[attr-defined]
-                container.update(items)  # type: ignore[attr-defined]
+        for undo in self._undo:
+            undo()
 
     def _line(self, holder: Holder | None, name: str) -> str:
         codes = list(self._around.codes)
         if holder is not None:
             kind = holder.owner if isinstance(holder.owner, type) else type(holder.owner)
             codes = [*codes_of(kind), *codes]
-        places = [place for code in codes for place in _mentions(code, name)]
-        stores = [place for opname, place in places if opname.startswith("STORE")]
-        return next(iter([*stores, *(place for _, place in places)]), codes[0].co_filename if codes else "the forward")
+        names = [name, *(["train", "eval"] if name == _MODE else [])]
+        names += holder.name.rsplit(".", 1)[-1:] if holder is not None else []
+        for each in names:
+            places = [place for code in codes for place in _mentions(code, each)]
+            stores = [place for opname, place in places if opname.startswith("STORE")]
+            if places:
+                return next(iter([*stores, *(place for _, place in places)]))
+        return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "the forward"
+
+
+def _shown(owner: Holder | None, name: str) -> str:
+    return f"{owner.name}.{name}" if owner else name
+
+
+def _is_generator(value: object) -> bool:
+    """Whether it is a generator of random numbers, of Python's or of numpy's."""
+    numpy = sys.modules.get("numpy.random")
+    return isinstance(value, random.Random) or (
+        numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
+    )
+
+
+def _undoing(value: Any) -> Callable[[], object]:
+    """What puts ``value`` back as it is now."""
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    if _is_generator(value):
+        bits = getattr(value, "bit_generator", None) or value._bit_generator
+        kept = bits.state
+        return lambda: setattr(bits, "state", kept)
+    copy = value.copy() if hasattr(value, "copy") else value[:]
+    if isinstance(value, (dict, set)):
+
+        def refill() -> None:
+            value.clear()
+            value.update(copy)
+
+        return refill
+    if isinstance(value, deque):
+
+        def rebuild() -> None:
+            value.clear()
+            value.extend(copy)
+
+        return rebuild
+    whole = ... if hasattr(value, "dtype") else slice(None)
+    return lambda: value.__setitem__(whole, copy)
 
 
 class _Randomness:
-    """The process's random number generators: seeding torch's, or drawing from Python's, is lost on a graph.
+    """The process's own random number generators of Python and numpy, drawing from which is lost on a graph.
 
     Looked at only where the code mentions them, for other threads (a loader's) may draw during a capture.
     """
 
     def __init__(self, around: Surroundings) -> None:
         values = [space.get(name) for name, space in around.globals] + [contents(cell) for _, cell in around.cells]
-        draws = around.mentions("random") or any(getattr(v, "__self__", None) is _pythons_own for v in values)
+        names = [name for name, _ in (*around.globals, *around.cells)]
+        drawers = [n for n, v in zip(names, values, strict=True) if getattr(v, "__self__", None) is _pythons_own]
+        draws = around.mentions("random") or bool(drawers)
         self._readers = [_python_state, _numpy_state] if draws else []
-        if around.mentions("manual_seed", "seed", "set_rng_state", "fork_rng"):
-            self._readers.append(_torch_state)
+        places = [place for name in ("random", *drawers) for code in around.codes for place in _mentions(code, name)]
+        self._line = places[0][1] if places else "the step"
         self._before = [read() for read in self._readers]
 
     def undo(self) -> CaptureError | None:
@@ -229,8 +293,8 @@ class _Randomness:
                 name, _, restore = before
                 restore()
                 changed = changed or CaptureError(
-                    f"the step draws from, or seeds, the generator of {name}, which a graph would do once and for all; "
-                    "draw numbers with torch, pass them in the batch, or use engine='tape'"
+                    f"{self._line}: the step draws from, or seeds, the generator of {name}, which a graph does once "
+                    "and for all; draw numbers with torch, pass them in the batch, or use engine='tape'"
                 )
         return changed
 
@@ -248,11 +312,6 @@ def _numpy_state() -> _State:
     numpy = sys.modules.get("numpy.random")
     state = None if numpy is None else numpy.get_state()
     return "numpy.random", repr(state), lambda: numpy and numpy.set_state(state)
-
-
-def _torch_state() -> _State:
-    state = torch.get_rng_state()
-    return "torch", state.numpy().tobytes(), lambda: torch.set_rng_state(state)
 
 
 def _mentions(code: types.CodeType, name: str) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
-from anabranch.graph.memory import storage_bytes
+from anabranch.graph.tracing import bytes_of
 
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
@@ -67,7 +67,7 @@ def _look(node: fx.Node) -> dict[str, object]:
         "phase": node.meta.get("phase", "forward"),
         "shape": ("x".join(map(str, tensor.shape)) or "scalar") if tensor is not None else "",
         "dtype": str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
-        "bytes": storage_bytes(value),
+        "bytes": bytes_of(value),
         "boundary": boundary_of(node),
         "inputs": [],
     }

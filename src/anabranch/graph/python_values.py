@@ -1,27 +1,31 @@
 """The Python values that a capture baked into its graph, and whether they still are what they were.
 
-They are looked at before every step, so the look is one loop in C: an ``itemgetter`` a holder, compared by identity.
-Only where an identity differs are values compared.
+They are looked at before every step, so the look is loops in C: an ``itemgetter`` a holder, and the items of
+containers, compared by identity. Only where an identity differs are values compared.
 """
 
 from __future__ import annotations
 
+import array
 import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from anabranch.graph.surroundings import Surroundings
 
-__all__ = ["GONE", "PythonValues", "contents", "freeze"]
+__all__ = ["GONE", "PythonValues", "contents", "freeze", "is_mutable", "mutables"]
 
 GONE = object()
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
-_CONTAINERS = (list, dict, set)
-_FEW = 64
+_SEQUENCES = (list, deque, set)
+_BUFFERS = (bytearray, array.array)
+_MOST_ITEMS = 10_000
+_MOST_BYTES = 1 << 20
 _DEPTH = 4
 
 
@@ -75,8 +79,9 @@ class PythonValues:
         self._cell_values = tuple(map(contents, self._cells))
         self._sizes = list(map(len, self._sized))
         found = [value for group in self._groups for value in group.values] + list(self._cell_values)
-        unique = {id(value): value for value in found if isinstance(value, _CONTAINERS) and len(value) <= _FEW}
+        unique = {id(value): value for value in found if isinstance(value, tuple) or is_mutable(value)}
         self._containers = [(value, freeze(value)) for value in unique.values()]
+        self._contents = [_Contents(value) for value in mutables(unique.values())]
         self.key: object = _Key(tuple(map(freeze, found)), found)
 
     def unchanged(self) -> bool:
@@ -91,7 +96,7 @@ class PythonValues:
             return False
         if list(map(len, self._sized)) != self._sizes:
             return False
-        return all(freeze(value) == frozen for value, frozen in self._containers)
+        return all(map(_Contents.unchanged, self._contents))
 
     def changed(self) -> tuple[str, bool] | None:
         """The name of one that is no longer what it was, and whether only its value is another, nothing around it."""
@@ -110,7 +115,7 @@ class PythonValues:
                 return f"{owner.name}.{next(reversed(space), '')}", False
         for value, frozen in self._containers:
             if freeze(value) != frozen:
-                return self._name_of(value), _is_flat(value)
+                return self._name_of(value), not isinstance(value, (list, tuple, deque, dict)) or _is_flat(value)
         return None
 
     def _name_of(self, value: object) -> str:
@@ -123,6 +128,41 @@ class PythonValues:
     def accept(self) -> None:
         """From here on they are what they are now."""
         self._remember()
+
+
+class _Contents:
+    """What a container held, or the bytes of an array, in the form that is compared soonest."""
+
+    __slots__ = ("_items", "_keys", "_value")
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+        self._keys: tuple[object, ...] = ()
+        self._items: object
+        if isinstance(value, dict):
+            self._keys, self._items = tuple(value), tuple(value.values())
+        elif isinstance(value, _SEQUENCES):
+            self._items = tuple(value)
+        else:
+            self._items = freeze(value)
+
+    def unchanged(self) -> bool:
+        """Whether the very same items are in it."""
+        value, items, same = self._value, self._items, operator.is_
+        try:
+            if isinstance(value, dict):
+                assert isinstance(items, tuple)
+                return (
+                    len(value) == len(items)
+                    and all(map(same, value, self._keys))
+                    and all(map(same, value.values(), items))
+                )
+            if isinstance(value, _SEQUENCES):
+                assert isinstance(items, tuple)
+                return len(value) == len(items) and all(map(same, value, items))
+        except RuntimeError:  # another thread is changing it
+            return False
+        return freeze(value) == items
 
 
 class _Key:
@@ -161,16 +201,50 @@ def _equal(before: object, now: object) -> bool:
     return before is now or (_is_plain(before) and _is_plain(now) and freeze(before) == freeze(now))
 
 
+def is_mutable(value: object) -> bool:
+    """Whether what ``value`` holds can change and is looked at: a container, an array, of no excessive size."""
+    if isinstance(value, (dict, *_SEQUENCES)):
+        return len(value) <= _MOST_ITEMS
+    return isinstance(value, _BUFFERS) or _is_array(value)
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def mutables(values: Iterable[object], depth: int = 0) -> Iterator[object]:
+    """All containers and arrays among ``values`` and within them, each once."""
+    seen: set[int] = set()
+
+    def walk(value: object, depth: int) -> Iterator[object]:
+        changes = is_mutable(value)
+        if depth > _DEPTH or id(value) in seen or not (changes or isinstance(value, (tuple, frozenset))):
+            return
+        seen.add(id(value))
+        if changes:
+            yield value
+        if isinstance(value, (list, tuple, deque)):
+            for item in list(value)[:_MOST_ITEMS]:
+                yield from walk(item, depth + 1)
+        elif isinstance(value, dict):
+            for item in list(value.values()):
+                yield from walk(item, depth + 1)
+
+    for value in values:
+        yield from walk(value, depth)
+
+
 def freeze(value: object, depth: int = 0) -> object:
     """Something hashable that is equal to what it was as long as ``value`` is unchanged."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return type(value), repr(value)
-    if depth < _DEPTH and isinstance(value, (list, tuple)) and len(value) <= 10_000:
-        return type(value), tuple([freeze(item, depth + 1) for item in value])
-    if depth < _DEPTH and isinstance(value, (set, frozenset)) and len(value) <= 10_000:
-        return type(value), frozenset([freeze(item, depth + 1) for item in value])
-    if depth < _DEPTH and isinstance(value, dict) and len(value) <= 10_000:
-        return type(value), tuple([(freeze(k, depth + 1), freeze(v, depth + 1)) for k, v in value.items()])
+    if isinstance(value, (list, tuple, deque, set, frozenset, dict)):
+        return _freeze_items(value, depth)
+    if isinstance(value, _BUFFERS):
+        return type(value), bytes(value)
+    if _is_array(value) and value.nbytes <= _MOST_BYTES:  # type: ignore[attr-defined]
+        return type(value), id(value), value.shape, value.tobytes()  # type: ignore[attr-defined]
     if isinstance(value, random.Random):
         return type(value), id(value), value.getstate()
     numpy = sys.modules.get("numpy.random")
@@ -178,3 +252,15 @@ def freeze(value: object, depth: int = 0) -> object:
         bits = value.bit_generator if isinstance(value, numpy.Generator) else value._bit_generator
         return type(value), id(value), repr(bits.state)
     return type(value), id(value)
+
+
+def _freeze_items(
+    value: list[object] | tuple[object, ...] | deque[object] | set[object] | frozenset[object] | dict[object, object],
+    depth: int,
+) -> object:
+    if depth >= _DEPTH or len(value) > _MOST_ITEMS:
+        return type(value), id(value), len(value)
+    if isinstance(value, dict):
+        return type(value), tuple([(freeze(k, depth + 1), freeze(v, depth + 1)) for k, v in value.items()])
+    frozen = [freeze(item, depth + 1) for item in value]
+    return type(value), frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)

@@ -553,6 +553,7 @@ def _modes() -> object:
     cpu, cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     return (
         torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
         torch.get_default_dtype(),
         torch.get_autocast_dtype("cpu") if cpu else None,
         torch.get_autocast_dtype("cuda") if cuda else None,
@@ -564,7 +565,7 @@ def _look(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf._nnz()
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf) if isinstance(leaf, float) else leaf
 
 

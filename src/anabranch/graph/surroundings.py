@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from anabranch.graph.tracing import is_library
 
@@ -36,6 +37,12 @@ _PACKAGES = tuple({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"
 def is_state(name: str) -> bool:
     """Whether a module's attribute of this name is the user's, and none of those that a graph knows anyway."""
     return name not in _NOT_STATE and not name.endswith("_hooks") and "hooks_" not in name
+
+
+def _answers_for_itself(kind: type[Tensor]) -> bool:
+    asked = kind.__torch_function__
+    plain = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
+    return getattr(asked, "__func__", asked) not in plain
 
 
 def from_library(value: object) -> bool:
@@ -79,6 +86,7 @@ class Surroundings:
         globals: name, namespace of each global that is mentioned.
         containers: short lists, dicts and sets among the values, whose contents can change.
         codes: the code that was followed.
+        tensors: those within reach that are no state of ``modules``, by what they are called.
     """
 
     def __init__(self, function: object, modules: Mapping[nn.Module, str]) -> None:
@@ -86,6 +94,7 @@ class Surroundings:
         self.cells: list[tuple[str, types.CellType]] = []
         self.globals: list[tuple[str, dict[str, object]]] = []
         self.codes: list[types.CodeType] = []
+        self.tensors: dict[str, Tensor] = {}
         self._modules = modules
         self._names: set[str] = set()
         self._looks_up = False
@@ -130,6 +139,8 @@ class Surroundings:
             self._follow(name, value.__func__, depth + 1)
         elif isinstance(value, property):
             self._follow(name, value.fget, depth + 1)
+        elif isinstance(value, Tensor):
+            self._tensor(name, value)
         elif isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self._module(f"{name}.{path}" if path else name, module, depth)
@@ -183,6 +194,11 @@ class Surroundings:
         self.holders.append(Holder(name, module, vars(module), theirs))
         if module not in self._modules:  # one that the step uses beside its model: its mode is part of the graph too
             self.holders.append(Holder(name, module, _Mode(module), True))
+            for entries in (module._parameters, module._buffers):  # which nobody else watches
+                self.holders.append(Holder(name, module, entries, True))
+                for key, tensor in entries.items():
+                    if tensor is not None:
+                        self._tensor(f"{name}.{key}", tensor)
         if theirs or not self._remember(kind):
             return
         self.holders.append(Holder(kind.__name__, kind, vars(kind), False))
@@ -195,6 +211,14 @@ class Surroundings:
                     continue
                 self._names.update(*(code.co_names for code in _nested(function.__code__)))
                 self._follow(key, function, depth + 1)
+
+    def _tensor(self, name: str, tensor: Tensor) -> None:
+        if _answers_for_itself(type(tensor)):
+            return  # such as a table on servers: what is asked of it is its own to answer
+        if self._remember(tensor) and not is_lazy(tensor):
+            while name in self.tensors:
+                name += "_"
+            self.tensors[name or "tensor"] = tensor
 
     def _namespace(self, name: str, value: type | types.ModuleType) -> None:
         module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__

@@ -20,6 +20,7 @@ import math
 import operator
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ __all__ = [
     "WrongType",
     "bytes_of",
     "constants",
+    "free_name",
     "is_library",
     "trace",
     "undisturbed",
@@ -89,11 +91,23 @@ class WrongType(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one input of a trace stands for: a name, an example, and whether that very tensor is state."""
+    """What one input of a trace stands for: a name, an example, and whether that very tensor is state.
+
+    One that is only ``within_reach`` is no input of the graph unless something reads it.
+    """
 
     name: str
     value: Tensor | float
     state: bool = False
+    within_reach: bool = False
+
+
+def free_name(name: str, sources: Sequence[Source]) -> str:
+    """``name``, or the next one like it that no source has."""
+    taken = {source.name for source in sources}
+    while name in taken:
+        name += "_"
+    return name
 
 
 class TracedModules:
@@ -135,6 +149,12 @@ class TracedModules:
     def _write_back(
         entries: dict[str, Tensor | None], values: dict[str, Tensor | None], stand_ins: dict[int, Tensor]
     ) -> None:
+        if entries.keys() != values.keys():
+            name = next(iter(entries.keys() ^ values.keys()))
+            raise CaptureError(
+                f"the forward adds or removes the parameter or buffer {name!r}, which a graph would do once and for "
+                "all; make it in __init__, or use engine='tape'"
+            )
         for name, value in values.items():
             traced, now = stand_ins.get(id(value)), entries.get(name)
             if traced is None or now is traced:
@@ -236,6 +256,13 @@ _READS = {
 }
 
 
+# What would be done to a stand-in, and lost with it.
+_LOST = {
+    Tensor.backward: "backward() in the middle of the step",
+    Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
+    Tensor.set_: "set_(), which changes a tensor's memory",
+}
+
 # What a user calls to stop gradients; autograd's own detached handles do not come this way.
 _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
@@ -267,6 +294,16 @@ class _Faithful(TorchFunctionMode):
             raise CaptureError(
                 f"{user_line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
                 "what it computes: use torch.where, return the tensor, or use engine='tape'"
+            )
+        if func in _LOST:
+            raise CaptureError(
+                f"{user_line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, or use "
+                "engine='tape'"
+            )
+        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+            raise CaptureError(
+                f"{user_line()}: the step draws from a torch.Generator of its own, which a graph cannot hold; draw "
+                "from torch's default one, pass the numbers in the batch, or use engine='tape'"
             )
         args = tuple(self._replace(value) for value in args)
         kwargs = {name: self._replace(value) for name, value in (kwargs or {}).items()}
@@ -402,8 +439,15 @@ def trace(
             traced_by(_Crossings(fakes_of, recorder, faithful._replace)),
             traced_modules.swapped(stand_ins),
             watch_calls(traced_modules.names, recorder.enter, recorder.leave),
+            _generator_left_alone(),
         ):
-            return list(body(inputs, recorder))
+            results = list(body(inputs, recorder))
+        if not may_read and any(fake.grad is not None for fake in stand_ins.values()):
+            raise CaptureError(
+                "the step calls torch.autograd.backward, whose gradients a graph would lose; use torch.autograd.grad, "
+                "or engine='tape'"
+            )
+        return results
 
     with undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
@@ -423,6 +467,43 @@ def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
     if isinstance(value, nn.Parameter):
         fake._is_param = True
     return fake
+
+
+class _LeftAlone:
+    """Stands for the default generator in ``torch.random``: what its state is, or is to be, no graph knows."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.threads: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        if threading.get_ident() in self.threads:
+            raise CaptureError(
+                f"{user_line()}: the step seeds torch's random number generator, or keeps its state to draw the same "
+                "numbers again (as torch.utils.checkpoint does), which a graph would do once and for all; use "
+                "Graph.recompute in place of checkpoint, or engine='tape'"
+            )
+        return getattr(self.generator, name)
+
+
+_left_alone = _LeftAlone(torch.default_generator)
+_tracing = threading.Lock()
+_GENERATOR = "default_generator"
+
+
+@contextmanager
+def _generator_left_alone() -> Iterator[None]:
+    """A block in which this thread may draw, and neither read nor set what state torch's generator is in."""
+    with _tracing:
+        _left_alone.threads.append(threading.get_ident())
+        setattr(torch.random, _GENERATOR, _left_alone)
+    try:
+        yield
+    finally:
+        with _tracing:
+            _left_alone.threads.remove(threading.get_ident())
+            if not _left_alone.threads:
+                setattr(torch.random, _GENERATOR, _left_alone.generator)
 
 
 @contextmanager

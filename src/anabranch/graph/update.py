@@ -121,10 +121,22 @@ def capture_update(
         traced = {id(source.value): value for source, value in zip(sources, values, strict=True)}
         for optimizer in optimizers:
             with torch.no_grad(), _swapped(optimizer, traced, gradients, rates, names):
-                type(optimizer).step(optimizer)
+                _step(optimizer)
         return []
 
     return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+
+
+def _step(optimizer: Optimizer) -> None:
+    try:
+        type(optimizer).step(optimizer)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps "
+            f"({type(error).__name__}); use another optimizer, or engine='tape'"
+        ) from error
 
 
 @contextmanager

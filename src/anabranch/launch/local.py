@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from anabranch.experts import Directory, DirectoryServer
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.outcome import Outcome
-from anabranch.launch.place import private_place, removed, tcp_place
+from anabranch.launch.place import private_place, tcp_place
 from anabranch.launch.roles import expert_mark
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import collect_signals
@@ -35,6 +34,7 @@ from anabranch.launch.store import host_store
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
 from anabranch.transport.keys import KEYS_VARIABLE
+from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["Durability", "launch"]
 
@@ -99,7 +99,7 @@ def launch(
     command = [sys.executable, "-u", str(script), *arguments]
     started = time.monotonic()
     with ExitStack() as stack:
-        scratch = stack.enter_context(removed(Path(tempfile.mkdtemp(prefix="anabranch-"))))
+        scratch = stack.enter_context(PrivateFolder())
         store = host_store()
         place = stack.enter_context(
             private_place(servers) if host is None else tcp_place(host, servers, base.get(KEYS_VARIABLE) or None)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.transport import make_keys
-from anabranch.transport.endpoints import make_private_folder
+from anabranch.transport.private_folder import PrivateFolder
 
-__all__ = ["Place", "private_place", "removed", "tcp_place"]
+__all__ = ["Place", "private_place", "tcp_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def private_place(servers: int) -> Iterator[Place]:
     ...     [endpoint.split("/")[-1] for endpoint in (place.directory, *place.parameters)]
     ['directory', 'parameters-0']
     """
-    with removed(make_private_folder()) as folder:
+    with PrivateFolder() as folder:
         yield Place(f"unix:{folder}/directory", tuple(f"unix:{folder}/parameters-{shard}" for shard in range(servers)))
 
 
@@ -88,17 +86,8 @@ def _held_port(host: str) -> Iterator[int]:
 
 @contextmanager
 def _keys_of_the_job() -> Iterator[Path]:
-    with removed(Path(tempfile.mkdtemp(prefix="anabranch-keys-"))) as folder:
+    with PrivateFolder() as folder:
         make_keys(folder)
         # Nobody is to be let in later.
         (folder / "authority.key").unlink()
         yield folder
-
-
-@contextmanager
-def removed(path: Path) -> Iterator[Path]:
-    """``path``, and what lies below it, gone when the block ends."""
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

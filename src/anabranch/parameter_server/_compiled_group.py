@@ -135,6 +135,8 @@ def _chain(
     storage: Any,
     step: Any,
     wide: Any,
+    sums: Any,
+    with_sums: bool,
     grads: Any,
     grads_at: int,
     apart: int,
@@ -173,6 +175,8 @@ def _chain(
                     _prefetch(storage, U(row) * step + wide)
                 if step > wide + wide:
                     _prefetch(storage, U(row) * step + wide + wide)
+                if with_sums:
+                    _prefetch(sums, U(row))
                 heads[count] = i
                 tails[count] = i
                 count += 1
@@ -254,6 +258,8 @@ def step_all(
             storage,
             step,
             wide,
+            sums,
+            len(kind) == 4,
             grads,
             grads_at[t],
             apart,

@@ -56,7 +56,8 @@ from anabranch.transport import Answer, Client, MemoryTransport, Request, Transp
 __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
-_CHUNK = 1 << 16  # rows of a checkpoint in one message
+_CHUNK = 1 << 16  # rows of a whole table in one message
+_AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
 _BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
 
@@ -125,6 +126,17 @@ class _Holding:
     def width(self) -> int:
         """Numbers a row."""
         return int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of one shard that a checkpoint takes in one message."""
+
+    shard: int
+    number: int
+    name: str
+    first: int
+    rows: int
 
 
 class ParameterClient:
@@ -627,6 +639,12 @@ class ParameterClient:
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
 
+    def wait_for_turn(self, step: int) -> None:
+        """Returns once the job's consistency lets this worker read at ``step``: for a step that reads nothing here."""
+        message = pack(PullMessage([], False, False, False, *self._turn(step)))
+        request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
+        self._in_turn([request], Deadline.after(self._timeout))
+
     def barrier(self) -> None:
         """Returns once every worker of the job has called it as often; a bare client is alone."""
         if self._worker is None:
@@ -645,40 +663,54 @@ class ParameterClient:
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         """Writes all tables and parameters, states and versions included, into the directory ``path`` of this machine.
 
-        Rows are read a few at a time from each shard. No path crosses the wire.
+        Rows are read from the shards and written a few at a time. No path crosses the wire.
         """
         state, groups = self.collect()
         checkpoint.write(path, groups, state, step=step)
 
-    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
-        """What ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given."""
+    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
+        """What ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
+
+        A group asks for its tensors when it is called: a dense parameter, or so many rows that they fit a worker.
+        """
         wanted = None if names is None else set(names)
-        tables: list[object] = []
+        tables: dict[str, dict[str, Any]] = {}
+        blocks: dict[str, list[_Block]] = {}
         dense: list[object] = []
-        groups: dict[str, dict[str, Tensor]] = {}
+        groups: dict[str, checkpoint.Group] = {}
         for shard, described in enumerate(self._describe()):
             for table in described["tables"]:
                 name = table["spec"]["name"]
-                if wanted is not None and name not in wanted:
-                    continue
-                if shard == 0:
-                    tables.append({**table, "group": f"table-{len(tables)}"})
-                group = next(entry["group"] for entry in cast(list[Any], tables) if entry["spec"]["name"] == name)
-                groups.setdefault(group, {})
-                for number, first in enumerate(range(0, max(table["rows"], 1), _CHUNK)):
-                    _, parts = self._export(shard, ExportMessage(name, first, _CHUNK))
-                    for label, tensor in zip((*_BLOCK, "history"), parts, strict=True):
-                        if label != "history":
-                            groups[group][f"{shard}.{number}.{label}"] = tensor
-                        elif shard == 0 and number == 0:
-                            groups[group]["history"] = tensor
+                if wanted is None or name in wanted:
+                    tables.setdefault(name, table)
+                    each = _at_once(table)
+                    blocks.setdefault(name, []).extend(
+                        _Block(shard, number, name, first, min(each, table["rows"] - first))
+                        for number, first in enumerate(range(0, max(table["rows"], 1), each))
+                    )
             for parameter in described["dense"]:
-                if wanted is not None and parameter["name"] not in wanted:
-                    continue
-                _, parts = self._export(shard, ExportMessage(parameter["name"]))
-                groups[f"dense-{len(dense)}"] = {str(k): tensor for k, tensor in enumerate(parts)}
-                dense.append({**parameter, "group": f"dense-{len(dense)}"})
-        return {"tables": tables, "dense": dense}, groups
+                if wanted is None or parameter["name"] in wanted:
+                    groups[f"dense-{len(dense)}"] = functools.partial(self._read_parameter, shard, parameter["name"])
+                    dense.append({**parameter, "group": f"dense-{len(dense)}"})
+        for number, (name, table) in enumerate(tables.items()):
+            together = _in_files(blocks[name], _at_once(table))
+            table["groups"] = [f"table-{number}.{k}" for k in range(len(together))]
+            groups |= {
+                group: functools.partial(self._read_blocks, some)
+                for group, some in zip(table["groups"], together, strict=True)
+            }
+        return {"tables": list(tables.values()), "dense": dense}, groups
+
+    def _read_blocks(self, blocks: Sequence[_Block]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for block in blocks:
+            _, (*parts, history) = self._export(block.shard, ExportMessage(block.name, block.first, max(block.rows, 1)))
+            found |= {f"{block.shard}.{block.number}.{label}": part for label, part in zip(_BLOCK, parts, strict=True)}
+            found.setdefault("history", history)
+        return found
+
+    def _read_parameter(self, shard: int, name: str) -> dict[str, Tensor]:
+        return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replaces all tables and parameters by those of a checkpoint, whatever number of shards wrote it."""
@@ -695,7 +727,7 @@ class ParameterClient:
     def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """As ``restore``, beside what else is there."""
         for entry in state["tables"]:
-            self._restore_table(entry, groups(entry["group"]))
+            self._restore_table(entry, groups)
         for entry in state["dense"]:
             tensors = groups(entry["group"])
             parts = [tensors[str(k)] for k in range(len(tensors))]
@@ -703,13 +735,15 @@ class ParameterClient:
             message = pack(RestoreMessage(entry["name"], entry["step"]))
             self._call(self._home(entry["name"]), "restore", message, parts, once=True)
 
-    def _restore_table(self, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _restore_table(self, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         spec = TableSpec.from_dict(entry["spec"])
         self.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
-        blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
-        for shard, number in blocks:
-            parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
-            self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
+        for group in entry["groups"]:
+            tensors = groups(group)
+            blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
+            for shard, number in blocks:
+                parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
+                self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
 
     def _restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
         plan = self._plan(name, parts[0], everywhere=True)
@@ -845,6 +879,23 @@ class ParameterClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _at_once(table: Mapping[str, Any]) -> int:
+    """How many rows of a table that a shard describes a checkpoint holds at once."""
+    spec = TableSpec.from_dict(table["spec"])
+    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
+    return max(1, min(_CHUNK, _AT_ONCE // row))
+
+
+def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
+    """The blocks in their order, together as long as they are no more than ``rows`` rows."""
+    found: list[list[_Block]] = [[]]
+    for block in blocks:
+        if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:
+            found.append([])
+        found[-1].append(block)
+    return found
 
 
 def _of(tensor: Tensor, where: Tensor) -> Tensor:

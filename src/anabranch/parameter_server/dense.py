@@ -82,15 +82,19 @@ class DenseParameter:
             self._update(value, grad.clone(), self.states)
         self.value = value
 
+    def check_restored(self, tensors: Sequence[Tensor]) -> None:
+        """Raises what ``restore`` would; changes nothing."""
+        mine = [self.value, *self.states]
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in mine]:
+            raise SchemaError(f"parameter {self.name}: value and {len(self.states)} states of its shape expected")
+
     def restore(self, tensors: Sequence[Tensor], step: int) -> None:
         """Takes value and states from a checkpoint.
 
         Raises:
             SchemaError: they are not as many, or not of the shapes and dtypes, that the optimizer keeps.
         """
-        mine = [self.value, *self.states]
-        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in mine]:
-            raise SchemaError(f"parameter {self.name}: value and {len(self.states)} states of its shape expected")
+        self.check_restored(tensors)
         self.value, *self.states = (tensor.clone() for tensor in tensors)
         self.step = step
 

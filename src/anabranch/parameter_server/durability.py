@@ -6,6 +6,7 @@
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
     checkpoint: begin log n+1 and copy the state under the lock; write and sync; forget the logs before n+1
 
+A table that lies in a file has no copy: it is written under the lock, a few rows at a time, and requests wait for that.
 The numbers of requests already done are kept with both, so that a request whose acknowledgement was lost with the
 process is answered when it comes again, not done again.
 """
@@ -22,8 +23,9 @@ from typing import Literal, cast
 from torch import Tensor
 
 from anabranch import checkpoint
+from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
-from anabranch.events import fault_point
+from anabranch.events import fault_point, report
 from anabranch.parameter_server.push_log import PushLog, Record
 from anabranch.parameter_server.shard import Shard
 
@@ -68,10 +70,17 @@ class Keeper:
                 self._done[epoch] = deque(sequences, _REMEMBERED)
         if self._durability == "log":
             for record, tensors in PushLog.read(self._directory, first):
-                shard.replay(record.verb, record.payload, tensors)
+                self._replay(shard, record, tensors)
                 self._remember(record.epoch, record.sequence)
             self._log = PushLog(self._directory)
         return [(epoch, sequence) for epoch, sequences in self._done.items() for sequence in sequences]
+
+    def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
+        try:
+            shard.replay(record.verb, record.payload, tensors)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            # It failed when it was asked for too, and was not acknowledged: no reason never to start again.
+            report("parameter_server.record_refused", verb=record.verb, error=str(error))
 
     @contextmanager
     def asked_by(self, identity: tuple[bytes, int]) -> Iterator[None]:
@@ -107,14 +116,20 @@ class Keeper:
                 state, groups = self._shard.snapshot()
                 done = {epoch: list(sequences) for epoch, sequences in self._done.items()}
                 self._shard.journal_pending()
-            fault_point("durability.before_checkpoint")
-            checkpoint.write(
-                self._directory, groups, {"shard": state, "log": number, "done": done}, step=self._saved_changes + 1
-            )
+                whole = {"shard": state, "log": number, "done": done}
+                if written := any(callable(group) for group in groups.values()):
+                    self._write(groups, whole)
+            if not written:
+                self._write(groups, whole)
             fault_point("durability.before_forgetting")
             self._saved_changes = changes
             if self._log is not None:
                 self._log.forget_before(number)
+
+    def _write(self, groups: Mapping[str, Group], state: object) -> None:
+        assert self._directory is not None
+        fault_point("durability.before_checkpoint")
+        checkpoint.write(self._directory, groups, state, step=self._saved_changes + 1)
 
     def close(self) -> None:
         """Closes the log, with all of it on the disk."""

@@ -76,14 +76,19 @@ class DynamicVocabulary:
         """The ids of ``rows``."""
         return self._index.entries()[0][rows]
 
-    def in_use(self) -> Ids:
-        """The rows that have an id, ascending."""
-        return np.arange(self._index.rows)
+    def in_use(self, first: int, rows: int) -> Ids:
+        """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
+        return np.arange(first, max(first, min(first + rows, self._index.rows)))
 
     def usage(self, rows: Ids) -> Ids:
         """Of each row: in how many steps it was used, and in which last; ``[rows, 2]``."""
         _, uses, last_use = self._index.entries()
         return np.stack([uses[rows], last_use[rows]], axis=1)
+
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``restore`` would."""
+        self._check_owner(ids)
+        self._index.check_new(ids)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """Gives rows to ids that have none yet, with the usage they had; returns the rows.

@@ -34,6 +34,9 @@ class IdIndex(Protocol):
     def entries(self) -> tuple[Ids, Ids, Ids]:
         """Of each row, its id, in how many steps it was used, and in which last."""
 
+    def check_new(self, ids: Ids) -> None:
+        """Raises ``ValueError`` for ids that ``restore`` cannot give rows to."""
+
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
         """Gives rows to new ids, with the usage they had; returns the rows."""
 
@@ -60,9 +63,12 @@ def make_index(
     return _CompiledIndex(capacity, by_frequency, settled)
 
 
-def _check_room(rows: int, more: int, capacity: int | None) -> None:
-    if capacity is not None and rows + more > capacity:
-        raise ValueError(f"{rows + more} rows do not fit a capacity of {capacity}; give the table a larger one")
+def _check_new(index: IdIndex, ids: Ids, capacity: int | None) -> None:
+    if (index.find(ids) >= 0).any() or np.unique(ids).size != ids.size:
+        raise ValueError("an id has a row already; restore into an empty table")
+    rows = index.rows + ids.size
+    if capacity is not None and rows > capacity:
+        raise ValueError(f"{rows} rows do not fit a capacity of {capacity}; give the table a larger one")
 
 
 class _CompiledIndex:
@@ -99,10 +105,11 @@ class _CompiledIndex:
     def entries(self) -> tuple[Ids, Ids, Ids]:
         return self._ids[: self.rows], self._uses[: self.rows], self._last_use[: self.rows]
 
+    def check_new(self, ids: Ids) -> None:
+        _check_new(self, ids, self._capacity)
+
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
-        if (self.find(ids) >= 0).any() or np.unique(ids).size != ids.size:
-            raise ValueError("an id has a row already; restore into an empty table")
-        _check_room(self.rows, ids.size, self._capacity)
+        self.check_new(ids)
         self._make_room(ids.size)
         rows = np.arange(self.rows, self.rows + ids.size)
         self._kernels.put(self._keys, self._slots, ids, self.rows)
@@ -182,10 +189,11 @@ class _PlainIndex:
         ids, uses, last_use = (np.array(column, np.int64) for column in columns)
         return ids, uses, last_use
 
+    def check_new(self, ids: Ids) -> None:
+        _check_new(self, ids, self._capacity)
+
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
-        if any(known in self._row_of for known in ids.tolist()) or np.unique(ids).size != ids.size:
-            raise ValueError("an id has a row already; restore into an empty table")
-        _check_room(self.rows, ids.size, self._capacity)
+        self.check_new(ids)
         rows = np.arange(self.rows, self.rows + ids.size)
         self._row_of.update(zip(ids.tolist(), rows.tolist(), strict=True))
         self._ids += ids.tolist()

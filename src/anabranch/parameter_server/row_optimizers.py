@@ -76,6 +76,12 @@ class RowOptimizer:
                     raise ValueError(f"{self.family} takes {entry.name}=True or False, got {value!r}")
             elif entry.name != "family" and not (isinstance(value, (int, float)) and math.isfinite(value)):
                 raise ValueError(f"{self.family} takes a finite number as {entry.name}, got {value!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{self.family} takes {name} from 0 to below 1, got {getattr(self, name)!r}")
+        for name in ("eps", "lr_decay", "initial_accumulator_value"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{self.family} takes no {name} below 0, got {getattr(self, name)!r}")
 
     @property
     def states(self) -> int:

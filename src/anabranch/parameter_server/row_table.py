@@ -39,6 +39,7 @@ __all__ = ["RowBlock", "RowTable"]
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
+_AT_ONCE = 16 << 20  # bytes
 # Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
 _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
 
@@ -155,6 +156,16 @@ class RowTable:
         return (
             self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
         )  # fmt: skip
+
+    @property
+    def in_file(self) -> bool:
+        """Whether its rows lie in a file, for it may be larger than memory."""
+        return self.spec.memory_map
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are copied at once where all are to be: 16 MiB of them."""
+        return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
 
     @property
     def stride(self) -> int:
@@ -432,8 +443,8 @@ class RowTable:
 
     def block(self, first: int, rows: int) -> RowBlock:
         """Those of the ``rows`` rows from place ``first`` on that have begun."""
-        part = self._vocabulary.in_use()[first : first + rows]
-        with self._storage.at_hand(part) as (storage, where):
+        part = self._vocabulary.in_use(first, rows)
+        with self._storage.at_hand(part, changing=False) as (storage, where):
             begun = storage.stamps[where] > 0
             part, where = part[begun], where[begun]
             return RowBlock(
@@ -444,14 +455,42 @@ class RowTable:
                 _owned(self._vocabulary.usage(part)),
             )
 
+    def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
+        """Raises what is wrong with rows that ``restore`` and ``resume`` are to take; changes nothing.
+
+        Raises:
+            NotFound: an id that is no row of this part of the table.
+            SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
+        """
+        count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
+        sums = torch.from_numpy(np.empty(0, self._working)).dtype
+        wanted = {
+            "ids": ((count,), torch.int64),
+            "values": ((count, self._stride), self.spec.dtype),
+            "stamps": ((count,), torch.int64),
+            "sums": ((count if self._rule.family is Family.ROW_WISE_ADAGRAD else 0,), sums),
+            "usage": ((usage, 2), torch.int64),
+        }
+        for label, (shape, dtype) in wanted.items():
+            given: Tensor = getattr(block, label)
+            if tuple(given.shape) != shape or given.dtype != dtype:
+                raise SchemaError(
+                    f"table {self.spec.name}: {label} of {shape} {dtype} expected, got {tuple(given.shape)} "
+                    f"{given.dtype}"
+                )
+        if count and not (block.stamps.min() >= 0 and block.stamps.max() <= step + 1):
+            raise SchemaError(f"table {self.spec.name}: stamps of 0 to {step + 1} expected after {step} steps")
+        self._check_history(step, history)
+        self._vocabulary.check_restored(self._ids(block.ids))
+
+    def _check_history(self, step: int, history: Tensor) -> None:
+        expected = (step if self._catches_up else 0, CONSTANTS)
+        if history.shape != expected or history.dtype != torch.float64:
+            raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
+
     def restore(self, block: RowBlock) -> None:
         """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
         ids = self._ids(block.ids)
-        if block.values.shape != (ids.size, self._stride) or block.values.dtype != self.spec.dtype:
-            raise SchemaError(
-                f"table {self.spec.name}: rows of {self._stride} {self.spec.dtype} expected, got "
-                f"{tuple(block.values.shape)} {block.values.dtype}"
-            )
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
         with self._storage.at_hand(rows) as (storage, where):
@@ -467,9 +506,7 @@ class RowTable:
 
     def resume(self, step: int, history: Tensor) -> None:
         """Sets the count of steps, and their constants, that restored rows go on from."""
-        expected = (step if self._catches_up else 0, CONSTANTS)
-        if history.shape != expected or history.dtype != torch.float64:
-            raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
+        self._check_history(step, history)
         self.step = step
         if self._catches_up:
             self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])

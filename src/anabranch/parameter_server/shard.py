@@ -16,17 +16,19 @@ more than K steps behind.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server.dense import DenseParameter
@@ -738,14 +740,23 @@ class Shard:
             return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Puts back what ``export`` gave, here or on another shard."""
+        """Puts back what ``export`` gave, here or on another shard.
+
+        Raises:
+            NotFound, SchemaError, NonFinite: it is none of this table or parameter; nothing is changed.
+        """
         with self._state:
             self._check_name(message.name)
             holder = self._holder(message.name)
             if isinstance(holder, RowTable):
-                if len(tensors) != 6 or any(len(tensor) != len(tensors[0]) for tensor in tensors[1:3]):
+                if len(tensors) != 1 + len(fields(RowBlock)):
                     raise SchemaError(f"table {message.name}: ids, values, stamps, sums, usage and history expected")
-                holder.check(tensors[0])
+                *block, history = tensors
+                holder.check_block(RowBlock(*block), message.step, history)
+            else:
+                holder.check_restored(tensors)
+            if not all_finite(tensors):
+                raise NonFinite(f"the checkpoint of {message.name} holds NaN or Inf; nothing was changed")
             self._record("restore", message, tensors)
 
     def drop(self, message: DropMessage) -> None:
@@ -785,20 +796,31 @@ class Shard:
                 if not self._state.wait(timeout=patience.remaining()):
                     raise _missing(late, patience, "barrier", message.number)
 
-    def snapshot(self) -> tuple[dict[str, object], dict[str, dict[str, Tensor]]]:
+    def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
         """Everything as it is now: plain values, and groups of tensors.
 
-        Not the pushes that wait for those of other workers: the clocks are those before them, and ``journal_pending``
-        journals them again.
+        Rows that lie in a file, for they may be more than there is memory, are groups that are read when they are
+        called, a few rows each: the shard must not change until then. Not the pushes that wait for those of other
+        workers: the clocks are those before them, and ``journal_pending`` journals them again.
         """
         with self._state:
-            groups: dict[str, dict[str, Tensor]] = {}
+            groups: dict[str, Group] = {}
             tables: list[object] = []
             dense: list[object] = []
             for name, table in self._tables.items():
-                _, parts = self.export(ExportMessage(name, 0, max(table.used, 1)))
-                groups[f"table-{len(tables)}"] = dict(zip(_BLOCK, parts, strict=True))
-                tables.append({"spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step})
+                used = max(table.used, 1)
+                each = table.rows_at_once if table.in_file else used
+                mine: dict[str, Group] = {
+                    f"table-{len(tables)}.{number}": functools.partial(self._rows_of, ExportMessage(name, first, each))
+                    for number, first in enumerate(range(0, used, each))
+                }
+                groups |= mine if table.in_file else {key: read() for key, read in mine.items() if callable(read)}
+                tables.append(
+                    {
+                        "spec": table.spec.to_dict(), "rule": table.rule.to_dict(), "step": table.step,
+                        "groups": list(mine),
+                    }
+                )  # fmt: skip
             for name, parameter in self._dense.items():
                 parts = [parameter.value, *parameter.states]
                 groups[f"dense-{len(dense)}"] = {str(k): tensor.clone() for k, tensor in enumerate(parts)}
@@ -815,6 +837,9 @@ class Shard:
                 }  # fmt: skip
             return state, groups
 
+    def _rows_of(self, message: ExportMessage) -> dict[str, Tensor]:
+        return dict(zip(_BLOCK, self.export(message)[1], strict=True))
+
     def journal_pending(self) -> None:
         """Journals the pushes that wait for those of other workers, for a journal that has just begun."""
         with self._state:
@@ -827,12 +852,13 @@ class Shard:
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Becomes what ``snapshot`` gave; for a shard that holds nothing yet."""
         with self._state:
-            for number, entry in enumerate(state["tables"]):
+            for entry in state["tables"]:
                 spec = entry["spec"]
                 self._make(InitMessage(spec["name"], entry["rule"], spec), ())
-                tensors = groups(f"table-{number}")
-                message = RestoreMessage(spec["name"], entry["step"])
-                self._do_restore(message, [tensors[name] for name in _BLOCK])
+                for group in entry["groups"]:
+                    tensors = groups(group)
+                    message = RestoreMessage(spec["name"], entry["step"])
+                    self._do_restore(message, [tensors[name] for name in _BLOCK])
             for number, entry in enumerate(state["dense"]):
                 parts = groups(f"dense-{number}")
                 tensors_of = [parts[str(k)] for k in range(len(parts))]

@@ -71,8 +71,11 @@ class RowStorage:
         self.stamps[rows] = 0
 
     @contextmanager
-    def at_hand(self, rows: Array) -> Iterator[tuple[RowStorage, Array]]:
-        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere."""
+    def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
+        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere.
+
+        Unless ``changing``, what is written to them need not stay.
+        """
         yield self, rows
 
     def bytes(self) -> int:
@@ -136,8 +139,11 @@ class FileStorage:
                 storage.stamps[where] = 0
 
     @contextmanager
-    def at_hand(self, rows: Array) -> Iterator[tuple[RowStorage, Array]]:
-        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere."""
+    def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
+        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere.
+
+        Unless ``changing``, what is written to them need not stay.
+        """
         if self.whole is not None:
             yield self.whole, rows
             return
@@ -148,7 +154,8 @@ class FileStorage:
         arrays = (staged.values, staged.stamps, staged.sums)
         self._copy(distinct, arrays, out=True)
         yield staged, inverse - unknown
-        self._copy(distinct, arrays, out=False)
+        if changing:
+            self._copy(distinct, arrays, out=False)
 
     def _copy(self, rows: Array, arrays: tuple[Array, Array, Array], *, out: bool) -> None:
         edges = np.flatnonzero(np.diff(rows // self._window_rows)) + 1

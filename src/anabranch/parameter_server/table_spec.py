@@ -20,6 +20,10 @@ _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
 
 
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def check_name(name: str) -> str:
     """``name``, if it is one that a table may have: letters, digits, dots, dashes and underscores, never a path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -71,15 +75,18 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        self._require(self.rows is None or self.rows >= 1, f"rows={self.rows} must be at least 1, or None")
-        self._require(self.width >= 1, f"width={self.width} must be at least 1")
+        self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
+        self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
         self._require(
             self.dtype in _DTYPES.values(), f"dtype={self.dtype} is none of {', '.join(map(str, _DTYPES.values()))}"
         )
         self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
-        self._require(self.capacity is None or self.capacity >= 1, f"capacity={self.capacity} must be at least 1")
+        self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
         self._require(
             self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"
+        )
+        self._require(
+            isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
         )
         self._require(0 < self.admission <= 1, f"admission={self.admission} must lie above 0 and at most at 1")
         if self.rows is not None:

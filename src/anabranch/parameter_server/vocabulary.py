@@ -32,11 +32,14 @@ class Vocabulary(Protocol):
     def ids(self, rows: Ids) -> Ids:
         """The ids of rows that are in use."""
 
-    def in_use(self) -> Ids:
-        """The rows that have an id, ascending."""
+    def in_use(self, first: int, rows: int) -> Ids:
+        """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
 
     def usage(self, rows: Ids) -> Ids:
         """Of each row: in how many steps it was used, and in which last, ``[rows, 2]``; ``[0, 2]`` if none leaves."""
+
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``restore`` would."""
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """The rows of ids that come back with their usage."""
@@ -78,13 +81,17 @@ class FixedVocabulary:
         """The ids of ``rows``."""
         return self._placement.ids(self._shard, rows)
 
-    def in_use(self) -> Ids:
+    def in_use(self, first: int, rows: int) -> Ids:
         """Every row."""
-        return np.arange(self.rows)
+        return np.arange(first, max(first, min(first + rows, self.rows)))
 
     def usage(self, rows: Ids) -> Ids:
         """Nothing: no row leaves."""
         return _NOTHING.reshape(0, 2)
+
+    def check_restored(self, ids: Ids) -> None:
+        """Raises what ``locate`` would."""
+        self.locate(ids, step=0, training=False)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """The rows of ``ids``."""

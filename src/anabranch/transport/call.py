@@ -38,7 +38,6 @@ class Verb:
         once: done exactly once however often it is retried; the client must number such requests.
         again: answers the retry of a request that was done and whose answer is not kept any more.
         roles: who may ask; ``None`` for every peer that was let in.
-        body: bytes that its tensors may have together, below the server's own limit.
         allocate: makes the tensors that a request is received into; pinned memory, for instance.
         quick: handler and check never wait for anything: small requests are served on the thread that reads them for
             all connections. Others are served on a thread of their connection's own.
@@ -50,7 +49,6 @@ class Verb:
     once: bool = False
     again: Callable[[Call], None] | None = None
     roles: frozenset[str] | None = None
-    body: int | None = None
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
     quick: bool = False
 

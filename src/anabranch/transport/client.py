@@ -479,8 +479,11 @@ class _Exchange:
 
     def expire(self) -> None:
         """The deadline has passed."""
-        error = self.deadline.error(peer=self.request.endpoint, operation=self.request.verb, step=self.request.step)
-        error.__cause__ = self.last_error
+        lost = self.last_error
+        why = f"{getattr(lost, 'strerror', None) or lost}, at attempt {self.attempts}" if lost is not None else ""
+        request = self.request
+        error = self.deadline.error(peer=request.endpoint, operation=self._operation(), step=request.step, why=why)
+        error.__cause__ = lost
         self._finish(error)
 
     def _begin(self) -> None:

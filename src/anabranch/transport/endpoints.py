@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "make_private_folder", "parse_endpoint"]
+from anabranch.transport.private_folder import PrivateFolder
+
+__all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint"]
 
 # What the kernel takes in sockaddr_un, less the closing zero.
 _LONGEST_PATH = 107
-_LONGEST_NAME = 27  # of a socket in a folder of ours, with the slash
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,6 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
     raise ValueError(f"{text!r} is no endpoint; write unix:PATH or tcp://HOST:PORT")
 
 
-def make_private_folder() -> Path:
-    """A new folder for sockets, of mode 0700, whose path is short enough for them: in /tmp if TMPDIR lies too deep."""
-    folder = Path(tempfile.mkdtemp(prefix="anabranch-"))
-    if len(os.fsencode(folder)) <= _LONGEST_PATH - _LONGEST_NAME:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="anabranch-", dir="/tmp"))
-
-
 class ClaimedPath:
     """The right to serve a Unix socket's path, held by a lock that dies with the process.
 
@@ -78,8 +68,11 @@ class ClaimedPath:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._made = None if path is not None else make_private_folder()
-        self.path = path if path is not None else Path(self._made or "", "socket")
+        self._made: PrivateFolder | None = None
+        if path is None:
+            self._made = PrivateFolder()
+            path = self._made.path / "socket"
+        self.path = path
         try:
             self.owner = _check_directory(self.path.parent)
             self._lock_path = self.path.with_name(self.path.name + ".lock")
@@ -114,7 +107,7 @@ class ClaimedPath:
 
     def _remove_directory(self) -> None:
         if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+            self._made.remove()
 
 
 def _check_directory(directory: Path) -> int:

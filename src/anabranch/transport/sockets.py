@@ -51,6 +51,7 @@ class SocketStream:
         self._sock = sock
         self._recognise = recognise
         self._name = name
+        self._accepted = not connecting
         self._connecting = connecting
         self._secure = secure
         self._want: Literal["read", "write"] = "write" if connecting else "read"
@@ -96,6 +97,11 @@ class SocketStream:
             except ssl.SSLError as error:
                 # A peer that began without TLS is told so in the clear.
                 self._secure = error.reason not in _NO_TLS
+                if self._accepted and not self._secure:
+                    raise Unauthorized(
+                        f"this server speaks TLS 1.3 to peers with certificates alone ({error.reason}); give keys=DIR",
+                        peer=self._name,
+                    ) from None
                 raise _explain(error, self._name) from None
         self._peer = self._recognise(self._sock)
         return True
@@ -271,20 +277,14 @@ class SocketTransport:
         return SocketListener(sock, f"unix:{claim.path}", None, _same_user(claim.owner), claim)
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
-        self._check_tcp(f"tcp://{endpoint.host}:{endpoint.port}")
-        family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
-            sock.setblocking(False)
-        except BaseException:
-            sock.close()
-            raise
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        bound = f"tcp://{host}:{sock.getsockname()[1]}"
-        return SocketListener(sock, bound, self._server_context, _certified, None)
+        self._check_tcp(f"tcp://{host}:{endpoint.port}")
+        try:
+            sock = _bound(endpoint)
+        except OSError as error:
+            told = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
+            raise OSError(error.errno, told) from None
+        return SocketListener(sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, _certified, None)
 
     def connect(self, endpoint: str) -> SocketStream:
         """Begins to connect to ``endpoint``; a host's name is looked up at once, which may take the resolver's time."""
@@ -300,8 +300,22 @@ class SocketTransport:
         if self._server_context is None and not self._insecure:
             raise ValueError(
                 f"{endpoint}: TCP without certificates would let anyone in; make keys with `anabranch keys DIR` and "
-                "give keys=DIR, or spell out insecure=True"
+                "give keys=DIR, or spell out insecure=True (on the command line --keys DIR, --insecure)"
             )
+
+
+def _bound(endpoint: TcpEndpoint) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _look_up(endpoint: TcpEndpoint) -> tuple[int, int, int, str, tuple[object, ...]]:

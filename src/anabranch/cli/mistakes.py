@@ -1,0 +1,24 @@
+"""What a user can put right is told in a line, not by a traceback; a fault of ours keeps its traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from anabranch.errors import AnabranchError
+
+__all__ = ["told_plainly"]
+
+
+@contextmanager
+def told_plainly(param_hint: str | None = None) -> Iterator[None]:
+    """Turns a mistake in what was given into exit code 2, and what the machine or a peer refused into 1."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=param_hint) from error
+    except (AnabranchError, OSError, ModuleNotFoundError) as error:
+        typer.echo(f"anabranch: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,85 @@
+"""Folders of mode 0700 for sockets, scratch files and keys, that go with their process however it ends.
+
+A process that is killed removes nothing. So a folder is live as long as somebody holds the lock on it, which dies with
+the process, and whoever makes the next folder removes the dead ones beside it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["PrivateFolder"]
+
+_PREFIX = "anabranch-live-"
+# What the kernel takes in sockaddr_un, less the closing zero and the longest name of a socket of ours.
+_LONGEST = 107 - 27
+_ATTEMPTS = 4
+
+
+class PrivateFolder:
+    """A new folder that only this user enters; removed at the end of its ``with`` block, or by ``remove``.
+
+    >>> with PrivateFolder() as path:
+    ...     oct(path.stat().st_mode & 0o777)
+    '0o700'
+    >>> path.exists()
+    False
+
+    Its path is short enough for a socket's: it lies in /tmp if TMPDIR lies too deep.
+    """
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) + len(_PREFIX) + 9 > _LONGEST:
+            parent = Path("/tmp")  # noqa: S108 - where every system has one
+        _remove_dead(parent)
+        # Another process may take a folder for dead before it is locked; where nothing can be locked, nobody does.
+        for _ in range(_ATTEMPTS):
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = _lock(self.path, fcntl.LOCK_SH)
+            if self._lock is not None:
+                return
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+
+    def remove(self) -> None:
+        """Removes the folder and what lies in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _lock(folder: Path, kind: int) -> int | None:
+    """A descriptor that holds the lock, if the folder is ours and nobody holds it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                # Removed since it was opened: then this is the lock of nothing.
+                os.stat(folder)
+                return descriptor
+        except OSError:
+            pass
+        os.close(descriptor)
+    return None
+
+
+def _remove_dead(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        lock = _lock(folder, fcntl.LOCK_EX)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)

@@ -1,0 +1,242 @@
+"""What a step does to Python, and what Python does to a step: refused by line, put back, noticed; never lost."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import itertools
+import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import anabranch as ab
+
+
+class Net(nn.Module):
+    """Multiplies by what ``read(self, x)`` gives."""
+
+    def __init__(self, held: object, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.drop, self.held, self.read = nn.Linear(4, 3), nn.Dropout(0.5), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.read(self, x)
+
+
+def append(self: Any, x: Tensor) -> int:
+    self.held.append(1)
+    return len(self.held)
+
+
+def add(self: Any, x: Tensor) -> float:
+    self.held[0] += 1
+    return float(self.held[0])
+
+
+def advance(self: Any, x: Tensor) -> float:
+    return float(next(self.held))
+
+
+def draw(self: Any, x: Tensor) -> float:
+    return float(self.held.random())
+
+
+def nested(self: Any, x: Tensor) -> int:
+    self.held["a"][0].append(1)
+    return len(self.held["a"][0])
+
+
+def rebind(self: Any, x: Tensor) -> Tensor:
+    self.held += 1
+    return self.held  # type: ignore[no-any-return]
+
+
+def switch(self: Any, x: Tensor) -> Tensor:
+    self.drop.train(not self.drop.training)
+    return self.drop(torch.ones(3))  # type: ignore[no-any-return]
+
+
+def backward(self: Any, x: Tensor) -> float:
+    self.layer(x).square().sum().backward()
+    return 1.0
+
+
+def replace_data(self: Any, x: Tensor) -> float:
+    self.layer.weight.data = self.layer.weight.data * 0.9
+    return 1.0
+
+
+def recompute(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def seed(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(3)
+
+
+def draw_apart(self: Any, x: Tensor) -> Tensor:
+    return torch.rand(3, generator=self.held)
+
+
+def new_parameter(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "late"):
+        self.late = nn.Parameter(torch.ones(3))
+    return self.late  # type: ignore[no-any-return]
+
+
+LOST: dict[str, tuple[Callable[[], object], Callable[[Any, Tensor], Any], str]] = {
+    "a list": (lambda: [0.0] * 100, add, "self.held[0] += 1"),
+    "a deque": (lambda: collections.deque(maxlen=5), append, "self.held.append"),
+    "a container in a container": (lambda: {"a": ([1],)}, nested, "self.held["),
+    "a numpy array": (lambda: np.zeros(3), add, "self.held[0] += 1"),
+    "bytes": (lambda: bytearray(2), add, "self.held[0] += 1"),
+    "an iterator": (lambda: itertools.count(1), advance, "next(self.held)"),
+    "a generator": (lambda: (n + 1.0 for n in range(9)), advance, "next(self.held)"),
+    "a generator of Python's numbers": (lambda: random.Random(0), draw, "self.held.random"),
+    "a generator of numpy's numbers": (lambda: np.random.default_rng(0), draw, "self.held.random"),
+    "a generator of torch's numbers": (lambda: torch.Generator().manual_seed(0), draw_apart, "generator=self.held"),
+    "a tensor that is no buffer": (lambda: torch.zeros(1), rebind, "self.held += 1"),
+    "the mode of a module": (lambda: None, switch, "self.drop.train("),
+    "a backward within": (lambda: None, backward, ".backward()"),
+    "the memory of a parameter": (lambda: None, replace_data, ".data = "),
+    "a checkpoint's mask": (lambda: None, recompute, "checkpoint("),
+    "the state of the generator": (lambda: None, seed, "fork_rng"),
+    "a parameter of its own": (lambda: None, new_parameter, ""),
+}
+
+
+def train(engine: Any, model: Any, change: Callable[[int], object] = lambda step: None, loss: Any = None) -> list[Any]:
+    """Losses, parameters and random numbers after some steps."""
+    loss = loss or (lambda model, x: model(x).square().mean())
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    with ab.Executor(ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05)), engine=engine) as ex:
+        for step in range(4):
+            change(step)
+            seen.append(ex.run(batch=torch.randn(5, 4, generator=generator))["loss"])
+        return [ex.engine(), *seen, *model.state_dict().values(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_a_replay_would_lose_is_refused_by_its_line_and_the_tape_begins_as_if_nothing_had_been(what: str) -> None:
+    make, read, culprit = LOST[what]
+    found = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ab.CaptureWarning)
+        for engine in ("tape", "auto"):
+            torch.manual_seed(0)
+            found[engine] = train(engine, Net(make(), read))
+    used, *got = found["auto"]
+    _, *expected = found["tape"]
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
+    assert len(told) == 1
+    if culprit:
+        assert used == "tape"
+        lines, first = inspect.getsourcelines(read)
+        number = first + next(i for i, line in enumerate(lines) if culprit in line)
+        assert re.search(rf"{re.escape(__file__)}:{number}: ", str(told[0].message))
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any, float], object]]] = {
+    "a long list": (lambda: [1.0] * 500, lambda m, x: sum(m.held), lambda h, v: h.__setitem__(7, v)),
+    "a deque": (lambda: collections.deque([1.0]), lambda m, x: m.held[0], lambda h, v: h.__setitem__(0, v)),
+    "a list in a tuple": (lambda: ([1.0],), lambda m, x: m.held[0][0], lambda h, v: h[0].__setitem__(0, v)),
+    "a list in a dict": (lambda: {"a": [1.0]}, lambda m, x: m.held["a"][0], lambda h, v: h["a"].__setitem__(0, v)),
+    "an array": (lambda: np.ones(2), lambda m, x: float(m.held[1]), lambda h, v: h.__setitem__(1, v)),
+    "bytes": (lambda: bytearray(1), lambda m, x: 1 + m.held[0], lambda h, v: h.__setitem__(0, int(v))),
+    "a plain tensor": (lambda: torch.ones(3), lambda m, x: m.held, lambda h, v: h.fill_(v)),
+    "a tensor in a list": (lambda: [torch.ones(3)], lambda m, x: m.held[0], lambda h, v: h[0].fill_(v)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_python_holds_may_change_between_steps(what: str) -> None:
+    make, read, change = CHANGED[what]
+    found = {}
+    for engine in ("tape", "auto"):
+        torch.manual_seed(0)
+        held = make()
+        found[engine] = train(engine, Net(held, read), lambda step: change(held, 1.0 + step // 2))  # noqa: B023
+    assert found["auto"][0] == "graph"
+    assert all(map(torch.equal, found["auto"][1:], found["tape"][1:]))
+
+
+def test_modules_and_tensors_beside_the_model_are_state_too() -> None:
+    """A teacher whose statistics move, whose weights follow between steps and are replaced, and a running mean."""
+
+    def run(engine: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.3))
+        kept = {"mean": torch.zeros(3)}
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            scores = model(x)
+            kept["mean"].mul_(0.9).add_(scores.detach().mean(0))
+            return (scores - teacher(x).detach() - kept["mean"]).square().mean()
+
+        def follow(step: int) -> None:
+            with torch.no_grad():
+                teacher[0].weight.lerp_(model.weight, 0.5)
+            if step == 2:
+                teacher[0].weight = nn.Parameter(torch.ones(3, 4))
+
+        return [*train(engine, model, follow, loss), *teacher.state_dict().values(), kept["mean"]]
+
+    auto, tape = run("auto"), run("tape")
+    assert auto[0] == "graph"
+    assert all(map(torch.equal, auto[1:], tape[1:]))
+
+
+def test_an_optimizer_that_branches_on_its_steps_is_named_and_the_tape_goes_on() -> None:
+    def run(engine: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.RAdam(model.parameters()))
+        with ab.Executor(step, engine=engine) as executor:
+            return [*(executor.run(batch=torch.ones(2, 4))["loss"] for _ in range(8)), *model.state_dict().values()]
+
+    with pytest.warns(ab.CaptureWarning, match=r"RAdam\.step does what a graph cannot"):
+        found = run("auto")
+    assert all(map(torch.equal, found, run("tape")))
+
+
+def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
+    def run(engine: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model, before, seen = nn.Linear(4, 3), nn.Linear(4, 4), []
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with ab.Executor(step, engine=engine) as executor:
+            for make in (torch.clone, Tensor.requires_grad_, before):
+                x = make(torch.ones(2, 4))
+                seen += [executor.run(batch=x)["loss"], x.grad if x.is_leaf else before.weight.grad]
+        return [value for value in seen if value is not None]
+
+    with pytest.warns(ab.CaptureWarning, match="the batch requires a gradient"):
+        found = run("auto")
+    assert len(found) == 5
+    assert all(map(torch.equal, found, run("tape")))  # type: ignore[arg-type]
+
+
+def test_anomaly_detection_finds_what_the_tape_finds() -> None:
+    model = nn.Linear(4, 3)
+    step = ab.TrainStep(model, lambda m, x: m(x).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step) as executor:
+        executor.run(batch=torch.ones(2, 4))
+        assert executor.engine() == "graph"
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.autograd.detect_anomaly(),
+            pytest.raises(RuntimeError, match="returned nan values"),
+        ):
+            executor.run(batch=torch.full((2, 4), float("nan")))

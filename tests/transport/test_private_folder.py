@@ -1,0 +1,67 @@
+"""Folders of sockets and keys: private, gone with their process, and removed by the next if it was killed."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anabranch.transport.private_folder import PrivateFolder
+
+PROGRAM = """
+import sys
+from anabranch.transport.private_folder import PrivateFolder
+with PrivateFolder() as path:
+    (path / "key").write_text("secret")
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # Not ``tmp_path``, which is too long for a socket.
+    with tempfile.TemporaryDirectory() as path:
+        monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+
+
+def test_it_is_private_and_goes_with_its_block_whatever_lies_in_it(parent: Path) -> None:
+    with PrivateFolder() as path:
+        assert path.parent == parent
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        (path / "a").mkdir()
+        (path / "a" / "b").touch()
+    assert list(parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_live_is_not(parent: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        with PrivateFolder() as first, PrivateFolder() as second:
+            assert {theirs, first, second} == set(parent.iterdir())
+        process.kill()
+        process.wait(timeout=10)
+    assert (theirs / "key").exists()
+    other = parent / "anabranch-logs"
+    other.mkdir()
+    with PrivateFolder() as path:
+        assert {path, other} == set(parent.iterdir())
+
+
+def test_sockets_fit_however_deep_the_temporary_directory_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with PrivateFolder() as path:
+        assert len(str(path / "parameters-100000.lock")) <= 107
+    assert not path.exists()
