@@ -182,6 +182,32 @@ def test_autocast_around_the_step_is_part_of_what_a_graph_is_for() -> None:
     assert all(map(torch.equal, run(True), run(False)))
 
 
+def test_a_layer_used_twice_under_autocast_sums_its_gradients_as_eager_does() -> None:
+    """Autocast casts a parameter once; a sum of two gradients is rounded before the cast back, not after."""
+
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self[1](self[0](x) + self[0](x * 2)).float()  # type: ignore[no-any-return]
+
+    def model() -> nn.Module:
+        return Twice(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+    data = batches(6, 6, 6)
+    assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
+
+
+def test_a_kernel_within_which_autocast_casts_is_refused() -> None:
+    model = nn.Bilinear(8, 8, 4)
+    program = StepProgram(model, lambda m, b: m(b["x"], b["x"]).sum(), [torch.optim.SGD(model.parameters(), lr=0.1)])
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match="casts within it"):
+        program.run(batches(6)[0])
+    program.run(batches(6)[0])
+
+
 def test_gradients_that_somebody_keeps_are_neither_read_nor_written() -> None:
     model = MODELS["mlp"]()
     program = StepProgram(model, loss_of, [torch.optim.Adam(model.parameters(), lr=0.1)])

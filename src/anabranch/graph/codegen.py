@@ -62,10 +62,10 @@ class Program:
         """Runs the function with autograd off, and autocast, whose casts are part of the graph."""
         if torch._C._is_any_autocast_enabled():
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return self._run(inputs)
-        return self._run(inputs)
+                return self._call(inputs)
+        return self._call(inputs)
 
-    def _run(self, inputs: tuple[object, ...]) -> tuple[object, ...]:
+    def _call(self, inputs: tuple[object, ...]) -> tuple[object, ...]:
         if list(map(Tensor.data_ptr, self._anchors)) != self._places:
             self._follow()
         before = torch.is_grad_enabled()
