@@ -98,6 +98,23 @@ def skipping_model(width: int = 5) -> nn.Sequential:
     return model
 
 
+class Scores(nn.Module):
+    """Of every row of a table that another layer looks rows up in."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+def tied_table() -> nn.Sequential:
+    """The table's gradient is sparse where rows are looked up and dense where they are compared with."""
+    table = nn.Embedding(10, 4, sparse=True, dtype=torch.float64)
+    return nn.Sequential(table, nn.Linear(4, 4).double(), nn.Tanh(), Scores(table.weight))
+
+
 LAYERS = 11
 """Flattened layers of ``skipping_model``."""
 

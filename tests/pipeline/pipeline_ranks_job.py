@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pipeline_models import LAYERS, changing_model, close, reference, skipping_model
+from pipeline_models import LAYERS, changing_model, close, reference, skipping_model, tied_table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -28,6 +28,8 @@ import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule
 from anabranch.pipeline.gloo_post import GlooPost
+from anabranch.pipeline.ranks import RankEngine
+from anabranch.pipeline.shared_post import SharedPost
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -96,7 +98,32 @@ def exact() -> dict:
         assert pipe.calls == 12, "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **changes_in_place()}
+    return {"done": done, **keywords(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
+
+
+def sparse_gradients() -> dict:
+    """A table on the first rank and what compares with its rows on the last: a sparse and a dense share, summed."""
+    model = nn.Sequential(*tied_table(), *(nn.Identity() for _ in range(max(0, WORLD - 4))))
+    plain = reference(model)
+    ids = torch.tensor([1, 2, 1, 9, 0, 2])
+    with make(model, balance=[len(model) - WORLD + 1] + [1] * (WORLD - 1), chunks=3) as pipe:
+        pipe.step(ids, ids.flip(0), loss=F.cross_entropy)
+    F.cross_entropy(plain(ids), ids.flip(0)).backward()
+    same_gradients(pipe, plain)
+    return {}
+
+
+def memory_serves_again() -> dict:
+    """Steps alike need no more memory for messages than the first did."""
+    x, target = torch.randn(2, 64, 5, dtype=torch.float64)
+    with make(skipping_model(), chunks=4) as pipe:
+        if isinstance(pipe._engine, RankEngine) and isinstance(pipe._engine._post, SharedPost):
+            lines = pipe._engine._post._lines.values()
+            for _ in range(8):
+                step(pipe, x, target)
+            # Of what may be on its way at once, each message in a slot; not of all that ever was.
+            assert all(len(line._slots) <= 3 * 4 for line in lines), [len(line._slots) for line in lines]
+    return {}
 
 
 class Scale(nn.Module):

@@ -190,6 +190,13 @@ def test_every_action_is_in_the_drawing_and_in_the_picture(tmp_path_factory: pyt
     assert len(titles) == len(list(schedule.all_actions()))
 
 
+def test_a_drawing_of_seconds_shows_every_action():
+    schedule = make_schedule("1F1B", 2, 3)
+    seconds = {Kind.F: 0.03, Kind.B: 0.06}
+    assert draw(schedule, seconds).splitlines()[1:] == draw(schedule).splitlines()[1:]
+    assert "holds 2" in draw(schedule, {}), "actions that take no time"
+
+
 def test_a_drawing_fits_a_terminal():
     schedule = make_schedule("ZBV", 8, 12)
     whole, narrow = draw(schedule).splitlines(), draw(schedule, width=80).splitlines()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model
+from pipeline_models import LAYERS, assert_same_gradients, close, reference, skipping_model, tied_table
 from torch import nn
 
 from anabranch import ExpertBackend, ExpertServer, Pipe, RemoteExpert, TensorSpec
@@ -254,10 +254,55 @@ def test_layers_that_keep_their_weights_in_lists_norms_and_parametrizations(sche
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_what_runs_in_backward_besides_gradients_runs_once(schedule: str):
+    """A hook inside a layer, and a function of one's own that takes a weight."""
+    calls = []
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append("function")
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum(0)
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            y.register_hook(lambda grad: calls.append("hook") or 2 * grad)
+            return Own.apply(y, self.weight)
+
+    model = nn.Sequential(nn.Linear(3, 3), Hooked(), nn.Linear(3, 3)).double()
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    with Pipe(model, [1, 1, 1], chunks=2, schedule=schedule, checkpoint="always") as pipe:
+        pipe.step(x, target, loss=F.mse_loss)
+    assert calls == 2 * ["function", "hook"]
+    F.mse_loss(plain(x), target).backward()
+    assert_same_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
 def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
-    """Of two boundaries, one inside the other, each is a differentiable operation."""
+    """Of two boundaries, one inside the other, each is a differentiable operation; it runs once a microbatch."""
+    updates = []
+
+    class Counting(ExpertBackend):
+        def apply_gradients(self, *arguments: object) -> None:
+            updates.append(None)
+            super().apply_gradients(*arguments)
+
     layer = nn.Linear(4, 4)
-    backend = ExpertBackend("layer.0", copy.deepcopy(layer), args_schema=(TensorSpec(4),))
+    backend = Counting("layer.0", copy.deepcopy(layer), args_schema=(TensorSpec(4),))
     with ExpertServer([backend]) as server:
         model = nn.Sequential(nn.Linear(4, 4), RemoteExpert("layer.0", server.endpoint), nn.Linear(4, 4))
         plain = nn.Sequential(copy.deepcopy(model[0]), layer, copy.deepcopy(model[2]))
@@ -267,6 +312,7 @@ def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
     loss = F.mse_loss(plain(x), target)
     loss.backward()
     torch.testing.assert_close(result.loss, loss.detach())
+    assert len(updates) == 3
     for index in (0, 2):
         torch.testing.assert_close(model[index].weight.grad, plain[index].weight.grad)
 
@@ -280,6 +326,18 @@ def test_ids_and_sparse_gradients():
     plain(ids).sum().backward()
     assert model[0].weight.grad.is_sparse
     torch.testing.assert_close(model[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 2, 1]])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_a_sparse_and_a_dense_gradient_of_a_tied_weight_add_up(balance: list[int], schedule: str):
+    model = tied_table()
+    plain = reference(model)
+    ids = torch.tensor([1, 2, 1, 9, 0, 2])
+    with Pipe(model, balance, chunks=3, schedule=schedule) as pipe:
+        pipe.step(ids, ids.flip(0), loss=F.cross_entropy)
+    F.cross_entropy(plain(ids), ids.flip(0)).backward()
+    assert_same_gradients(pipe, plain)
 
 
 def test_a_loss_with_parameters_is_trained():

@@ -87,8 +87,11 @@ def _cut_up(structure: Structure, sizes: Sequence[int]) -> list[Packet]:
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None
     for part in parts:
-        if part is not None:
-            total = part if total is None else total + part.to(total.device)
+        if part is not None and total is not None:
+            part = part.to(total.device)
+            total = part + total if total.is_sparse else total + part  # to a dense one a sparse one can be added
+        elif part is not None:
+            total = part
     return total
 
 

@@ -24,10 +24,11 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None
     rank 0   F0 F1 .. .. B0 B0 .. B1 B1   holds 2
     rank 1   .. F0 B0 B0 F1 B1 B1 .. ..   holds 1
 
-    With several stages a rank the stage comes first: ``2F0``. Times that are no whole numbers are rounded. Lines longer
-    than ``width`` go on below, all ranks together.
+    With several stages a rank the stage comes first: ``2F0``. Times that are no whole numbers are rounded; where some
+    action takes less than one, the shortest is the unit. Lines longer than ``width`` go on below, all ranks together.
     """
     simulation = simulate(schedule, costs)
+    unit = _unit(simulation)
     plain = _plain(schedule)
     several = plain.stages > plain.ranks
     longest = max(len(_label(interval.action, several)) for row in simulation.intervals for interval in row)
@@ -35,16 +36,16 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None
     tails = [f"   holds {held}" for held in simulation.peak_activations]
     rows = []
     for row in simulation.intervals:
-        cells = ["." * longest] * round(simulation.makespan)
+        cells = ["." * longest] * round(simulation.makespan / unit)
         for interval in row:
-            for column in range(round(interval.start), round(interval.end)):
+            for column in range(round(interval.start / unit), round(interval.end / unit)):
                 cells[column] = _label(interval.action, several).ljust(longest)
         rows.append(cells)
-    fitting = len(rows[0])
+    fitting = max(1, len(rows[0]))
     if width is not None:
         fitting = max(1, (width - max(map(len, heads)) - max(map(len, tails)) + 1) // (longest + 1))
     blocks = []
-    for first in range(0, len(rows[0]), fitting):
+    for first in range(0, max(1, len(rows[0])), fitting):
         last = first + fitting >= len(rows[0])
         blocks.append(
             "\n".join(
@@ -53,6 +54,11 @@ def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None
             )
         )
     return "\n".join([_title(plain, simulation), "\n\n".join(blocks)])
+
+
+def _unit(simulation: Simulation) -> float:
+    lengths = [interval.end - interval.start for row in simulation.intervals for interval in row]
+    return min([1.0, *(length for length in lengths if length > 0)])
 
 
 def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:

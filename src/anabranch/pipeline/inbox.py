@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from anabranch.pipeline.actions import Kind
 from anabranch.pipeline.exchange import Message
+from anabranch.pipeline.packet import Gradients
 from anabranch.pipeline.wire import Facts, Fault, Header, unpack
 
 __all__ = ["Inbox", "Post"]
@@ -64,7 +65,9 @@ class Inbox:
             case "facts":
                 self.facts = header.facts
             case "share":
-                self.shares[header.stage, peer] = tensors[0] if tensors else None
+                self.shares[header.stage, peer] = cast("list[Gradients]", unpack(Kind.SEND_B, header.body, tensors))[0][
+                    0
+                ]
             case "spread":
                 self.spread[peer] = unpack(Kind.SEND_F, header.body, tensors)
             case kind:

@@ -380,9 +380,10 @@ class RankTurn:
         """The tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
         engine = self._engine
         others = [rank for rank in ranks if rank != engine.rank]
-        _, described, parts = pack([[tensor]])
+        spec, described, parts = pack([[tensor]])
+        header = Header(self._number, self._operation, "share", stage=index, body=spec, tensors=described)
         for rank in others:
-            engine.send(rank, Header(self._number, self._operation, "share", stage=index, tensors=described), parts)
+            engine.send(rank, header, parts)
         shares = engine.inbox.shares
         self._wait(lambda: all((index, rank) in shares for rank in others), "tied gradients", others)
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]

@@ -120,6 +120,7 @@ class _Pass:
     boxes: GradientMessages = field(default_factory=dict)
     edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
     loss_edge: GradientEdge | None = None
+    hooked: set[int] = field(default_factory=set)
     split: SplitBackward | None = None
 
 
@@ -206,7 +207,7 @@ class StageRun:
         with ExitStack() as stack:
             stack.enter_context(plan.ambient.entered())
             stack.enter_context(_standing_in(self._slots))
-            stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
+            here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
             store = SkipStore(self.stage.shared)
             stack.enter_context(using_store(store))
             watch = Watch()
@@ -279,7 +280,7 @@ class StageRun:
             for box in boxes:
                 box[:] = [None] * len(box)
         if edges and self.plan.split_backward:
-            here.split = SplitBackward(edges, grads, self._phony)
+            here.split = SplitBackward(edges, grads, self._phony, here.hooked)
             here.split.inputs()
         elif edges:
             torch.autograd.backward(edges, grads, retain_graph=keep)

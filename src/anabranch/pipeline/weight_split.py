@@ -10,7 +10,9 @@
 
 The engine skips what a node computes for edges that lead nowhere asked for, so B and W together do the work of one
 backward. A weight that several nodes reach (a module called twice) is left to B: going down to it from one node could
-pass another, and count it twice.
+pass another, and count it twice. So is one that joins at a ``torch.autograd.Function``, which called for B and again
+for W would do all its work twice, and what it does elsewhere too (an expert's update); or at a node with a hook, which
+would change a gradient twice.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -18,11 +20,12 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from anabranch.autodiff.hooks import watch_node
@@ -58,17 +61,19 @@ class SplitBackward:
         edges: where backward starts.
         grads: the gradient for each.
         start: the leaf at the end of every way to the inputs.
+        hooked: the sequence numbers of nodes with hooks.
     """
 
     edges: Sequence[GradientEdge]
     grads: Sequence[Tensor]
     start: Tensor
+    hooked: Collection[int] = ()
     _meetings: list[_Meeting] = field(default_factory=list)
     _whole: bool = False
 
     def inputs(self) -> None:
         """B: accumulates into the inputs, and into the weights that cannot wait."""
-        graph = _Graph(self.edges, get_gradient_edge(self.start).node)
+        graph = _Graph(self.edges, get_gradient_edge(self.start).node, self.hooked)
         self._whole = not graph.reaches_start
         if self._whole:
             return  # no input awaits a gradient: all the work is W's
@@ -135,7 +140,8 @@ def _noting(meeting: _Meeting) -> Callable[[tuple[Tensor | None, ...]], None]:
 class _Graph:
     """The nodes under some edges, told apart by whether they lead to ``start``."""
 
-    def __init__(self, edges: Sequence[GradientEdge], start: Node) -> None:
+    def __init__(self, edges: Sequence[GradientEdge], start: Node, hooked: Collection[int]) -> None:
+        self._hooked = hooked
         self._roots = [edge.node for edge in edges]
         self._order = _post_order(self._roots)
         self._to_start: set[Node] = set()
@@ -154,11 +160,19 @@ class _Graph:
         """Every node where the weight side joins, and the leaves that more than one of them, or an output, reaches."""
         found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
         count = Counter(key for leaves in found.values() for key in leaves)
-        shared = {key: leaf for leaves in found.values() for key, leaf in leaves.items() if count[key] > 1}
+        shared = {
+            key: leaf
+            for node, leaves in found.items()
+            for key, leaf in leaves.items()
+            if count[key] > 1 or self._runs_once(node)
+        }
         for root in self._roots:
             shared |= self._leaves.get(root, {})
         alone = ((node, [leaf for key, leaf in leaves.items() if key not in shared]) for node, leaves in found.items())
         return [_Meeting(node, leaves) for node, leaves in alone if leaves], list(shared.values())
+
+    def _runs_once(self, node: Node) -> bool:
+        return isinstance(node, BackwardCFunction) or node._sequence_nr() in self._hooked
 
     def _weight_side(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
         for following, _ in node.next_functions:

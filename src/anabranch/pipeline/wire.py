@@ -123,6 +123,10 @@ def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
 
 def _encode(value: Structure, tensors: list[Tensor]) -> _Spec:
     if isinstance(value, Tensor):
+        if value.layout is torch.sparse_coo and not value.requires_grad:
+            value = value.coalesce()
+            tensors += [value.indices(), value.values()]
+            return ["s", [len(tensors) - 2, list(value.shape)]]
         if value.layout is not torch.strided:
             raise TypeError(f"a {value.layout} tensor cannot cross ranks; make it dense, or keep it within a stage")
         tensors.append(value)
@@ -149,6 +153,11 @@ def _decode(spec: _Spec, tensors: list[Tensor]) -> Structure:
         return tensors[content]
     if kind == "v":
         return content
+    if kind == "s":
+        first, shape = content
+        return torch.sparse_coo_tensor(
+            tensors[first], tensors[first + 1], shape, is_coalesced=True, check_invariants=False
+        )
     if kind == "d":
         return {key: _decode(item, tensors) for key, item in content}
     items = [_decode(item, tensors) for item in content]
