@@ -48,7 +48,10 @@ def serve(kind: str, listen: str, keys: str) -> None:
         backends = [ExpertBackend("nop.0", nn.Identity(), args_schema=[TensorSpec(1024)], max_batch_size=1 << 16)]
     # Waits for the 64th row, at most 10 ms.
     full = {"min_batch_size": 64, "timeout": 0.01, "keep_activations": 4096} if "full" in kind else {}
-    for index in range(16 if kind.startswith("ffn") else 0):
+    # "ffn" serves all of a grid of 4 x 4, "ffn 2" its third row.
+    row_of_grid = kind.removeprefix("ffn ")
+    every = range(16 if kind.startswith("ffn") else 0)
+    for index in range(4 * int(row_of_grid), 4 * int(row_of_grid) + 4) if row_of_grid.isdecimal() else every:
         module = feedforward(index)
         optimizer = torch.optim.Adam(module.parameters(), fused=True)
         backends.append(
@@ -153,19 +156,45 @@ def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
 
 
 def measure_mixture(seconds: float, keys: str) -> Iterator[dict[str, object]]:
-    """Batch 32, 16 experts, the best 4 a row."""
+    """Batch 32, 16 experts on 4 servers, the best 4 a row.
+
+    "here" is what the servers have to compute, in this process: all experts, each with its share of the rows.
+    """
     directory = Directory()
-    with process("ffn", keys) as endpoint:
-        directory.announce([f"ffn.{i}.{j}" for i in range(4) for j in range(4)], endpoint, ttl=3600.0)
+    modules = [feedforward(index) for index in range(16)]
+    optimizers = [torch.optim.Adam(module.parameters(), fused=True) for module in modules]
+    share = torch.randn(32 * 4 // 16, WIDTH)
+
+    def forwards() -> None:
+        with torch.no_grad():
+            for module in modules:
+                module(share)
+
+    def steps() -> None:
+        forwards()
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            module(share.detach().requires_grad_()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with ExitStack() as stack:
+        for i in range(4):
+            endpoint = stack.enter_context(process(f"ffn {i}", keys))
+            directory.announce([f"ffn.{i}.{j}" for j in range(4)], endpoint, ttl=3600.0)
         mixture = RemoteMixtureOfExperts(WIDTH, (4, 4), directory, "ffn", k_best=4)
         x = torch.randn(32, WIDTH)
+        sides: dict[str, Callable[[], object]] = {"here": forwards, "mixture": lambda: mixture(x)}
         with torch.no_grad():
-            yield row("mixture forward", alternate({"mixture": lambda: mixture(x)}, seconds))
+            yield row("mixture forward, batch 32, 16 experts on 4 servers, best 4", alternate(sides, seconds), "here")
         before = mixture.statistics().calls
-        times = alternate({"mixture": lambda: mixture(x).sum().backward()}, seconds)
-        made = row("mixture forward+backward, batch 32, 16 experts, best 4", times)
+        sides = {"here, recomputing": steps, "mixture": lambda: mixture(x).sum().backward()}
+        times = alternate(sides, seconds)
+        made = row(
+            "mixture forward+backward+Adam, batch 32, 16 experts on 4 servers, best 4", times, "here, recomputing"
+        )
         facts = mixture.statistics()
         made["calls_a_step"] = round((facts.calls - before) / (2 * len(times["mixture"]) + 1), 2)
+        made["experts_chosen"] = len(facts.rows)
         yield made
 
 

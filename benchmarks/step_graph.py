@@ -1,29 +1,41 @@
 """Whole training steps with fused Adam: a hand-written PyTorch loop, the graph engine, and the graph with Inductor.
 
+``torch.compile(module)`` is the loop around a module that PyTorch compiles, the peer of the Inductor side.
+``executor`` is the same graph run by ``ab.Executor``, which also looks at the batch, the fetches and the schedulers.
+``kernels`` is what no engine that calls PyTorch's kernels can go below: those of the step, one after the other, with
+their arguments at hand, and nothing between them: no views, no memory to free, no loss to return.
+
 ::
 
-    python benchmarks/step_graph.py [--only NAME ...] [--compile] [--rounds N] [--out DIR]
+    python benchmarks/step_graph.py [--only NAME ...] [--compile] [--floor] [--rounds N] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from measure import alternate, compare, machine, report
 from models import CASES, Case
 
+import anabranch as ab
 from anabranch.graph import StepProgram
+from anabranch.graph.codegen import _fast_callable
+from anabranch.graph.effects import is_view
+from anabranch.graph.nodes import evaluate, resolved
 
 TARGETS = dict(zip(CASES, (0.50, 0.60, 0.72, 0.60, 1.00, 1.00), strict=True))
 COMPILED_TARGETS = dict(zip(CASES, (0.47, 0.45, 0.52, 0.75, 0.88, 0.90), strict=True))
 
 
-def eager(case: Case) -> Callable[[], object]:
+def eager(case: Case, *, compiled: bool = False) -> Callable[[], object]:
     torch.manual_seed(0)
     model, batch = case.model(), case.batch()
+    if compiled:
+        model.compile()
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
 
     def loop() -> None:
@@ -48,10 +60,50 @@ def graph(case: Case, compiled: bool) -> Callable[[], object]:
     return lambda: program.run(batch)
 
 
+def kernels(case: Case) -> Callable[[], object]:
+    torch.manual_seed(0)
+    model, batch = case.model(), case.batch()
+    program = StepProgram(model, case.loss, [torch.optim.Adam(model.parameters(), fused=True)])  # type: ignore[arg-type]
+    for _ in range(2):
+        program.run(batch)
+    graph = program.graph.lowered()
+    values: dict[object, object] = {}
+    calls: list[Callable[[], object]] = []
+    leaves = iter(batch)
+    with torch.no_grad():
+        for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
+            values[node] = next(leaves) if binding.bound is None else binding.bound
+        for node in graph.fx.nodes:
+            if node.op != "call_function":
+                continue
+            args, kwargs = resolved(node, values.__getitem__)
+            values[node] = evaluate(node, values.__getitem__)
+            if isinstance(node.target, torch._ops.OpOverload) and not is_view(node):
+                calls.append(partial(_fast_callable(node), *args, **kwargs))
+
+    def run() -> None:
+        with torch.no_grad():
+            for call in calls:
+                call()
+
+    return run
+
+
+def executor(case: Case) -> Callable[[], object]:
+    torch.manual_seed(0)
+    batch = case.batch()
+    made = ab.Executor(case.step())
+    for _ in range(2):
+        made.run(batch=batch)
+    assert made.engine() == "graph"
+    return lambda: made.run(batch=batch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--compile", action="store_true", help="measure the Inductor side too")
+    parser.add_argument("--floor", action="store_true", help="measure the bare kernels too")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--out", type=Path, default=None, help="a directory for the figures as JSON and Markdown")
     options = parser.parse_args()
@@ -60,8 +112,12 @@ def main() -> None:
     results = {}
     for name in options.only:
         sides = {"eager": eager(CASES[name]), f"graph (target {TARGETS[name]})": graph(CASES[name], False)}
+        sides["executor"] = executor(CASES[name])
         if options.compile:
             sides[f"compiled (target {COMPILED_TARGETS[name]})"] = graph(CASES[name], True)
+            sides["torch.compile(module)"] = eager(CASES[name], compiled=True)
+        if options.floor:
+            sides["kernels"] = kernels(CASES[name])
         calls = 5 if "med" in name or "256" in name else 50
         results[name] = compare(alternate(sides, rounds=options.rounds, calls=calls), "eager")
     report("step_graph", before, results, options.out)

@@ -109,7 +109,10 @@ class OwnServer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # In a group of its own, or Ctrl-C in a terminal would reach it too.
+        self._process = subprocess.Popen(
+            self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+        )
 
     def wait_until_up(self) -> None:
         assert self._process is not None
@@ -124,10 +127,16 @@ class OwnServer:
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            self.end()
+
+    def end(self) -> None:
+        """It ends with its input: saves, and leaves no file behind."""
+        if self._process is not None:
+            try:
+                self._process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate(timeout=10)
             self._process = None
 
 
@@ -176,8 +185,9 @@ def own_servers(seed: int) -> Iterator[tuple[DirectoryLike, Sequence[ExpertServe
         names = stack.enter_context(ab.DirectoryServer())
         servers = [OwnServer(index, seed, names.endpoint, saved) for index in range(SERVERS)]
         for server in servers:
+            stack.callback(server.end)
+        for server in servers:
             server.start()
-            stack.callback(server.kill)
         for server in servers:
             server.wait_until_up()
         yield ab.Directory(names.endpoint), servers
@@ -348,4 +358,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

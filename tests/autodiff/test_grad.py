@@ -270,6 +270,11 @@ def test_misuse_is_refused() -> None:
         pass
     with pytest.raises(RuntimeError, match="has been used"):
         grad(x * 2, torch.ones(2))
+    for left in (grad, ab.Grad()):
+        with pytest.raises(RuntimeError, match="not entered; there is nothing to leave"):
+            left.__exit__(None, None, None)
+    with pytest.raises(TypeError, match=r"callback\(tensor, grad\), got 3"):
+        ab.Grad().wrt(x, callback=3)
 
 
 def test_sessions_of_two_threads_know_nothing_of_each_other() -> None:

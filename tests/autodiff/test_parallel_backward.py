@@ -457,6 +457,9 @@ def test_misuse_is_refused() -> None:
         ab.map_with_parallel_backward(Bare, (x,), (x, x))
     with pytest.raises(TypeError, match=r"call 1 .* Tensor"):
         ab.map_with_parallel_backward(Bare, (x,), x)
+    for call in (ab.map_with_parallel_backward, ab.run_isolated_forward):
+        with pytest.raises(TypeError, match=r"the class of a torch\.autograd\.Function, got <built-in"):
+            call(torch.sin, (x,))
     with pytest.raises(ValueError, match="max_workers"):
         ab.map_with_parallel_backward(Bare, (x,), max_workers=0)
 

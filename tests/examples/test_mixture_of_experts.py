@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,13 @@ def test_a_killed_server_comes_back_and_the_accuracy_is_that_of_the_undisturbed_
     launcher: list[str], tmp_path: Path
 ) -> None:
     arguments = [*launcher, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    # A short path, for sockets.
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, "TMPDIR": temporary}
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, env=environment)
+        left = [path.name for path in Path(temporary).glob("anabranch-*")]
     assert done.returncode == 0, done.stderr
+    assert not left
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1])
     assert json.loads((tmp_path / "accuracy.json").read_text()) == result

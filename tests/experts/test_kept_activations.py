@@ -166,3 +166,14 @@ def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
 def test_a_budget_is_a_number_of_rows() -> None:
     with pytest.raises(ValueError, match="keep_activations"):
         backend_of(nn.Linear(4, 4), keep=-1)
+
+
+def test_a_server_that_keeps_nothing_is_asked_once_forward_and_once_backward() -> None:
+    backend = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)])
+    with ExpertServer([backend]) as server:
+        RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4)).sum().backward()
+        assert server.statistics().transport.requests == {
+            "expert.info": 1,
+            "expert.forward": 1,
+            "expert.backward": 1,
+        }

@@ -333,6 +333,22 @@ def test_a_copied_model_has_a_gate_of_its_own_and_asks_the_same_experts() -> Non
         assert torch.equal(expert(x), copy.deepcopy(expert)(x))  # type: ignore[arg-type]
 
 
+def test_experts_that_have_no_weighted_mean_are_refused_by_name() -> None:
+    directory = Directory()
+    modules = {"uneven.0": nn.Linear(4, 4), "uneven.1": nn.Linear(4, 5), "whole.0": Rounded(), "whole.1": Rounded()}
+    backends = [ExpertBackend(uid, module, args_schema=[TensorSpec(4)]) for uid, module in modules.items()]
+    with ExpertServer(backends, directory=directory):
+        for prefix, says in (("uneven", r"uneven.\d returns .* a mixture's experts return the same"),
+                             ("whole", r"whole.\d returns torch.int64, which has no weighted mean")):  # fmt: skip
+            with pytest.raises(SchemaError, match=says):
+                RemoteMixtureOfExperts(4, [2], directory, prefix, k_best=2)(torch.randn(3, 4))
+
+
+class Rounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.long()
+
+
 def test_a_gate_that_went_wrong_is_named() -> None:
     with grid(2) as (directory, _, _):
         moe = mixture(directory, (2,))
@@ -461,6 +477,18 @@ def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Call
         assert time.monotonic() - start < 5.0
         assert caught.value.peer == server.endpoint
         assert str(caught.value.operation).startswith("directory.")
+        for call in asked:
+            call.fail(RuntimeError("over"))
+
+
+def test_an_expert_that_never_says_what_it_takes_leaves_time_for_the_others() -> None:
+    asked: list[Call] = []
+    silent = Server([Verb("expert.info", asked.append)], heartbeat=0.05, drain_seconds=0.01)
+    with grid(1) as (directory, experts, _), silent:
+        directory.announce(["ffn.1"], silent.endpoint, ttl=60.0)
+        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=2.0)
+        x = torch.randn(3, 4, dtype=torch.float64)
+        assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 2))
         for call in asked:
             call.fail(RuntimeError("over"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from anabranch.errors import (
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
-from anabranch.transport import Client, Request
+from anabranch.transport import Client, Request, RequestHeader
+from anabranch.transport.frame import Hello, encode
 
 
 class Feedforward(nn.Module):
@@ -91,6 +93,30 @@ def test_forward_gradients_and_updates_are_those_of_the_module_here() -> None:
             assert torch.equal(far.grad, near.grad)
             optimizer.step()
             optimizer.zero_grad()
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_the_scheduler_steps_and_the_norm_is_clipped_at_each_update(keep: int) -> None:
+    here = Feedforward()
+    there = copy.deepcopy(here)
+    near, far = (torch.optim.SGD(module.parameters(), lr=0.5) for module in (here, there))
+    halving, theirs = (torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (near, far))
+    backend = ExpertBackend(
+        "ffn.0", there, far, scheduler=theirs, clip_grad_norm=0.1, args_schema=[TensorSpec(4)], keep_activations=keep
+    )
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            here(x).sum().backward()
+            assert nn.utils.clip_grad_norm_(here.parameters(), 0.1) > 0.1
+            near.step()
+            near.zero_grad()
+            halving.step()
+            expert(x).sum().backward()
+    assert far.param_groups[0]["lr"] == near.param_groups[0]["lr"] == 0.5 / 8
     for a, b in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -478,6 +504,16 @@ def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:
             took.append(time.monotonic() - start)
         # The quickest, for a busy machine may be away at any moment.
         assert min(took) < 0.005
+        # It is said of the header: the body has not been sent, nor has it a place.
+        asked = RequestHeader(wire.FORWARD, "slow.0", seconds=30.0, schema=backend.schema.hash)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(10)
+            sock.connect(server.endpoint.removeprefix("unix:"))
+            sock.sendall(b"".join(bytes(part) for part in encode(Hello())) + encode(asked, [torch.ones(1, 2)])[0])
+            told = sock.recv(1 << 16)
+            while b"overloaded" not in told and (some := sock.recv(1 << 16)):
+                told += some
+        assert b"overloaded" in told
         module.open.set()
         for thread in [first, *waiting]:
             thread.join(timeout=10)

@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.errors import Unauthorized
-from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.errors import BoundaryError, Unauthorized
+from anabranch.experts import (
+    Directory,
+    DirectoryServer,
+    ExpertBackend,
+    ExpertServer,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+)
 from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
 from anabranch.transport import make_keys
 
 
@@ -37,6 +45,20 @@ def test_a_server_that_comes_back_with_another_schema_is_asked_for_it(tmp_path: 
     wider = ExpertBackend("ffn.0", nn.Linear(4, 6), args_schema=[TensorSpec(4)])
     with ExpertServer([wider], listen=endpoint):
         assert expert(torch.ones(2, 4)).shape == (2, 6)
+
+
+def test_a_mixture_asks_again_for_the_schema_of_an_expert_that_comes_back_with_another(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    endpoint = f"unix:{tmp_path}/experts"
+    directory = Directory()
+    mixture = RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1, k_min=1)
+    with ExpertServer([backend()], listen=endpoint, directory=directory):
+        assert mixture(torch.ones(2, 4)).shape == (2, 4)
+    rounded = ExpertBackend("ffn.0", nn.Linear(4, 4), args_schema=[TensorSpec(4, compression="float16")])
+    with ExpertServer([rounded], listen=endpoint, directory=directory):
+        with pytest.raises(BoundaryError, match="another schema"):
+            mixture(torch.ones(2, 4))
+        assert mixture(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_path: Path) -> None:
@@ -71,3 +93,20 @@ def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:
             with pytest.raises(Unauthorized, match="role 'worker' may not"):
                 ask()
         assert worker.lookup(["ffn.0"]) == {"ffn.0": "tcp://here:1"}
+
+
+def test_who_is_not_announced_again_is_forgotten_after_its_time() -> None:
+    clock = FakeClock()
+    with DirectoryServer(clock=clock) as server:
+        for directory in (Directory(clock=clock), Directory(server.endpoint)):
+            directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/here", ttl=10.0)
+            clock.advance(6.0)
+            directory.announce(["ffn.2.0"], "unix:/there", ttl=10.0)
+            # What another has taken over is not its former server's to withdraw.
+            directory.withdraw(["ffn.2.0"], "unix:/here")
+            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.0.1": "unix:/here", "ffn.2.0": "unix:/there"}
+            clock.advance(5.0)
+            assert directory.lookup(["ffn.0.1", "ffn.2.0"]) == {"ffn.2.0": "unix:/there"}
+            assert directory.active(["ffn", "ffn.0"]) == {"ffn": [2], "ffn.0": []}
+            clock.advance(6.0)
+            assert directory.active(["ffn"]) == {"ffn": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import inspect
 import itertools
 import random
@@ -240,3 +241,14 @@ def test_anomaly_detection_finds_what_the_tape_finds() -> None:
             pytest.raises(RuntimeError, match="returned nan values"),
         ):
             executor.run(batch=torch.full((2, 4), float("nan")))
+
+
+def test_threads_that_capture_at_once_all_get_their_graphs() -> None:
+    def work(index: int) -> list[Any]:
+        torch.manual_seed(index)
+        return train("auto", Net(float(index + 1), lambda m, x: m.held))[:5]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error", ab.CaptureWarning)
+        found = [future.result(timeout=100) for future in [pool.submit(work, index) for index in range(4)]]
+    assert [engine for engine, *_ in found] == ["graph"] * 4

@@ -316,7 +316,7 @@ print(json.dumps({{"own": ask(keys=keys), "foreign": ask(keys={str(foreign)!r}),
     assert result.results[0] == {
         "own": "let in",
         "foreign": "Unauthorized",
-        "none": "ProtocolError",
+        "none": "Unauthorized",
         "files": ["authority.pem", "directory.pem", "experts.pem", "parameters.pem", "worker.pem"],
         "mode": "700",
     }

@@ -63,8 +63,6 @@ def test_what_is_no_number_is_told_from_numbers_on_the_far_side(bad, compression
     share = Share(torch.float32, (4, 16), "rows")
     assert all_finite(join([rows], [share], compression))
     rows[2, 5] = bad
-    if compression == "bfloat16" and bad == torch.inf:
-        return  # rounded to the largest number
     assert not all_finite(join([rows], [share], compression))
 
 

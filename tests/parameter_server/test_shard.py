@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, NotFound, RemoteError, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, RemoteError, SchemaError
 from anabranch.events import Event, subscribe
 from anabranch.parameter_server import (
     Consistency,
@@ -227,3 +227,20 @@ def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_res
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
         shard.push(PushMessage([Part("t", 1)], [], 2, -1), [ids, grad])
+
+
+def test_what_lies_beside_the_steps_waits_until_its_worker_s_share_is_known() -> None:
+    """It once counted whole, or by the share in an older step, if it came before the others' push of its last step."""
+    shard = Shard()
+    shard.init(InitMessage("t", SGD.to_dict(), SPEC.to_dict()))
+    ids, grad = torch.tensor([1]), torch.ones(2)
+    for rank in range(2):
+        shard.join(JoinMessage(rank, 2, "bsp"))
+    shard.push(PushMessage([Part("t", 1)], [], 0, 0, 1.0), [ids, grad])
+    beside = PushMessage([Part("t", 1)], [], 0, -1, 1.0)
+    with pytest.raises(DeadlineExceeded, match="worker 1"):
+        shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
+    shard.push(PushMessage([Part("t", 1)], [], 1, 0, 3.0), [ids, grad])
+    shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
+    _, (_, _, rows) = shard.pull(PullMessage([Part("t", 1)]), [ids])
+    assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

@@ -94,11 +94,13 @@ class Grad:
                 called for a tensor that no root reaches, and with ``None`` for a tensor that has been dropped.
 
         Raises:
-            TypeError: something that is no tensor, or a tensor of integers.
+            TypeError: something that is no tensor, or a tensor of integers; a callback that cannot be called.
             ValueError: a tensor that this session has been given already.
             RuntimeError: the session has been used.
         """
         self._check_unused()
+        if callback is not None and not callable(callback):
+            raise TypeError(f"a callback is called as callback(tensor, grad), got {callback!r}")
         call = None if callback is None else self._calling(callback)
         given, inputs = self._given, self._inputs
         for tensor in tensors:
@@ -181,9 +183,11 @@ class Grad:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        saving, self._saving = self._saving, None
+        if saving is None:
+            raise RuntimeError(f"session {self._name!r} is not entered; there is nothing to leave")
         self._used = True
-        assert self._saving is not None
-        self._saving.__exit__(kind, error, traceback)
+        saving.__exit__(kind, error, traceback)
         for handle in self._handles:
             handle.remove()
         for leaf in self._leaves:

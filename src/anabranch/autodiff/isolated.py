@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["IsolatedCall", "isolate", "run_isolated_backward", "run_isolated_forward"]
+__all__ = ["IsolatedCall", "check_function", "isolate", "run_isolated_backward", "run_isolated_forward"]
 
 
 class IsolatedCall:
@@ -65,8 +65,10 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
     """Runs the Function on ``args``, of which those ``wanted`` get gradients; returns its graph, and what it returned.
 
     Raises:
+        TypeError: ``func`` is no ``autograd.Function`` class.
         RuntimeError: the Function changes an argument in place.
     """
+    check_function(func)
     leaves: list[Tensor] = []
     given: list[object] = []
     for arg, want in zip(args, wanted, strict=True):
@@ -87,6 +89,12 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
     outputs = returned if isinstance(returned, tuple) else (returned,)
     places = [index for index, want in enumerate(wanted) if want]
     return IsolatedCall(leaves, outputs, places, len(args)), returned
+
+
+def check_function(func: object) -> None:
+    """Raises ``TypeError`` unless ``func`` is the class of an ``autograd.Function``."""
+    if not (isinstance(func, type) and issubclass(func, Function)):
+        raise TypeError(f"what is called is the class of a torch.autograd.Function, got {func!r}")
 
 
 def _version(arg: object) -> int | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
-from anabranch.autodiff.isolated import IsolatedCall, isolate
+from anabranch.autodiff.isolated import IsolatedCall, check_function, isolate
 from anabranch.autodiff.workers import run_at_once
 
 __all__ = ["map_with_parallel_backward"]
@@ -62,11 +62,13 @@ def map_with_parallel_backward(
 
     Raises:
         ValueError: calls with unequal numbers of arguments, or ``max_workers`` below 1.
-        TypeError: a call's arguments are no sequence, such as a bare tensor.
+        TypeError: ``func`` is no ``autograd.Function`` class, or a call's arguments are no sequence, such as a bare
+            tensor.
         BaseException: the first that a call raised, after the others have stopped; a note names the call's index.
 
     Source: ``map_with_parallel_backward`` of hivemind.
     """
+    check_function(func)
     _check(args_per_call, max_workers)
     name = func.__name__
     if not torch.is_grad_enabled():

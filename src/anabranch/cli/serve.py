@@ -58,7 +58,7 @@ def experts(
     metrics: _Metrics = None,
 ) -> None:
     """Serve experts that train themselves."""
-    with told_plainly(), stopped_by_signals() as stop:
+    with told_plainly():
         backends = make_backends(
             uids,
             module,
@@ -68,16 +68,17 @@ def experts(
             max_batch_size=max_batch_size,
             device=device,
         )
-        serve_experts(
-            backends,
-            stop,
-            listen=listen,
-            directory=directory,
-            checkpoint_dir=checkpoint_dir,
-            keys=keys,
-            insecure=insecure,
-            beside=_beside(metrics, expert_metrics),
-        )
+        with stopped_by_signals() as stop:
+            serve_experts(
+                backends,
+                stop,
+                listen=listen,
+                directory=directory,
+                checkpoint_dir=checkpoint_dir,
+                keys=keys,
+                insecure=insecure,
+                beside=_beside(metrics, expert_metrics),
+            )
 
 
 @serve.command()

@@ -21,6 +21,10 @@ class Fetch:
     Args:
         names: what to fetch; ``None`` takes everything the step returns.
         model: whose submodules and parameters are meant.
+
+    Attributes:
+        modules: the submodules whose outputs are asked for.
+        gradients: the gradients asked for, as ``<parameter>.grad``.
     """
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
@@ -32,6 +36,8 @@ class Fetch:
         self._model = model
         self._modules: dict[str, nn.Module] = {}
         self._gradients: dict[str, nn.Parameter] = {}
+        self.modules: list[str] = []
+        self.gradients: list[str] = []
         if not self.names:
             return
         modules = dict(model.named_modules())
@@ -42,16 +48,7 @@ class Fetch:
             for name in self.names
             if name.endswith(_GRADIENT) and name.removesuffix(_GRADIENT) in parameters
         }
-
-    @property
-    def modules(self) -> list[str]:
-        """The submodules whose outputs are asked for."""
-        return list(self._modules)
-
-    @property
-    def gradients(self) -> list[str]:
-        """The gradients asked for, as ``<parameter>.grad``."""
-        return list(self._gradients)
+        self.modules, self.gradients = list(self._modules), list(self._gradients)
 
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
         """Takes gradients from an engine that leaves none in ``.grad``."""

@@ -134,6 +134,9 @@ class GraphEngine:
         return dense, sparse
 
     def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> Ran:
+        if fetch.names is None:  # everything, and nothing besides
+            returned = {name: value for name, value in outputs.items() if name != _LOSS}
+            return Ran(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
         asked = {*fetch.modules, *fetch.gradients, _LOSS}
         returned = {name: value for name, value in outputs.items() if name not in asked}
         fetch.record({name: outputs[name] for name in fetch.modules})

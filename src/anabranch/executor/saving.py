@@ -108,7 +108,7 @@ class Saver:
         if self._rank == 0:
             try:
                 self._write(path, ranks)
-            except (CheckpointError, OSError, ValueError) as error:
+            except (AnabranchError, OSError, ValueError) as error:  # a server may be lost meanwhile
                 if self._size == 1:
                     raise
                 failure = f"{type(error).__name__}: {error}"

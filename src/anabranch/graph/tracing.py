@@ -74,6 +74,9 @@ _LIBRARIES = (
     "<string>",
 )
 
+_one_at_a_time = threading.RLock()
+"""Torch's tracer patches modules for the whole process; two threads at once get in each other's way."""
+
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 """Prints the traceback of every mistake in a shape, whoever may catch it."""
 
@@ -449,7 +452,7 @@ def trace(
             )
         return results
 
-    with undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
+    with _one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     _name_placeholders(module, sources)
     return module

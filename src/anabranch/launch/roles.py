@@ -119,8 +119,9 @@ def _serve_here(
         print(text, flush=True)
         directory.announce([expert_mark(job.rank)], text.removeprefix("listening on "), _FOR_EVER)
 
+    # Until they are there, nothing is lost by ending at once.
+    backends = make(job.rank, job.world_size)
     with stopped_by_signals() as stop:
-        backends = make(job.rank, job.world_size)
         serve_experts(
             backends,
             stop,

@@ -175,24 +175,22 @@ class RowCache:
         slots = self._use(ids, step) if training else self._find(ids)
         here = slots >= 0
         at = slots.clamp(min=0)
-        known = torch.where(here, self._versions[at], -1)
+        known = torch.where(here, self._versions.index_select(0, at), -1)
         held = known >= 0
         bound = self.cache.pull_bound if training else 0
-        fresh = held & (step - self._checked[at] <= bound)
-        ask = torch.nonzero(~fresh)[:, 0]
-        out = torch.empty(len(ids), self._held, dtype=self._dtype)
-        out[fresh] = self._rows[slots[fresh]]
+        ask = torch.nonzero(~held | (step - self._checked.index_select(0, at) > bound))[:, 0]
+        out = self._rows.index_select(0, at)  # what is not fresh is written over
         if len(ask):
             self._fetch(ids, slots, known, ask, out, step)
-        self._hits += int(fresh.sum())
+        self._hits += len(ids) - len(ask)
         return out if self._held == self._width else out[:, : self._width].contiguous()
 
     def stale(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
         slots = self._find(ids)
         at = slots.clamp(min=0)
-        known = torch.where(slots >= 0, self._versions[at], -1)
-        ask = torch.nonzero((known < 0) | (step - self._checked[at] > self.cache.pull_bound))[:, 0]
+        known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
+        ask = torch.nonzero((known < 0) | (step - self._checked.index_select(0, at) > self.cache.pull_bound))[:, 0]
         ask, asked = self._asked(ask, slots, known)
         return ids[ask], asked
 
@@ -205,7 +203,8 @@ class RowCache:
         known = known[ask]
         if self._stateless:
             return ask, known
-        asked = torch.where((known >= 0) & ~self._stated[slots[ask].clamp(min=0)], WITH_STATE, known)
+        stated = self._stated.index_select(0, slots[ask].clamp(min=0))
+        asked = torch.where((known >= 0) & ~stated, WITH_STATE, known)
         order = torch.argsort((asked != WITH_STATE).to(torch.int8), stable=True)
         return ask[order], asked[order]
 
@@ -218,13 +217,14 @@ class RowCache:
         """Takes in rows as they were at ``step``, ahead of their use in the next; what is here stays as it is."""
         slots = self._use(ids, step + 1)
         new = (slots >= 0) & (self._versions[slots.clamp(min=0)] < 0)
-        into = slots[new]
-        self._rows[into] = rows[new].to(self._dtype)
-        self._versions[into] = versions[new]
-        self._stated[into] = self._stateless
+        into, which = slots[new], torch.nonzero(new)[:, 0]
+        self._rows.index_copy_(0, into, rows.index_select(0, which).to(self._dtype))
+        self._versions.index_copy_(0, into, versions[new])
+        self._stated.index_fill_(0, into, self._stateless)
         # What was pushed since these rows were asked for may not be in them, and own writes are read.
         pushed = torch.cat([some for at, some in self._sent if at >= step] or [ids[:0]])
-        self._checked[into] = torch.where(torch.isin(ids[new], pushed), _LONG_AGO, step)
+        since = torch.where(torch.isin(ids[new], pushed), _LONG_AGO, step)
+        self._checked.index_copy_(0, into, since)
         self._misses += int(new.sum())
 
     def _use(self, ids: Tensor, step: int) -> Tensor:
@@ -248,8 +248,7 @@ class RowCache:
         unchanged = torch.ones(len(ids), dtype=torch.bool)
         unchanged[came] = False
         still = ask[unchanged[ask]]
-        self._checked[slots[still]] = step
-        out[still] = self._rows[slots[still]]
+        self._checked.index_fill_(0, slots[still], step)
         cached = slots[came] >= 0
         into = slots[came][cached]
         fresh_rows = rows.to(self._dtype)
@@ -257,10 +256,11 @@ class RowCache:
             fresh_rows = self._with_states(fresh_rows, cached, into, asked[positions][cached])
         if self.cache.push_bound and len(into):
             fresh_rows = self._with_own_writes(fresh_rows, cached, into)
-        out[came] = fresh_rows
-        self._rows[into] = fresh_rows[cached]
-        self._versions[into] = versions[cached]
-        self._checked[into] = step
+        out.index_copy_(0, came, fresh_rows)
+        here = torch.nonzero(cached)[:, 0]
+        self._rows.index_copy_(0, into, fresh_rows.index_select(0, here))
+        self._versions.index_copy_(0, into, versions[here])
+        self._checked.index_fill_(0, into, step)
         self._hits += len(still)
         self._misses += len(came)
         self._refreshed += int((known[came] >= 0).sum())
@@ -294,31 +294,31 @@ class RowCache:
         """
         slots = self._find(ids)
         held = slots >= 0
-        held &= self._versions[slots.clamp(min=0)] >= 0
+        held &= self._versions.index_select(0, slots.clamp(min=0)) >= 0
         mine = slots[held]
         self._sent = [(at, some) for at, some in self._sent if at >= step - 1]
         self._sent.append((step, ids[~held]))
         if not self.cache.push_bound:
-            self._checked[mine] = _LONG_AGO
+            self._checked.index_fill_(0, mine, _LONG_AGO)
             self._pushed += len(ids)
             return ids, grads, None
-        stated = self._stated[mine]
-        self._checked[mine[~stated]] = _LONG_AGO
+        stated = self._stated.index_select(0, mine)
+        self._checked.index_fill_(0, mine[~stated], _LONG_AGO)
         held[torch.nonzero(held)[:, 0][~stated]] = False
         mine = mine[stated]
         assert self._move is not None
-        own = grads[held]
-        self._rows[mine] = self._move(self._rows[mine], own, None)
-        clean = self._due_at[mine] == _NEVER
-        self._due_at[mine[clean]] = step + self.cache.push_bound
-        self._waiting[mine] += own
-        self._energy[mine] += _energies(own)
+        own = grads.index_select(0, torch.nonzero(held)[:, 0])
+        self._rows.index_copy_(0, mine, self._move(self._rows.index_select(0, mine), own, None))
+        clean = self._due_at.index_select(0, mine) == _NEVER
+        self._due_at.index_fill_(0, mine[clean], step + self.cache.push_bound)
+        self._waiting.index_add_(0, mine, own.to(self._dtype))
+        self._energy.index_add_(0, mine, _energies(own))
         due_slots = torch.nonzero(self._due_at <= step)[:, 0]
         due_ids, due_grads, due_squares = self._take(due_slots)
-        at_once = ids[~held]
-        self._pushed += len(at_once)
-        squares = torch.cat([torch.ones(len(at_once)), due_squares])
-        return torch.cat([at_once, due_ids]), torch.cat([grads[~held], due_grads]), squares
+        rest = torch.nonzero(~held)[:, 0]
+        self._pushed += len(rest)
+        squares = torch.cat([torch.ones(len(rest)), due_squares])
+        return torch.cat([ids[rest], due_ids]), torch.cat([grads.index_select(0, rest), due_grads]), squares
 
     def waiting(self) -> Due:
         """All that waits here, which counts as pushed: for saving and closing."""
@@ -328,15 +328,17 @@ class RowCache:
         if not self.cache.push_bound:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype), torch.empty(0)
         taken = self._waiting_of(slots)
-        self._waiting[slots] = 0
-        self._energy[slots] = 0
-        self._due_at[slots] = _NEVER
+        self._waiting.index_fill_(0, slots, 0)
+        self._energy.index_fill_(0, slots, 0)
+        self._due_at.index_fill_(0, slots, _NEVER)
         self._pushed += len(slots)
         return taken
 
     def _waiting_of(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grads = self._waiting[slots]
-        squares = (self._energy[slots] / _energies(grads)).nan_to_num(nan=1.0, posinf=1.0)  # no sum: no square of it
+        grads = self._waiting.index_select(0, slots)
+        squares = (self._energy.index_select(0, slots) / _energies(grads)).nan_to_num(
+            nan=1.0, posinf=1.0
+        )  # no sum: no square of it
         return torch.from_numpy(self._index.entries()[0])[slots], grads, squares
 
     def _push_slots(self, slots: Tensor, ids: Tensor, step: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -125,7 +126,7 @@ class _Holding:
     @property
     def width(self) -> int:
         """Numbers a row."""
-        return int(np.prod(self.shape[1:], dtype=np.int64))
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class ParameterClient:
         self._watch = watch
         self._look_every = heartbeat
         self._holdings: dict[str, _Holding] = {}
+        self._numbered = torch.empty(0, dtype=torch.int64)
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
         found = list(job().servers if endpoints is None else endpoints)
@@ -798,10 +800,17 @@ class ParameterClient:
                 last = holding.placement.rows - 1
                 raise NotFound(f"table {name} has ids 0 to {last}; ids[{bad}] is {flat[bad]}")
         if self.shards == 1:
-            return {0: torch.arange(flat.size)} if flat.size or everywhere else {}
+            return {0: self._everyone(flat.size)} if flat.size or everywhere else {}
         owners = holding.placement.owners(flat)
         where = {shard: np.flatnonzero(owners == shard) for shard in range(self.shards)}
         return {shard: torch.from_numpy(mine) for shard, mine in where.items() if mine.size or everywhere}
+
+    def _everyone(self, count: int) -> Tensor:
+        """``torch.arange(count)``, to be read only."""
+        found = self._numbered
+        if len(found) < count:
+            found = self._numbered = torch.arange(2 * count)
+        return found[:count]
 
     def _home(self, name: str) -> int:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.shards

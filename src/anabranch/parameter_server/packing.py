@@ -85,8 +85,8 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
     for tensor, share in zip(tensors, shares, strict=True):
         kind = share.travels_as(compression)
         flat = tensor.detach().reshape(-1)
-        if kind == torch.bfloat16 and flat.dtype != kind:  # rounded to the largest number rather than to infinity
-            flat = flat.clamp(-_MOST, _MOST).to(kind)
+        if kind == torch.bfloat16 and flat.dtype != kind:
+            flat = _in_bfloat16(flat)
         alike.setdefault(kind, []).append(flat.float() if kind == torch.int8 else flat)
     whole = {kind: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for kind, parts in alike.items()}
     found = [whole[dtype] for dtype in FLOATS if dtype in whole]
@@ -126,6 +126,12 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
         if tensor.is_floating_point() and not math.isfinite(tensor.sum().item()) and not torch.isfinite(tensor).all():
             return False
     return True
+
+
+def _in_bfloat16(flat: Tensor) -> Tensor:
+    """Numbers too large are rounded to the largest rather than to infinity; what is none stays none."""
+    rounded = flat.clamp(-_MOST, _MOST).to(torch.bfloat16)
+    return rounded if all_finite([flat]) else torch.where(torch.isfinite(flat), rounded, flat.to(torch.bfloat16))
 
 
 def _in_blocks(flat: Tensor) -> list[Tensor]:

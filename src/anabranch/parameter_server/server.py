@@ -200,10 +200,14 @@ class ParameterServer:
             )
 
         shard = self._shard
+
+        def push(message: PushMessage, call: Call) -> None:
+            shard.push(message, call.tensors, peer=call.peer.name, deadline=call.deadline)
+
         return [
             changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
             changing("join", JoinMessage, lambda message, call: shard.join(message)),
-            changing("push", PushMessage, lambda message, call: shard.push(message, call.tensors, peer=call.peer.name)),
+            changing("push", PushMessage, push),
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
             changing("release", ReleaseMessage, lambda message, call: shard.release(message)),

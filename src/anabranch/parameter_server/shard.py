@@ -17,6 +17,7 @@ more than K steps behind.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import threading
@@ -250,14 +251,20 @@ class Shard:
                 self._journal("pull", _encode(message), tensors)
             return self._read(message, ids, versions)
 
-    def push(self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "") -> None:
+    def push(
+        self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
+    ) -> None:
         """Gradients: done at once, or under ``bsp`` when every worker's of that step are there.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
             NonFinite: NaN or Inf among the gradients; counted by ``peer``, nothing is changed.
+            DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
+                all have pushed that; names them.
         """
         with self._state:
+            if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
+                self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
             self._check_push(message, tensors, peer)
             self._record("push", message, tensors)
 
@@ -634,52 +641,68 @@ class Shard:
                 group.push(everyone, side_by_side([grads[name] for name in names]), [len(ids[name]) for name in names])
 
     def _read(
-        self, message: PullMessage, ids: Sequence[Tensor], versions: Sequence[Tensor] | None
+        self, message: PullMessage, ids: Sequence[Tensor], known: Sequence[Tensor] | None
     ) -> tuple[PullReply, list[Tensor]]:
-        if versions is None:
-            return self._read_all(message, ids, self._room(message))
-        counts: list[int] = []
-        positions: list[Tensor] = []
-        found: list[Tensor] = []
-        numbers: list[Tensor] = []
-        shares: list[Share] = []
-        everything = True
+        """What is asked for: all of it, or the rows whose version is not the ``known`` one."""
+        room = self._room(message)
+        versions = self._fill(room, message, ids)
+        for part in message.parts:
+            self._counts[part.name].pulls += 1
+        if known is not None:
+            return self._choose(message, ids, room, versions, side_by_side(known) if known else versions)
+        for part in message.parts:
+            self._counts[part.name].rows_pulled += part.count
+        numbers = room.flat
+        if message.compression is not None:
+            numbers = join(room.parts, self._shares_of(message), message.compression)
+        nothing = torch.empty(0, dtype=torch.int64)  # all rows come, so no positions are said
+        return PullReply([part.count for part in message.parts]), [nothing, versions, *numbers]
+
+    def _choose(
+        self, message: PullMessage, ids: Sequence[Tensor], room: _Room, versions: Tensor, known: Tensor
+    ) -> tuple[PullReply, list[Tensor]]:
+        """The answer of those rows in ``room`` that are not known; before them those that come with their state."""
+        current = short_versions(versions)
+        where = torch.nonzero(current != known)[:, 0]
+        stated = known.index_select(0, where) == WITH_STATE
+        starts = list(itertools.accumulate((part.count for part in message.parts), initial=0))
+        bounds = torch.searchsorted(where, torch.tensor(starts)).tolist()
+        whole = torch.cat([torch.zeros(1, dtype=torch.int64), stated.cumsum(0)])[bounds].diff().tolist()
+        counts, numbers, shares = list[int](), list[Tensor](), list[Share]()
+        positions, places = list[Tensor](), list[Tensor]()
         for at, part in enumerate(message.parts):
             holder = self._holder(part.name)
-            self._counts[part.name].pulls += 1
             if isinstance(holder, DenseParameter):
                 counts.append(0)
-                numbers.append(holder.value)
+                numbers.append(room[at])
                 shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
                 continue
-            current = short_versions(holder.versions(ids[at], training=message.training))
-            where = torch.nonzero(current != versions[at])[:, 0]
+            mine = where[bounds[at] : bounds[at + 1]] - starts[at]
+            first = 0
             if message.states:
-                stated = versions[at][where] == WITH_STATE
-                whole = int(stated.sum())
-                if not stated[:whole].all():
-                    where = torch.cat([where[stated], where[~stated]])
-                rows = holder.pull_with_state(ids[at][where[:whole]])
+                first, own = whole[at], stated[bounds[at] : bounds[at + 1]]
+                if not own[:first].all():
+                    mine = torch.cat([mine[own], mine[~own]])
+                rows = holder.pull_with_state(ids[at].index_select(0, mine[:first]))
                 numbers.append(rows)
                 shares.append(Share(rows.dtype, tuple(rows.shape), "states"))
-            else:
-                whole = 0
-            rows = holder.pull(ids[at][where[whole:]])
+            rows = room[at].index_select(0, mine[first:])
             numbers.append(rows)
             shares.append(Share(rows.dtype, tuple(rows.shape), "rows"))
-            counts.append(len(where))
-            positions.append(where)
-            found.append(current[where])
-            everything = everything and torch.equal(where, torch.arange(part.count))
-            self._counts[part.name].rows_pulled += len(where)
-        if everything:
-            positions = []
-        empty = torch.empty(0, dtype=torch.int32)
-        said = [torch.cat([empty, *(where.to(torch.int32) for where in positions)]), torch.cat([empty, *found])]
-        return PullReply(counts), [*said, *join(numbers, shares, message.compression)]
+            counts.append(len(mine))
+            positions.append(mine)
+            places.append(mine + starts[at])
+            self._counts[part.name].rows_pulled += len(mine)
+        empty = torch.empty(0, dtype=torch.int64)
+        chosen = torch.cat([empty, *positions])
+        there = torch.cat([empty, *places])
+        said = current.index_select(0, there)
+        if len(chosen) == len(current) and torch.equal(there, torch.arange(len(current))):
+            chosen = empty
+        return PullReply(counts), [chosen.to(torch.int32), said, *join(numbers, shares, message.compression)]
 
-    def _read_all(self, message: PullMessage, ids: Sequence[Tensor], room: _Room) -> tuple[PullReply, list[Tensor]]:
-        """Every row that is asked for, straight to its place in the answer; all come, so no positions are said."""
+    def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> Tensor:
+        """Puts everything that is asked for, with as little copying as can be, into ``room``; returns the versions."""
         wanted: dict[str, Tensor] = {}
         places: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
@@ -688,11 +711,9 @@ class Shard:
             message.parts, ids, room.parts, torch.split(versions, [len(some) for some in ids]), strict=True
         ):
             holder = self._holder(part.name)
-            self._counts[part.name].pulls += 1
             if isinstance(holder, DenseParameter):
                 place.copy_(holder.value)
             else:
-                self._counts[part.name].rows_pulled += part.count
                 wanted[part.name], places[part.name], found[part.name] = some, place, current
         for group, names in self._groups(wanted):
             flat = None if group is None else side_by_side([places[name] for name in names])
@@ -706,11 +727,7 @@ class Shard:
                 if current.data_ptr() != found[names[0]].data_ptr():
                     for name, some in zip(names, torch.split(current, [len(found[n]) for n in names]), strict=True):
                         found[name].copy_(some)
-        numbers = room.flat
-        if message.compression is not None:
-            numbers = join(room.parts, self._shares_of(message), message.compression)
-        counts = [part.count for part in message.parts]
-        return PullReply(counts), [torch.empty(0, dtype=torch.int64), versions, *numbers]
+        return versions
 
     def _room(self, message: PullMessage) -> _Room:
         shares = self._shares_of(message)
