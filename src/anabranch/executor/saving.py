@@ -545,7 +545,7 @@ def _pack(structure: object) -> bytes:
 
 
 def _unpack(data: bytes) -> object:
-    tensors = safetensors.torch.load(data)
+    tensors = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
     header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, object])
     text = cast("dict[str, str]", header["__metadata__"])["state"]
     return checkpoint.join(decode(msgspec.json.decode(text)), tensors)

@@ -15,6 +15,7 @@ A crossing is an effect: no pass drops, merges, repeats or reorders it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from anabranch.errors import CaptureError, SchemaError
 __all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
 
 
-class Crossing:
+class Crossing(ABC):
     """What both are: a boundary, and a name under which graphs show it."""
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
@@ -37,9 +38,9 @@ class Crossing:
         self.phase = phase
         self.__name__ = f"{boundary.kind}_{phase}"
 
+    @abstractmethod
     def __call__(self, *arguments: Any) -> tuple[object, ...]:
         """Crosses."""
-        raise NotImplementedError
 
     @property
     def label(self) -> str:
