@@ -131,12 +131,13 @@ def use(
     step: int,
     out: Any,
     reused: Any,
+    left: Any,
 ) -> tuple[int, int, int]:
     """The row of each id in a training step; admits those that ``admitted`` says. A row is used at most once a step.
 
     Returns how many rows are filled, the size of the heap, and how many rows were taken from other ids: ``reused``
-    lists them. No row that this step has used is taken, nor one that ``settled`` steps have used; without another, a
-    new id is not admitted: its row is -1.
+    lists them, ``left`` whose they were. No row that this step has used is taken, nor one that ``settled`` steps have
+    used; without another, a new id is not admitted: its row is -1.
     """
     taken = 0
     for i in range(ids.size):
@@ -179,7 +180,7 @@ def use(
                     row = top
                     heap_size = _drop_top(heap, heap_size)
                     _remove(keys, slots, ids_of[row])
-                    reused[taken] = row
+                    reused[taken], left[taken] = row, ids_of[row]
                     taken += 1
                     break
         if row < 0:
