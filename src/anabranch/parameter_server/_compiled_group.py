@@ -31,6 +31,7 @@ from anabranch.parameter_server._compiled import (
 )
 
 _AHEAD = 16  # lookups
+_DIGIT = 11  # bits
 
 
 @_instruction
@@ -79,6 +80,51 @@ def locate_all(
                     return i
                 rows[i] = value // many
     return -1
+
+
+@_kernel
+def distinct_all(ids: Any, starts: Any, limits: Any, out: Any, out_starts: Any, inverse: Any, whole: Any) -> None:
+    """The distinct ids of each table, ascending, and the place of each of ``ids`` among them.
+
+    Ids outside ``range(limits[t])`` are left out, their place is -1, and ``whole[t]`` says that there are none.
+    """
+    most = 0
+    for t in range(limits.size):
+        most = max(most, starts[t + 1] - starts[t])
+    keys, others = np.empty(most, np.int64), np.empty(most, np.int64)
+    places, other_places = np.empty(most, np.int64), np.empty(most, np.int64)
+    ends = np.empty(1 << _DIGIT, np.int64)
+    count = 0
+    for t in range(limits.size):
+        begin, size = starts[t], 0
+        for i in range(starts[t], starts[t + 1]):
+            if 0 <= ids[i] < limits[t]:
+                keys[size], places[size] = ids[i], i
+                size += 1
+            else:
+                inverse[i] = -1
+        whole[t] = size == starts[t + 1] - begin
+        shift = 0
+        while (limits[t] - 1) >> shift:  # a digit at a time, from the last
+            ends[:] = 0
+            for i in range(size):
+                ends[(keys[i] >> shift) & ((1 << _DIGIT) - 1)] += 1
+            total = 0
+            for digit in range(ends.size):
+                total, ends[digit] = total + ends[digit], total
+            for i in range(size):
+                digit = (keys[i] >> shift) & ((1 << _DIGIT) - 1)
+                others[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
+                ends[digit] += 1
+            keys, others, places, other_places = others, keys, other_places, places
+            shift += _DIGIT
+        first = count
+        for i in range(size):
+            if i == 0 or keys[i] != keys[i - 1]:
+                out[count] = keys[i]
+                count += 1
+            inverse[places[i]] = count - 1 - first
+        out_starts[t + 1] = count
 
 
 @_kernel

@@ -22,6 +22,7 @@ from anabranch.events import report
 from anabranch.parameter_server.cache import Cache, CacheStatistics, Due
 from anabranch.parameter_server.cache_group import CacheGroup, Caches, CachesOneByOne, Question
 from anabranch.parameter_server.client import ParameterClient, Pulled
+from anabranch.parameter_server.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.optimizer_state import from_torch
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
@@ -65,6 +66,7 @@ class RemoteTables:
         self._sources: dict[str, _Source] = {}
         self._caches: list[tuple[Caches, list[str]]] = []
         self._uncached: list[_Source] = []
+        self._ahead: dict[str, Distinct] = {}  # of the next step
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
         self._weight, self._mean = 1.0, True  # of the last push that had rows
@@ -161,7 +163,7 @@ class RemoteTables:
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
         self._client.init_table(spec, rule())
-        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec)
+        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
         if self._cache is not None:
             self._uncached.append(source)
         return source
@@ -229,15 +231,18 @@ class RemoteTables:
         Args:
             wanted: ids by table; those that a table does not have are left to the lookup that names them.
         """
-        distinct: dict[str, Tensor] = {}
-        for name, ids in wanted.items():
-            rows = self._sources[name].spec.rows
-            if rows is not None:
-                ids = torch.unique(ids.detach().cpu().long())
-                distinct[name] = ids[(ids >= 0) & (ids < rows)]
-        if distinct:
-            for name, found in self._read(distinct).items():
-                self._sources[name].at_hand = distinct[name], found
+        found = self._distinct(wanted)
+        if found:
+            for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
+                self._sources[name].at_hand = found[name], rows
+
+    def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
+        """The distinct ids of fixed tables, where they are not known from asking ahead."""
+        known, self._ahead = self._ahead, {}
+        found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
+        rows = {name: self._sources[name].spec.rows for name in wanted}
+        fixed = {name: count for name, count in rows.items() if count is not None and name not in found}
+        return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
 
     def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of distinct ids of several tables, through the caches: one message a shard."""
@@ -269,7 +274,7 @@ class RemoteTables:
         as that, so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed.
 
         Args:
-            wanted: ids by table.
+            wanted: ids by table; those that a table does not have are left to the lookup that names them.
 
         Raises:
             ValueError: there is no cache.
@@ -277,7 +282,11 @@ class RemoteTables:
         if self._cache is None:
             raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
         self._collect()
-        distinct = {name: torch.unique(ids.detach().cpu().long().reshape(-1)) for name, ids in wanted.items()}
+        self._ahead = self._distinct(wanted)
+        distinct = {
+            name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
+            for name, ids in wanted.items()
+        }
         missing: dict[str, Tensor] = {}
         for caches, some in self._by_cache(distinct):
             missing |= caches.missing(some)
@@ -432,8 +441,7 @@ class RemoteTables:
         """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
         if self._cache is None or not self._cache.push_bound:
             return None
-        sources = [self._sources[name] for name in names]
-        return {source.name: source.rule().row_width(source.spec.width) for source in sources}
+        return {name: self._sources[name].held for name in names}
 
     def _pull_many(self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None) -> dict[str, Pulled]:
         return self._client.pull_many(
@@ -453,9 +461,17 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
+    held: int  # numbers a row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
-    at_hand: tuple[Tensor, Tensor] | None = None  # ids and rows that this step was expected to look up
+    at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.at_hand is not None and ids.device.type == "cpu":
+            inverse = self.at_hand[0].of(ids)
+            if inverse is not None:
+                return self.at_hand[0].ids, inverse
+        return unique_of(ids)
 
     def read(self, ids: Tensor) -> Tensor:
         expected = self._expected(ids)
@@ -467,7 +483,9 @@ class _Source:
         """The rows of ``ids``, if the step has read them all."""
         if self.at_hand is None:
             return None
-        known, rows = self.at_hand
+        known, rows = self.at_hand[0].ids, self.at_hand[1]
+        if ids is known:
+            return rows
         if not len(known):
             return None
         places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
