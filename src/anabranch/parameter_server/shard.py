@@ -244,6 +244,7 @@ class Shard:
             SchemaError: tensors that do not fit the message.
             DeadlineExceeded: other workers' pushes have not come; names them.
         """
+        tensors = _with_long_ids(tensors)
         with self._state:
             ids, versions = self._check_pull(message, tensors)
             self._wait_for_turn(message, deadline)
@@ -262,6 +263,7 @@ class Shard:
             DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
                 all have pushed that; names them.
         """
+        tensors = _with_long_ids(tensors)
         with self._state:
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
@@ -920,6 +922,13 @@ def _squares(given: Sequence[_Given]) -> float:
     grads = torch.cat([grad for _, grad, _ in given]).double()
     distinct, inverse = torch.unique(ids, return_inverse=True)
     return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+
+
+def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """A message's tensors, the ids among them as long as ids are, who travel short where they fit."""
+    if not tensors or tensors[0].dtype != torch.int32:
+        return tensors
+    return [tensors[0].long(), *tensors[1:]]
 
 
 def _patience(deadline: Deadline | None) -> Deadline:
