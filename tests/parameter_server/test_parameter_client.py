@@ -378,6 +378,8 @@ def test_ids_travel_in_four_bytes_where_they_fit() -> None:
             TableSpec("any", None, 2), RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1))
         )
 
+        client.pull_many({"any": torch.cat([ids, ids + (1 << 53)])}, training=True)  # admits them
+
         def bytes_of(*names: str) -> list[int]:
             before = client.traffic()
             client.push_many(dict.fromkeys(names, (ids, rows)))

@@ -13,7 +13,7 @@ import numpy as np
 
 from anabranch.parameter_server._compiled import U, _inline, _kernel, _prefetch
 from anabranch.parameter_server._compiled_group import move
-from anabranch.parameter_server._compiled_index import _place, use
+from anabranch.parameter_server._compiled_index import _look_ahead, _place, use
 from anabranch.parameter_server.messages import WITH_STATE
 
 LONG_AGO = -(1 << 40)
@@ -56,11 +56,11 @@ class Due(NamedTuple):
 def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
     """Moves what waits in a slot to ``due``."""
     total = np.float32(0)
-    for j in range(width):
-        value = held.waiting[t, slot, j]
-        due.grads[at, j] = value
+    for j in range(U(width)):
+        value = held.waiting[t, U(slot), j]
+        due.grads[U(at), j] = value
         total += np.float32(value) * np.float32(value)
-        held.waiting[t, slot, j] = 0
+        held.waiting[t, U(slot), j] = 0
     squares = held.energy[t, slot] / total
     due.squares[at] = squares if np.isfinite(squares) else np.float32(1)
     due.ids[at] = own
@@ -95,9 +95,10 @@ def _use(
 def missing(held: Any, members: Any, ids: Any, starts: Any, out: Any) -> None:
     """Whether each id is not here."""
     for k in range(members.size):
-        t = members[k]
+        t = U(members[k])
         keys, slots, versions = held.keys[t], held.slots[t], held.versions[t]
         for i in range(starts[k], starts[k + 1]):
+            _look_ahead(keys, slots, ids, i)
             slot = slots[_place(keys, slots, ids[i])]
             out[i] = slot < 0 or versions[slot] < 0
 
@@ -130,7 +131,7 @@ def ask(
     count = left = 0
     others = np.empty(ids.size, np.int64)
     for k in range(members.size):
-        t, begin, end = members[k], starts[k], starts[k + 1]
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
         if training:
             left = _use(held, t, ids[begin:end], step, by_frequency, settled, width, found[begin:end], leaving, left)
         else:
@@ -146,11 +147,12 @@ def ask(
                 others[later] = i
                 later += 1
                 continue
-            for j in range(width):
-                out[i, j] = rows[slot, j]
-            if step - checked[slot] <= bound:
+            here, place = U(slot), U(i)
+            for j in range(U(width)):
+                out[place, j] = rows[here, j]
+            if step - checked[here] <= bound:
                 continue
-            if stated[slot]:
+            if stated[here]:
                 others[later] = i
                 later += 1
             else:
@@ -191,14 +193,14 @@ def answer(
     again = 0
     changed = np.zeros(asks.size, np.bool_)
     for k in range(members.size):
-        t, first = members[k], ask_starts[k]
+        t, first = U(members[k]), ask_starts[k]
         for p in range(came_starts[k], came_starts[k + 1]):
             at = first + positions[p]
             changed[at] = True
             i = asks[at]
             slot = found[i]
-            for j in range(width):
-                out[i, j] = came[p, j]
+            for j in range(U(width)):
+                out[U(i), j] = came[U(p), j]
             held.counters[t, MISSES] += 1
             if known[i] >= 0:
                 held.counters[t, REFRESHED] += 1
@@ -210,8 +212,8 @@ def answer(
                     whole = width  # its state is here already
                 else:
                     held.stated[t, slot] = asked[at] == WITH_STATE
-            for j in range(whole):
-                held.rows[t, slot, j] = came[p, j]
+            for j in range(U(whole)):
+                held.rows[t, U(slot), j] = came[U(p), j]
             held.versions[t, slot] = versions[p]
             held.checked[t, slot] = step
             if held.due_at[t, slot] < NEVER:
@@ -245,15 +247,15 @@ def put(
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):
-        t, begin, end = members[k], starts[k], starts[k + 1]
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
         left = _use(held, t, ids[begin:end], step + 1, by_frequency, settled, width, found[begin:end], leaving, left)
         leaving.starts[k + 1] = left
         for i in range(begin, end):
             slot = found[i]
             if slot < 0 or held.versions[t, slot] >= 0:
                 continue
-            for j in range(held.rows.shape[2]):
-                held.rows[t, slot, j] = came[i, j]
+            for j in range(U(held.rows.shape[2])):
+                held.rows[t, U(slot), j] = came[U(i), j]
             held.versions[t, slot] = versions[i]
             held.stated[t, slot] = stateless
             held.checked[t, slot] = step
@@ -265,7 +267,7 @@ def put(
 def distrust(held: Any, members: Any, ids: Any, starts: Any) -> None:
     """Rows among ``fresh`` ones are asked about when they are next read: ``ids`` were pushed meanwhile."""
     for k in range(members.size):
-        t = members[k]
+        t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
             if slot >= 0 and held.fresh[t, slot]:
@@ -277,7 +279,7 @@ def pass_on(held: Any, members: Any, ids: Any, starts: Any, sent: Any, sent_star
     """``write`` without a ``push_bound``: rows here are asked about when they are next read; ``sent`` are not here."""
     count = 0
     for k in range(members.size):
-        t = members[k]
+        t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
             if slot >= 0 and held.versions[t, slot] >= 0:
@@ -294,8 +296,9 @@ def count_due(due_at: Any, members: Any, limit: int) -> int:
     """How many rows wait that are due by the step ``limit``."""
     count = 0
     for k in range(members.size):
-        for slot in range(due_at.shape[1]):
-            count += due_at[members[k], slot] <= limit
+        due = due_at[U(members[k])]
+        for slot in range(U(due.size)):
+            count += due[slot] <= limit
     return count
 
 
@@ -304,8 +307,8 @@ def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
     """Moves the gradients that are due by the step ``limit`` to ``due``."""
     at = 0
     for k in range(members.size):
-        t = members[k]
-        for slot in range(held.due_at.shape[1]):
+        t = U(members[k])
+        for slot in range(U(held.due_at.shape[1])):
             if held.due_at[t, slot] <= limit:
                 _take(held, t, slot, width, held.ids_of[t, slot], due, at)
                 at += 1
@@ -336,16 +339,19 @@ def write(
     wide, stride = U(width), U(held.rows.shape[2])
     own = np.empty(width, grads.dtype)
     slots = np.empty(ids.size, np.int64)
-    storage = held.rows.reshape(held.rows.size)
+    storage, waiting = held.rows.reshape(held.rows.size), held.waiting.reshape(held.waiting.size)
     for k in range(members.size):
-        t, begin, end = members[k], starts[k], starts[k + 1]
-        base = U(t) * U(held.rows.shape[1])
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
+        base = t * U(held.rows.shape[1])
+        keys, places = held.keys[t], held.slots[t]
         for i in range(begin, end):
-            slots[i] = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
+            _look_ahead(keys, places, ids, i)
+            slots[i] = places[_place(keys, places, ids[i])]
         for i in range(begin, end):
             if i + _AHEAD < end and slots[i + _AHEAD] >= 0:
                 _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride)
                 _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride + wide)
+                _prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
             slot = slots[i]
             here = slot >= 0 and held.versions[t, slot] >= 0
             if not here:
@@ -356,23 +362,23 @@ def write(
                 here = False
             if not here:
                 due.ids[at], due.squares[at] = ids[i], 1
-                for j in range(width):
-                    due.grads[at, j] = grads[i, j]
+                for j in range(U(width)):
+                    due.grads[U(at), j] = grads[U(i), j]
                 at += 1
                 held.counters[t, PUSHED] += 1
                 continue
             energy = np.float32(0)
-            for j in range(width):
-                value = grads[i, j]
+            for j in range(U(width)):
+                value = grads[U(i), j]
                 own[j] = value
-                held.waiting[t, slot, j] += value
+                held.waiting[t, U(slot), j] += value
                 energy += np.float32(value) * np.float32(value)
             row = (base + U(slot)) * stride
             move(kind, storage, row, wide, storage, row + wide, own, constants[k])
             held.energy[t, slot] += energy
             if held.due_at[t, slot] == NEVER:
                 held.due_at[t, slot] = step + push_bound
-        for slot in range(held.due_at.shape[1]):
+        for slot in range(U(held.due_at.shape[1])):
             if held.due_at[t, slot] <= step:
                 _take(held, t, slot, width, held.ids_of[t, slot], due, at)
                 at += 1

@@ -369,8 +369,9 @@ class CacheGroup:
         else:
             grads = side_by_side([given[name][1].to(self._dtype) for name in names])
             room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
-            found = {rule: rule.constants(step + 1) for rule in {self._rules[k]() for k in members.tolist()}}
-            constants = np.stack([found[self._rules[k]()] for k in members.tolist()])
+            rules = [self._rules[k]() for k in members.tolist()]
+            found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+            constants = np.stack([found[rule] for rule in rules])
             self._kernels.write(
                 self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
                 constants, room, sent, sent_starts,
