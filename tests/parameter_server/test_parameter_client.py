@@ -374,10 +374,8 @@ def test_ids_travel_in_four_bytes_where_they_fit() -> None:
     ids, rows = torch.tensor([3, 1, 9]), torch.ones(3, 2)
     with ParameterClient() as client:
         client.init("fixed", (10, 2), kind="rows")
-        client.init_table(
-            TableSpec("any", None, 2), RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1))
-        )
-
+        rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1))
+        client.init_table(TableSpec("any", None, 2, initial=Constant(0.0)), rule)
         client.pull_many({"any": torch.cat([ids, ids + (1 << 53)])}, training=True)  # admits them
 
         def bytes_of(*names: str) -> list[int]:

@@ -18,6 +18,8 @@ misses none older than their sum. Steps are the clock, not lookups, so a hot id 
 What waits is added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would take the sum
 of 50 alike gradients for one of 2,500 times the square. So each row's sum goes with its *squares*: the sum of its
 gradients' squares, in squares of their sum.
+
+``RowCache`` is the cache of one table in its simple form; ``cache_group.py`` does the same to many tables at once.
 """
 
 from __future__ import annotations
