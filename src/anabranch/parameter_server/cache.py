@@ -36,7 +36,7 @@ from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.messages import WITH_STATE
 
-__all__ = ["SETTLED", "Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache"]
+__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache", "SETTLED"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
