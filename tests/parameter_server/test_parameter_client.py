@@ -367,3 +367,27 @@ def test_a_shard_is_in_the_directory_while_it_serves() -> None:
         with ParameterServer(1, 2, directory=elsewhere.endpoint) as server:
             assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {"parameters.1": server.endpoint}
         assert Directory(elsewhere.endpoint).lookup(["parameters.1"]) == {}
+
+
+def test_ids_travel_in_four_bytes_where_they_fit() -> None:
+    """A message with any table whose ids need more has them in eight."""
+    ids, rows = torch.tensor([3, 1, 9]), torch.ones(3, 2)
+    with ParameterClient() as client:
+        client.init("fixed", (10, 2), kind="rows")
+        rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1))
+        client.init_table(TableSpec("any", None, 2, initial=Constant(0.0)), rule)
+        client.pull_many({"any": torch.cat([ids, ids + (1 << 53)])}, training=True)  # admits them
+
+        def bytes_of(*names: str) -> list[int]:
+            before = client.traffic()
+            client.push_many(dict.fromkeys(names, (ids, rows)))
+            after = client.traffic()
+            return [after[name].bytes - (before[name].bytes if name in before else 0) for name in names]
+
+        assert bytes_of("fixed") == [3 * (4 + 8)]
+        assert bytes_of("any") == [3 * (8 + 8)]
+        assert bytes_of("fixed", "any") == [3 * (8 + 8)] * 2
+        client.push_many({"any": (ids + (1 << 53), rows), "fixed": (ids, rows)})
+        assert torch.equal(client.sparse_pull("fixed", ids), torch.full((3, 2), -0.01 * 3))
+        assert torch.equal(client.sparse_pull("any", ids), torch.full((3, 2), -2.0))
+        assert torch.equal(client.sparse_pull("any", ids + (1 << 53)), torch.full((3, 2), -1.0))

@@ -177,6 +177,29 @@ def test_own_writes_are_read_while_they_wait_to_be_pushed(name: str) -> None:
         assert client.statistics()[0].tables["0.weight"].rows_pushed == pushed + ROWS
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_waits_in_rows_that_leave_is_pushed_once(dtype: torch.dtype) -> None:
+    """Rows leave at once; bfloat16 rows, which no group has, show only that gradients are as many."""
+    plain = nn.Embedding(ROWS, WIDTH, dtype=dtype)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
+    model = nn.Sequential(copy.deepcopy(plain))
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache("LRU", capacity=4, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=0.125))
+        for step in range(30):
+            ids = (torch.arange(3) * step) % ROWS
+            tables.begin(step)
+            for one in (plain, model):
+                one(ids).sum().backward()
+            tables.push()
+            optimizer.step()
+            optimizer.zero_grad()
+        tables.close()
+        assert tables.statistics()["0.weight"].evictions > 10
+        tolerance = 1e-12 if dtype == torch.float64 else 0.05
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("make", "use", "words"),
     [
@@ -308,7 +331,8 @@ def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: 
                 found, wanted = model(batches[step]), plain(batches[step])
                 assert torch.equal(found, wanted)
                 fetched.clear()
-                if not len(tables._sources["0.weight"].cache.missing(torch.unique(batches[step + 1]))):
+                ((caches, coming),) = tables._by_cache({"0.weight": torch.unique(batches[step + 1])})
+                if not caches.missing(coming):
                     fetched.set()
                 tables.prefetch({"0.weight": batches[step + 1]})
                 Wait.apply(found).square().sum().backward()

@@ -185,11 +185,7 @@ class RemotePart:
 
     def ask_ahead(self, ids: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step is expected to read, if there is a cache to put them in."""
-        wanted = {}
-        for name, some in ids.items():
-            rows = self.tables.spec(name).rows
-            wanted[name] = some if rows is None else some[(some >= 0) & (some < rows)]
-        self.tables.prefetch(wanted)
+        self.tables.prefetch(ids)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
         """Raises ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""

@@ -27,10 +27,13 @@ from anabranch.parameter_server._compiled import (
     _row_wise_adagrad_row,
     _sgd_row,
     coarse,
+    load,
     number,
+    store,
 )
 
 _AHEAD = 16  # lookups
+_DIGIT = 11  # bits
 
 
 @_instruction
@@ -79,6 +82,51 @@ def locate_all(
                     return i
                 rows[i] = value // many
     return -1
+
+
+@_kernel
+def distinct_all(ids: Any, starts: Any, limits: Any, out: Any, out_starts: Any, inverse: Any, whole: Any) -> None:
+    """The distinct ids of each table, ascending, and the place of each of ``ids`` among them.
+
+    Ids outside ``range(limits[t])`` are left out, their place is -1, and ``whole[t]`` says that there are none.
+    """
+    most = 0
+    for t in range(limits.size):
+        most = max(most, starts[t + 1] - starts[t])
+    keys, others = np.empty(most, np.int64), np.empty(most, np.int64)
+    places, other_places = np.empty(most, np.int64), np.empty(most, np.int64)
+    ends = np.empty(1 << _DIGIT, np.int64)
+    count = 0
+    for t in range(limits.size):
+        begin, size = starts[t], 0
+        for i in range(starts[t], starts[t + 1]):
+            if 0 <= ids[i] < limits[t]:
+                keys[size], places[size] = ids[i], i
+                size += 1
+            else:
+                inverse[i] = -1
+        whole[t] = size == starts[t + 1] - begin
+        shift = 0
+        while (limits[t] - 1) >> shift:  # a digit at a time, from the last
+            ends[:] = 0
+            for i in range(size):
+                ends[(keys[i] >> shift) & ((1 << _DIGIT) - 1)] += 1
+            total = 0
+            for digit in range(ends.size):
+                total, ends[digit] = total + ends[digit], total
+            for i in range(size):
+                digit = (keys[i] >> shift) & ((1 << _DIGIT) - 1)
+                others[ends[digit]], other_places[ends[digit]] = keys[i], places[i]
+                ends[digit] += 1
+            keys, others, places, other_places = others, keys, other_places, places
+            shift += _DIGIT
+        first = count
+        for i in range(size):
+            if i == 0 or keys[i] != keys[i - 1]:
+                out[count] = keys[i]
+                count += 1
+            inverse[places[i]] = count - 1 - first
+        out_starts[t + 1] = count
 
 
 @_kernel
@@ -213,6 +261,82 @@ def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, gr
     return (sgd, momentum, adagrad, row_wise, adam)[len(kind) - 1]
 
 
+def foresee(
+    kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+) -> None:
+    """What ``squares.foresee`` does to one row."""
+
+
+@_inline
+def _excess(storage: Any, at: Any, gradient: Any, c: Any, squares: Any) -> Any:
+    g = gradient * number(storage, c[5])
+    if c[4] != 0:
+        g = g + number(storage, c[4]) * load(storage, at)
+    return g * g * (squares - number(storage, 1.0))
+
+
+@_overload(foresee)
+def _foresee(
+    kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+) -> Any:
+    def nothing(
+        kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+    ) -> None:
+        pass
+
+    def adagrad(
+        kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+    ) -> None:
+        known = number(storage, max(number(storage, squares), number(storage, _least(storage))))
+        for j in range(wide):
+            more = coarse(storage, _excess(storage, base + j, grads[j], c, known))
+            store(storage, base + wide + j, load(storage, base + wide + j) + more)
+
+    def row_wise(
+        kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+    ) -> None:
+        known = number(storage, max(number(storage, squares), number(storage, _least(storage))))
+        total = 0.0
+        for j in range(wide):
+            total += np.float64(_excess(storage, base + j, grads[j], c, known))
+        sums[row] += number(storage, total / wide)
+
+    def adam(
+        kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
+    ) -> None:
+        if c[3] != 0:
+            known = number(storage, max(number(storage, squares), number(storage, _least(storage))))
+            share = number(storage, c[8] / c[3])
+            for j in range(wide):
+                more = coarse(storage, _excess(storage, base + j, grads[j], c, known) * share)
+                store(storage, base + wide + wide + j, load(storage, base + wide + wide + j) + more)
+
+    return (nothing, nothing, adagrad, row_wise, adam)[len(kind) - 1]
+
+
+@_inline
+def _least(storage: Any) -> float:
+    return 2.0**-7 if storage.itemsize == 2 else 2.0**-16
+
+
+@_inline
+def _merged_squares(
+    head: int, following: Any, begin: int, grads: Any, grads_at: int, apart: int, wide: Any, squares: Any
+) -> float:
+    """What ``squares.merged_squares`` says of one row, whose lookups are chained from ``head`` on."""
+    every = own = 0.0
+    i = head
+    while i >= 0:
+        energy = 0.0
+        source = U(grads_at) + U(i) * U(apart)
+        for j in range(wide):
+            energy += np.float64(grads[source + j]) * np.float64(grads[source + j])
+        every += energy
+        own += energy * np.float64(squares[begin + i])
+        i = following[i]
+    return own / every if every > 0 else 1.0
+
+
 @_kernel
 def step_all(
     kind: Any,
@@ -229,6 +353,7 @@ def step_all(
     grads: Any,
     grads_at: Any,
     apart: int,
+    squares: Any,
     constants: Any,
     like: Any,
     buckets: Any,
@@ -241,6 +366,7 @@ def step_all(
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
     Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
+    ``squares`` are those of each lookup, as ``squares.py`` describes them; none if every gradient is of one step.
     ``kind`` is a ``kind_of``, ``like`` has the storage's type, ``total`` is scratch of one row.
     """
     wide, step, zero = U(width), U(stride), number(like, 0.0)
@@ -285,6 +411,10 @@ def step_all(
             if like.itemsize == 2:
                 for j in range(wide):
                     total[j] = coarse(like, total[j]) if total[j] == total[j] else total[j]
+            if squares.size:
+                known = _merged_squares(heads[u], following, begin, grads, grads_at[t], apart, wide, squares)
+                if known != 1:
+                    foresee(kind, storage, row * step, wide, sums, row, total, constants[t], known)
             move(kind, storage, row * step, wide, sums, row, total, constants[t])
             stamps[row] = marks[t]
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from anabranch.parameter_server._compiled import U, _inline, _kernel, _mix
+from anabranch.parameter_server._compiled import U, _inline, _kernel, _mix, _prefetch
+
+_AHEAD = 12  # ids
 
 
 @_inline
@@ -27,10 +29,20 @@ def _place(keys: Any, slots: Any, wanted: Any) -> Any:
     return at
 
 
+@_inline
+def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
+    """Asks the memory for where the id that is looked up a little later lies."""
+    if i + _AHEAD < ids.size:
+        at = _mix(U(ids[i + _AHEAD])) & U(keys.size - 1)
+        _prefetch(keys, at)
+        _prefetch(slots, at)
+
+
 @_kernel
 def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
     """The row of each id, -1 for one that is not there."""
     for i in range(ids.size):
+        _look_ahead(keys, slots, ids, i)
         out[i] = slots[_place(keys, slots, ids[i])]
 
 
@@ -76,15 +88,24 @@ def _swap(heap: Any, a: Any, b: Any) -> None:
 
 @_inline
 def _sink(heap: Any, size: int) -> None:
+    """Moves the top down to where it belongs."""
+    first, second, third = heap[0, 0], heap[0, 1], heap[0, 2]
     at = 0
     while 2 * at + 1 < size:
         child = 2 * at + 1
         if child + 1 < size and _less(heap, child + 1, child):
             child += 1
-        if not _less(heap, child, at):
-            return
-        _swap(heap, at, child)
+        if not (
+            heap[child, 0] < first
+            or (
+                heap[child, 0] == first
+                and (heap[child, 1] < second or (heap[child, 1] == second and heap[child, 2] < third))
+            )
+        ):
+            break
+        heap[at, 0], heap[at, 1], heap[at, 2] = heap[child, 0], heap[child, 1], heap[child, 2]
         at = child
+    heap[at, 0], heap[at, 1], heap[at, 2] = first, second, third
 
 
 @_inline
@@ -131,15 +152,17 @@ def use(
     step: int,
     out: Any,
     reused: Any,
+    left: Any,
 ) -> tuple[int, int, int]:
     """The row of each id in a training step; admits those that ``admitted`` says. A row is used at most once a step.
 
     Returns how many rows are filled, the size of the heap, and how many rows were taken from other ids: ``reused``
-    lists them. No row that this step has used is taken, nor one that ``settled`` steps have used; without another, a
-    new id is not admitted: its row is -1.
+    lists them, ``left`` whose they were. No row that this step has used is taken, nor one that ``settled`` steps have
+    used; without another, a new id is not admitted: its row is -1.
     """
     taken = 0
     for i in range(ids.size):
+        _look_ahead(keys, slots, ids, i)
         row = slots[_place(keys, slots, ids[i])]
         out[i] = row
         if row >= 0 and last_use[row] != step:
@@ -155,6 +178,7 @@ def use(
             out[i] = slots[at]
             continue
         row = -1
+        on_top = False
         if filled < capacity:
             row = filled
             filled += 1
@@ -177,9 +201,9 @@ def use(
                     aside += 1
                 else:
                     row = top
-                    heap_size = _drop_top(heap, heap_size)
+                    on_top = True
                     _remove(keys, slots, ids_of[row])
-                    reused[taken] = row
+                    reused[taken], left[taken] = row, ids_of[row]
                     taken += 1
                     break
         if row < 0:
@@ -188,7 +212,10 @@ def use(
         keys[at], slots[at] = ids[i], row
         ids_of[row], uses[row], last_use[row] = ids[i], 1, step
         out[i] = row
-        if heap.shape[0]:
+        if on_top:
+            heap[0, 0], heap[0, 1] = 1 if by_frequency else 0, step
+            _sink(heap, heap_size)
+        elif heap.shape[0]:
             heap_size = _add(heap, heap_size, 1 if by_frequency else 0, step, row)
     for k in range(aside):
         row = waiting[k]

@@ -18,6 +18,8 @@ misses none older than their sum. Steps are the clock, not lookups, so a hot id 
 What waits is added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would take the sum
 of 50 alike gradients for one of 2,500 times the square. So each row's sum goes with its *squares*: the sum of its
 gradients' squares, in squares of their sum.
+
+``RowCache`` is the cache of one table in its simple form; ``cache_group.py`` does the same to many tables at once.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.messages import WITH_STATE
 
-__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache"]
+__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache", "SETTLED"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
-_SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
+SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 _LONG_AGO = -(1 << 40)
 _NEVER = 1 << 40
 Move = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -157,7 +159,7 @@ class RowCache:
             self._kind,
             capacity,
             by_frequency=self.cache.policy != "LRU",
-            settled=_SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
+            settled=SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
         )
         self._rows = torch.zeros(capacity, self._held, dtype=self._dtype)
         self._versions = torch.full((capacity,), -1)
@@ -185,12 +187,13 @@ class RowCache:
         self._hits += len(ids) - len(ask)
         return out if self._held == self._width else out[:, : self._width].contiguous()
 
-    def stale(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def stale(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
         slots = self._find(ids)
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
-        ask = torch.nonzero((known < 0) | (step - self._checked.index_select(0, at) > self.cache.pull_bound))[:, 0]
+        bound = self.cache.pull_bound if training else 0
+        ask = torch.nonzero((known < 0) | (step - self._checked.index_select(0, at) > bound))[:, 0]
         ask, asked = self._asked(ask, slots, known)
         return ids[ask], asked
 
@@ -320,13 +323,17 @@ class RowCache:
         squares = torch.cat([torch.ones(len(rest)), due_squares])
         return torch.cat([ids[rest], due_ids]), torch.cat([grads.index_select(0, rest), due_grads]), squares
 
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """No ids and no gradients: what is written in a step that has none."""
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+
     def waiting(self) -> Due:
         """All that waits here, which counts as pushed: for saving and closing."""
         return self._take(torch.nonzero(self._due_at < _NEVER)[:, 0])
 
     def _take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.cache.push_bound:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype), torch.empty(0)
+            return *self.nothing(), torch.empty(0)
         taken = self._waiting_of(slots)
         self._waiting.index_fill_(0, slots, 0)
         self._energy.index_fill_(0, slots, 0)

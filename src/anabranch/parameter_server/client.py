@@ -58,6 +58,7 @@ __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 _CHUNK = 1 << 16  # rows of a whole table in one message
+_SHORT = 1 << 31  # rows of a table whose ids fit into 32 bits
 _AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
 _BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
@@ -452,6 +453,7 @@ class ParameterClient:
         began = time.monotonic()
         deadline = Deadline.after(self._timeout)
         plans = [self._plan(name, ids) for name, ids in wanted.items()]
+        kind = self._ids_travel_as(wanted)
         requests: list[tuple[int, Request, list[tuple[str, Tensor]]]] = []
         for shard in range(self.shards):
             asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
@@ -460,7 +462,7 @@ class ParameterClient:
                 message = PullMessage(
                     parts, training, known is not None, widths is not None, *self._turn(step), compression
                 )
-                tensors = [_joined([_of(wanted[name], where) for name, where in asked])]
+                tensors = [_joined([_of(wanted[name], where) for name, where in asked]).to(kind)]
                 if known is not None:
                     tensors.append(short_versions(_joined([_of(known[name], where) for name, where in asked])))
                 requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
@@ -474,7 +476,7 @@ class ParameterClient:
         }
         waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
         for name, ids in wanted.items():
-            size = ids.nbytes + sum(part.nbytes for part in arrived[name])
+            size = ids.numel() * kind.itemsize + sum(part.nbytes for part in arrived[name])
             self._count(name, waited, size + (0 if known is None else 4 * ids.numel()), pulls=1)
         return found
 
@@ -577,6 +579,7 @@ class ParameterClient:
         numbers = [rule.to_dict() for rule in kinds]
         # A table's step is counted on every shard, also on those where none of its rows changes.
         plans = {name: self._plan(name, ids, everywhere=True) for name, (ids, _) in gradients.items()}
+        short = self._ids_travel_as(gradients)
         requests = []
         sizes = dict.fromkeys(gradients, 0)
         for shard in range(self.shards):
@@ -594,7 +597,7 @@ class ParameterClient:
                 grads.append(rows.detach().to("cpu", holding.dtype))
                 kind: Literal["exact", "rows"] = "exact" if holding.placement is None else "rows"
                 shares.append(Share(holding.dtype, tuple(grads[-1].shape), kind))
-                sizes[name] += ids[-1].nbytes + shares[-1].bytes(self._compression)
+                sizes[name] += ids[-1].numel() * short.itemsize + shares[-1].bytes(self._compression)
                 if squares:
                     own = squares.get(name)
                     if own is not None and own.shape != (some.numel(),):
@@ -604,7 +607,7 @@ class ParameterClient:
             if parts or step is not None:
                 turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
                 message = PushMessage(parts, numbers, *turn, weight, mean, hold, bool(squares), self._compression)
-                tensors = [_joined(ids), *join(grads, shares, self._compression)]
+                tensors = [_joined(ids).to(short), *join(grads, shares, self._compression)]
                 if squares:
                     tensors.insert(1, torch.cat([torch.empty(0), *summed]).bfloat16())
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
@@ -804,6 +807,11 @@ class ParameterClient:
         owners = holding.placement.owners(flat)
         where = {shard: np.flatnonzero(owners == shard) for shard in range(self.shards)}
         return {shard: torch.from_numpy(mine) for shard, mine in where.items() if mine.size or everywhere}
+
+    def _ids_travel_as(self, names: Iterable[str]) -> torch.dtype:
+        """Half as long as they are, if none of the tables has an id that needs more."""
+        rows = [self._holdings[name].shape[0] for name in names if self._holdings[name].placement is not None]
+        return torch.int32 if all(0 <= count <= _SHORT for count in rows) else torch.int64
 
     def _everyone(self, count: int) -> Tensor:
         """``torch.arange(count)``, to be read only."""

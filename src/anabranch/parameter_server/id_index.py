@@ -98,7 +98,7 @@ class _CompiledIndex:
         out, reused = np.empty_like(ids), np.empty_like(ids)
         self._rows, self._heap_size, taken = self._kernels.use(
             self._keys, self._slots, self._ids, self._uses, self._last_use, self._heap, self._heap_size, self.rows,
-            self._ids.size, self._by_frequency, self._settled, ids, admitted, step, out, reused,
+            self._ids.size, self._by_frequency, self._settled, ids, admitted, step, out, reused, np.empty_like(ids),
         )  # fmt: skip
         return out, reused[:taken]
 

@@ -1,8 +1,8 @@
 """What workers and shards say to one another: the payload of each verb, beside the tensors.
 
 A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
-ids travel in one tensor and their numbers as ``packing.py`` has it, each part's one after the other, so the count of
-tensors never grows with the count of tables.
+ids travel in one tensor, of int32 where every id of all its tables fits and else of int64, and their numbers as
+``packing.py`` has it, each part's one after the other, so the count of tensors never grows with the count of tables.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.parameter_server.client import ParameterClient
+from anabranch.parameter_server.distinct_ids import unique_of
 from anabranch.parameter_server.initial import Constant, Initial, Normal
 from anabranch.parameter_server.remote_weight import RowSource, Table, look_up, look_up_bags
 from anabranch.parameter_server.row_optimizers import OptimizerFactory, RowOptimizer
@@ -140,6 +141,9 @@ class _Alone:
     def read(self, ids: Tensor) -> Tensor:
         training = self._module.training and torch.is_grad_enabled()
         return self._client.pull_many({self.name: ids}, training=training)[self.name].rows
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return unique_of(ids)
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         self._client.push_many({self.name: (ids, grads)})

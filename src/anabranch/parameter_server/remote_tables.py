@@ -12,23 +12,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.errors import NotFound
 from anabranch.events import report
-from anabranch.parameter_server.cache import Cache, CacheStatistics, Due, Move, RowCache
+from anabranch.parameter_server.cache import Cache, CacheStatistics, Due
+from anabranch.parameter_server.cache_group import CacheGroup, Caches, CachesOneByOne, Question
 from anabranch.parameter_server.client import ParameterClient, Pulled
+from anabranch.parameter_server.distinct_ids import Distinct, distinct_ids, unique_of
+from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.optimizer_state import from_torch
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_weight import RemoteWeight
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
-from anabranch.parameter_server.row_step import move_rows
 from anabranch.parameter_server.table_spec import TableSpec
 
 __all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
 
+_T = TypeVar("_T")
 Use = tuple[nn.Module, str]
 """A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
@@ -60,6 +64,9 @@ class RemoteTables:
         self._client = client
         self._cache = cache
         self._sources: dict[str, _Source] = {}
+        self._caches: list[tuple[Caches, list[str]]] = []
+        self._uncached: list[_Source] = []
+        self._ahead: dict[str, Distinct] = {}  # of the next step
         self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
         self._step = 0
         self._weight, self._mean = 1.0, True  # of the last push that had rows
@@ -156,23 +163,42 @@ class RemoteTables:
 
     def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
         self._client.init_table(spec, rule())
-        cache = None
-        source = _Source(spec.name, self, rule, spec)
+        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
         if self._cache is not None:
-            held = spec.width
-            move: Move | None = None
-            if self._cache.push_bound:  # own writes wait here, and must be read: rows come with their state
-                held = rule().row_width(spec.width)
-
-                def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
-                    return move_rows(rows, grads, rule(), self._step + 1, squares)
-
-                move = own
-
-            cache = RowCache(self._cache, spec.width, spec.dtype, source, move=move, held=held)
-        source.cache = cache
-        self._sources[spec.name] = source
+            self._uncached.append(source)
         return source
+
+    def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
+        """The caches of all tables, and whose they are; tables that have come since the last call get theirs."""
+        coming, self._uncached = self._uncached, []
+        alike: dict[tuple[object, ...], list[_Source]] = {}
+        for source in coming:
+            rule, spec = source.rule(), source.spec
+            grouped = spec.dtype in (torch.float32, torch.float64) and kernels() is not kernels("plain")
+            kind = (rule.family, rule.states) if cache.push_bound else None
+            alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
+        for key, some in alike.items():
+            names, rules = [source.name for source in some], [source.rule for source in some]
+            if key:
+                group: Caches = CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules)
+            else:
+                group = single = CachesOneByOne(cache)
+                for source in some:
+                    single.add(
+                        source.name, source.spec.width, source.spec.dtype, rule=source.rule, step=lambda: self._step
+                    )
+            self._caches.append((group, names))
+        return self._caches
+
+    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
+        """What is each cache's of ``some``, by table; nothing without caches."""
+        if self._cache is None:
+            return []
+        parts = [
+            (caches, {name: some[name] for name in names if name in some})
+            for caches, names in self._all_caches(self._cache)
+        ]
+        return [(caches, part) for caches, part in parts if part]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -205,30 +231,41 @@ class RemoteTables:
         Args:
             wanted: ids by table; those that a table does not have are left to the lookup that names them.
         """
-        distinct: dict[str, Tensor] = {}
-        for name, ids in wanted.items():
-            rows = self._sources[name].spec.rows
-            if rows is not None:
-                ids = torch.unique(ids.detach().cpu().long())
-                distinct[name] = ids[(ids >= 0) & (ids < rows)]
-        sources = {name: self._sources[name] for name in distinct}
+        found = self._distinct(wanted)
+        if found:
+            for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
+                self._sources[name].at_hand = found[name], rows
+
+    def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
+        """The distinct ids of fixed tables, where they are not known from asking ahead."""
+        known, self._ahead = self._ahead, {}
+        found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
+        rows = {name: self._sources[name].spec.rows for name in wanted}
+        fixed = {name: count for name, count in rows.items() if count is not None and name not in found}
+        return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
+
+    def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of distinct ids of several tables, through the caches: one message a shard."""
         if self._cache is None:
-            pulled = self._pull_many(distinct, None) if distinct else {}
-        else:
-            stale = {name: source.stale(distinct[name]) for name, source in sources.items()}
-            asked = {name: (ids, known) for name, (ids, known) in stale.items() if len(ids)}
-            if asked:
-                found = self._pull_many(
-                    {name: ids for name, (ids, _) in asked.items()}, {name: known for name, (_, known) in asked.items()}
-                )
-                for name, (ids, known) in asked.items():
-                    sources[name].answer = (ids, known, found[name])
-        for name, source in sources.items():
-            if source.cache is None:
-                source.at_hand = distinct[name], pulled[name].rows
-            else:
-                source.at_hand = distinct[name], source.cache.read(distinct[name], self._step)
-            source.answer = None
+            return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
+        questions: list[tuple[Caches, Question]] = []
+        for caches, some in self._by_cache(ids):
+            questions.append((caches, caches.ask(some, self._step, training=self._training)))
+            self._leave(questions[-1][1].leaving)
+        asked = {name: some for _, question in questions for name, some in question.ids.items()}
+        known = {name: some for _, question in questions for name, some in question.known.items()}
+        found = self._pull_many(asked, known) if asked else {}
+        rows: dict[str, Tensor] = {}
+        for caches, question in questions:
+            came, leaving = caches.answer(question, found)
+            self._leave(leaving)
+            rows |= came
+        return rows
+
+    def _leave(self, leaving: Mapping[str, Due]) -> None:
+        """What left the caches goes with the rest of the step, so that a step stays one message."""
+        for name, due in leaving.items():
+            self._sources[name].leaving.append(due)
 
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
@@ -237,7 +274,7 @@ class RemoteTables:
         as that, so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed.
 
         Args:
-            wanted: ids by table.
+            wanted: ids by table; those that a table does not have are left to the lookup that names them.
 
         Raises:
             ValueError: there is no cache.
@@ -245,13 +282,14 @@ class RemoteTables:
         if self._cache is None:
             raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
         self._collect()
-        missing = {}
-        for name, ids in wanted.items():
-            cache = self._sources[name].cache
-            assert cache is not None
-            ids = cache.missing(torch.unique(ids.detach().cpu().long().reshape(-1)))
-            if len(ids):
-                missing[name] = ids
+        self._ahead = self._distinct(wanted)
+        distinct = {
+            name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
+            for name, ids in wanted.items()
+        }
+        missing: dict[str, Tensor] = {}
+        for caches, some in self._by_cache(distinct):
+            missing |= caches.missing(some)
         if missing:
             if self._fetcher is None:
                 self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
@@ -269,10 +307,9 @@ class RemoteTables:
         if self._coming is None:
             return
         (missing, future, step), self._coming = self._coming, None
-        for name, pulled in future.result(timeout=self._client.timeout).items():
-            cache = self._sources[name].cache
-            assert cache is not None
-            cache.put(missing[name][pulled.positions], pulled.versions, pulled.rows, step)
+        came = future.result(timeout=self._client.timeout)
+        for caches, some in self._by_cache(missing):
+            self._leave(caches.put(some, came, step))
         # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
@@ -336,13 +373,16 @@ class RemoteTables:
         self._weight, self._mean = weight or self._weight, mean
         given = self.take() if given is None else given
         due: dict[str, Due] = {}
-        for name, source in self._sources.items():
-            if source.cache is not None and (name in given or source.cache.cache.push_bound):
-                written = source.cache.write(*given.get(name, source.nothing()), self._step)
-                due[name] = _all_due([written, *source.leaving])
+        if self._cache is None:
+            due = {name: (*some, None) for name, some in given.items()}
+        else:
+            for caches, names in self._all_caches(self._cache):
+                due |= caches.write({name: given[name] for name in names if name in given}, self._step)
+        for name in due:
+            source = self._sources[name]
+            if source.leaving:
+                due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
-            elif name in given:
-                due[name] = (*given[name], None)
         waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
         if mean and not weight and waited:  # what waited has weight though this step's batch has none
             self._push_at_once(waited)
@@ -359,13 +399,14 @@ class RemoteTables:
 
     def flush(self) -> None:
         """Pushes what waits in the caches, at once and beside the order of steps: before saving and closing."""
-        waiting = {}
+        waiting: dict[str, Due] = {}
+        for caches, _ in self._caches:
+            waiting |= caches.waiting()
         for name, source in self._sources.items():
-            if source.cache is not None:
-                due = _all_due([source.cache.waiting(), *source.leaving])
-                if len(due[0]):
-                    waiting[name] = due
-        self._push_at_once(waiting)
+            parts = [waiting[name]] if name in waiting else []
+            if parts or source.leaving:
+                waiting[name] = _all_due([*parts, *source.leaving])
+        self._push_at_once({name: due for name, due in waiting.items() if len(due[0])})
 
     def _push_at_once(self, due: Mapping[str, Due]) -> None:
         if due:
@@ -380,13 +421,12 @@ class RemoteTables:
     def drop_caches(self) -> None:
         """Forgets all cached and prefetched rows, for the servers' have been replaced."""
         self._collect()
-        for source in self._sources.values():
-            if source.cache is not None:
-                source.cache.drop()
+        for caches, _ in self._caches:
+            caches.drop()
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """What each table's cache has done; nothing without caches."""
-        return {name: source.cache.statistics() for name, source in self._sources.items() if source.cache is not None}
+        return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
 
     def _send(self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside) -> None:
         rules = {name: self._sources[name].rule() for name in due}
@@ -401,12 +441,7 @@ class RemoteTables:
         """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
         if self._cache is None or not self._cache.push_bound:
             return None
-        sources = [self._sources[name] for name in names]
-        return {source.name: source.rule().row_width(source.spec.width) for source in sources}
-
-    def _pull(self, name: str, ids: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        found = self._pull_many({name: ids}, None if known is None else {name: known})[name]
-        return found.positions, found.versions, found.rows
+        return {name: self._sources[name].held for name in names}
 
     def _pull_many(self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None) -> dict[str, Pulled]:
         return self._client.pull_many(
@@ -426,20 +461,21 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
-    cache: RowCache | None = None
+    held: int  # numbers a row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
-    at_hand: tuple[Tensor, Tensor] | None = None  # ids and rows that this step was expected to look up
-    answer: tuple[Tensor, Tensor, Pulled] | None = None  # to what the cache is about to ask
+    at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.at_hand is not None and ids.device.type == "cpu":
+            inverse = self.at_hand[0].of(ids)
+            if inverse is not None:
+                return self.at_hand[0].ids, inverse
+        return unique_of(ids)
 
     def read(self, ids: Tensor) -> Tensor:
         expected = self._expected(ids)
-        if expected is not None:
-            rows = expected
-        elif self.cache is not None:
-            rows = self.cache.read(ids, self.tables._step, training=self.tables._training)
-        else:
-            rows = self.tables._pull(self.name, ids, None)[2]
+        rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
         self.tables._count_read()
         return rows
 
@@ -447,16 +483,13 @@ class _Source:
         """The rows of ``ids``, if the step has read them all."""
         if self.at_hand is None:
             return None
-        known, rows = self.at_hand
+        known, rows = self.at_hand[0].ids, self.at_hand[1]
+        if ids is known:
+            return rows
         if not len(known):
             return None
         places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
         return rows[places] if torch.equal(known[places], ids) else None
-
-    def stale(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of ``ids`` that the cache will ask about, and the versions that it has."""
-        assert self.cache is not None
-        return self.cache.stale(ids, self.tables._step)
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
         if self.tables._training:
@@ -471,17 +504,6 @@ class _Source:
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
-
-    # The far side, for the cache.
-
-    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.answer is not None and torch.equal(ids, self.answer[0]) and torch.equal(known, self.answer[1]):
-            found = self.answer[2]
-            return found.positions, found.versions, found.rows
-        return self.tables._pull(self.name, ids, known)
-
-    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
-        self.leaving.append((ids, grads, squares))  # with the rest of the step, so that a step stays one message
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

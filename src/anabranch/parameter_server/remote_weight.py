@@ -32,6 +32,9 @@ class RowSource(Protocol):
 
     name: str
 
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Each of ``ids`` once, ascending, and where each is among them; on their device."""
+
     def read(self, ids: Tensor) -> Tensor:
         """The rows of distinct ids, on the CPU."""
 
@@ -167,7 +170,7 @@ def _distinct_rows(
 
 def _read_distinct(source: RowSource, ids: Tensor, padding_id: int | None) -> tuple[Tensor, Tensor, Tensor, int | None]:
     """The rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
-    distinct, inverse = torch.unique(ids.long(), return_inverse=True)
+    distinct, inverse = source.distinct(ids)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)
     if padding_id is None:

@@ -345,6 +345,11 @@ class RowTable:
 
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
+    def prepare(self, rows: Array, ids: Array) -> None:
+        """Makes sure that ``rows``, those of ``ids``, have begun and do not lag."""
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, ids)
+
     def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
         """Begins the rows that have not begun, and brings those that lag up to the table's step."""
         if self._kernels.first_behind(storage.stamps, rows, self.needed) < 0:

@@ -251,6 +251,8 @@ class ParameterServer:
             elif message.checked:
                 expected += [(torch.int32, count)]
             came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
+            if came[:1] == [(torch.int32, (count,))]:  # ids that fit
+                expected[0] = (torch.int32, count)
             if came != [(dtype, (size,)) for dtype, size in expected]:
                 raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")
 

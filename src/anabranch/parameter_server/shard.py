@@ -244,6 +244,7 @@ class Shard:
             SchemaError: tensors that do not fit the message.
             DeadlineExceeded: other workers' pushes have not come; names them.
         """
+        tensors = _with_long_ids(tensors)
         with self._state:
             ids, versions = self._check_pull(message, tensors)
             self._wait_for_turn(message, deadline)
@@ -262,6 +263,7 @@ class Shard:
             DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
                 all have pushed that; names them.
         """
+        tensors = _with_long_ids(tensors)
         with self._state:
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
@@ -630,15 +632,17 @@ class Shard:
                 for _, grad, _ in given[1:]:
                     total_grad = total_grad + grad
                 holder.push(total_grad)
-        for name, own in squares.items():
-            self._tables[name].push(ids.pop(name), grads.pop(name), own)
         for group, names in self._groups(ids):
             if group is None:
                 for name in names:
-                    self._tables[name].push(ids[name], grads[name])
+                    self._tables[name].push(ids[name], grads[name], squares.get(name))
             else:
                 everyone = side_by_side([ids[name] for name in names])
-                group.push(everyone, side_by_side([grads[name] for name in names]), [len(ids[name]) for name in names])
+                own = None
+                if any(name in squares for name in names):
+                    own = torch.cat([squares.get(name, torch.ones(len(ids[name]))).float() for name in names])
+                counts = [len(ids[name]) for name in names]
+                group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
 
     def _read(
         self, message: PullMessage, ids: Sequence[Tensor], known: Sequence[Tensor] | None
@@ -669,7 +673,15 @@ class Shard:
         bounds = torch.searchsorted(where, torch.tensor(starts)).tolist()
         whole = torch.cat([torch.zeros(1, dtype=torch.int64), stated.cumsum(0)])[bounds].diff().tolist()
         counts, numbers, shares = list[int](), list[Tensor](), list[Share]()
-        positions, places = list[Tensor](), list[Tensor]()
+        positions = self._positions(message, where, stated, starts, bounds, whole)
+        with_states = self._states(
+            {
+                part.name: ids[at].index_select(0, positions[at][: whole[at]])
+                for at, part in enumerate(message.parts)
+                if message.states and part.name in self._tables
+            }
+        )
+        places = list[Tensor]()
         for at, part in enumerate(message.parts):
             holder = self._holder(part.name)
             if isinstance(holder, DenseParameter):
@@ -677,20 +689,16 @@ class Shard:
                 numbers.append(room[at])
                 shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
                 continue
-            mine = where[bounds[at] : bounds[at + 1]] - starts[at]
             first = 0
             if message.states:
-                first, own = whole[at], stated[bounds[at] : bounds[at + 1]]
-                if not own[:first].all():
-                    mine = torch.cat([mine[own], mine[~own]])
-                rows = holder.pull_with_state(ids[at].index_select(0, mine[:first]))
+                first, rows = whole[at], with_states[part.name]
                 numbers.append(rows)
                 shares.append(Share(rows.dtype, tuple(rows.shape), "states"))
+            mine = positions[at]
             rows = room[at].index_select(0, mine[first:])
             numbers.append(rows)
             shares.append(Share(rows.dtype, tuple(rows.shape), "rows"))
             counts.append(len(mine))
-            positions.append(mine)
             places.append(mine + starts[at])
             self._counts[part.name].rows_pulled += len(mine)
         empty = torch.empty(0, dtype=torch.int64)
@@ -700,6 +708,34 @@ class Shard:
         if len(chosen) == len(current) and torch.equal(there, torch.arange(len(current))):
             chosen = empty
         return PullReply(counts), [chosen.to(torch.int32), said, *join(numbers, shares, message.compression)]
+
+    @staticmethod
+    def _positions(
+        message: PullMessage, where: Tensor, stated: Tensor, starts: Sequence[int], bounds: Sequence[int],
+        whole: Sequence[int],
+    ) -> list[Tensor]:  # fmt: skip
+        """Of each part the ids whose rows come, those with their states first."""
+        found = []
+        for at in range(len(message.parts)):
+            mine = where[bounds[at] : bounds[at + 1]] - starts[at]
+            if message.states and whole[at]:
+                own = stated[bounds[at] : bounds[at + 1]]
+                if not own[: whole[at]].all():
+                    mine = torch.cat([mine[own], mine[~own]])
+            found.append(mine)
+        return found
+
+    def _states(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows with what their optimizer keeps, as ``RowTable.pull_with_state`` gives them."""
+        found: dict[str, Tensor] = {}
+        for group, names in self._groups(ids):
+            if group is None or not group.holds_states:
+                found |= {name: self._tables[name].pull_with_state(ids[name]) for name in names}
+            else:
+                counts = [len(ids[name]) for name in names]
+                rows = group.pull_with_state(torch.cat([ids[name] for name in names]), counts)
+                found |= dict(zip(names, torch.split(rows, counts), strict=True))
+        return found
 
     def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> Tensor:
         """Puts everything that is asked for, with as little copying as can be, into ``room``; returns the versions."""
@@ -920,6 +956,13 @@ def _squares(given: Sequence[_Given]) -> float:
     grads = torch.cat([grad for _, grad, _ in given]).double()
     distinct, inverse = torch.unique(ids, return_inverse=True)
     return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+
+
+def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """A message's tensors, the ids among them as long as ids are, who travel short where they fit."""
+    if not tensors or tensors[0].dtype != torch.int32:
+        return tensors
+    return [tensors[0].long(), *tensors[1:]]
 
 
 def _patience(deadline: Deadline | None) -> Deadline:

@@ -67,7 +67,7 @@ def merged_squares(grads: Tensor, squares: Tensor, inverse: NDArray[np.int64], c
         inverse: ``[n]``: which row each part is of.
         count: of rows.
     """
-    energies = grads.float().square().sum(1).double()
+    energies = grads.double().square().sum(1)
     total = np.bincount(inverse, weights=energies.numpy(), minlength=count)
     own = np.bincount(inverse, weights=(energies * squares.double()).numpy(), minlength=count)
     with np.errstate(invalid="ignore"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
+from anabranch.parameter_server.row_optimizers import Family
 from anabranch.parameter_server.row_table import RowTable
 
 __all__ = ["Grouping", "TableGroup", "balanced", "side_by_side"]
@@ -101,33 +102,52 @@ class TableGroup:
             out = torch.empty(shape, dtype=self._dtype)
         elif out.shape != shape or out.dtype != self._dtype or not out.is_contiguous():
             raise SchemaError(f"out of {tuple(shape)} {self._dtype} expected, got {tuple(out.shape)} {out.dtype}")
-        rows = self._locate(flat, starts)
         at, apart = self._layout(starts, counts is None)
-        behind = np.zeros(len(self.tables), np.bool_)
-        needed = np.array([table.needed for table in self.tables])
-        memory, stamps = as_array(out), _NONE if versions is None else versions.numpy()
-
-        def gather(part: int, first: int, last: int) -> None:
-            self._kernels.gather_all(
-                self._values_at, self._stamps_at, self._sizes, self._stride, self._width, rows, starts, needed,
-                memory, at, apart, stamps, behind, first, last,
-            )  # fmt: skip
-
-        self._share_out(gather, starts)
-        for k in np.flatnonzero(behind).tolist():
-            begin, end = int(starts[k]), int(starts[k + 1])
-            place = out[:, k] if counts is None else out[begin:end]
-            found = self.tables[k].read(torch.from_numpy(flat[begin:end]), place)
-            if versions is not None:
-                versions[begin:end] = found
+        self._gather(
+            flat, starts, self._width, as_array(out), at, apart, _NONE if versions is None else versions.numpy()
+        )
         if versions is not None:
             for k, table in enumerate(self.tables):
                 if table.moves_as_one:
                     versions[int(starts[k]) : int(starts[k + 1])] = table.step
         return out
 
-    def push(self, ids: Tensor, grads: Tensor, counts: Sequence[int] | None = None) -> None:
+    @property
+    def holds_states(self) -> bool:
+        """Whether ``pull_with_state`` gives all that the rule keeps: of row-wise Adagrad it cannot."""
+        return self.tables[0].rule.family is not Family.ROW_WISE_ADAGRAD
+
+    def pull_with_state(self, ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of flat ids with what their optimizer keeps, ``[len(ids), rule.row_width(width)]``."""
+        flat, starts, _ = self._lookups(ids, counts)
+        out = torch.empty(flat.size, self._stride, dtype=self._dtype)
+        self._gather(flat, starts, self._stride, as_array(out), starts[:-1] * self._stride, self._stride, _NONE)
+        return out
+
+    def _gather(self, flat: Array, starts: Array, width: int, out: Array, at: Array, apart: int, stamps: Array) -> None:
+        """The first ``width`` numbers of each row."""
+        rows = self._locate(flat, starts)
+        behind = np.zeros(len(self.tables), np.bool_)
+        needed = np.array([table.needed for table in self.tables])
+
+        def gather(part: int, first: int, last: int) -> None:
+            self._kernels.gather_all(
+                self._values_at, self._stamps_at, self._sizes, self._stride, width, rows, starts, needed,
+                out, at, apart, stamps, behind, first, last,
+            )  # fmt: skip
+
+        self._share_out(gather, starts)
+        for k in np.flatnonzero(behind).tolist():
+            some = slice(int(starts[k]), int(starts[k + 1]))
+            self.tables[k].prepare(rows[some], flat[some])
+            gather(0, k, k + 1)
+
+    def push(
+        self, ids: Tensor, grads: Tensor, counts: Sequence[int] | None = None, squares: Tensor | None = None
+    ) -> None:
         """One optimizer step of every table with the gradients of its lookups; those of one id are summed.
+
+        ``squares`` are of gradients that are sums over several steps, one of each flat id, as ``squares.py`` has them.
 
         Raises:
             NotFound: an id that is no row of its table; says which, and where. Nothing is changed.
@@ -136,6 +156,9 @@ class TableGroup:
         flat, starts, shape = self._lookups(ids, counts)
         if grads.shape != shape or not grads.is_floating_point():
             raise SchemaError(f"gradients of {tuple(shape)} {self._dtype} expected, got {tuple(grads.shape)}")
+        if squares is not None and squares.shape != (flat.size,):
+            raise SchemaError(f"{flat.size} ids have squares {tuple(squares.shape)}")
+        own = np.empty(0, np.float32) if squares is None else squares.float().contiguous().numpy()
         rows = self._locate(flat, starts)
         rounded = grads.detach().cpu().to(self._dtype)
         memory = as_array(rounded.to(working_dtype(self._dtype)).contiguous())
@@ -151,15 +174,19 @@ class TableGroup:
             self._kernels.step_all(
                 self._kind,
                 self._values_at, self._stamps_at, self._sums_at, self._sizes, self._stride, self._width,
-                rows, starts, needed, marks, memory, at, apart, constants, self._like, *self._scratches[part], behind,
-                first, last,
+                rows, starts, needed, marks, memory, at, apart, own, constants, self._like, *self._scratches[part],
+                behind, first, last,
             )  # fmt: skip
 
         self._share_out(step, starts)
         for k, table in enumerate(self.tables):
             if behind[k]:
                 begin, end = int(starts[k]), int(starts[k + 1])
-                table.push(torch.from_numpy(flat[begin:end]), rounded[:, k] if counts is None else rounded[begin:end])
+                table.push(
+                    torch.from_numpy(flat[begin:end]),
+                    rounded[:, k] if counts is None else rounded[begin:end],
+                    None if squares is None else squares[begin:end],
+                )
             else:
                 table.count_step(constants[k])
 

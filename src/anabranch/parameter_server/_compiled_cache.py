@@ -1,0 +1,386 @@
+"""Kernels that work on the caches of several tables in one call: what ``CacheGroup`` runs, compiled.
+
+``held`` is all that the caches hold, an array of ``[tables, ...]`` of each kind. ``members`` names the tables that a
+call is about, and ``starts`` says which of its ids are whose: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
+What each kernel does to one table is what the method of that name of ``RowCache`` does, which is its oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anabranch.parameter_server._compiled import U, _inline, _kernel, _prefetch
+from anabranch.parameter_server._compiled_group import move
+from anabranch.parameter_server._compiled_index import _look_ahead, _place, use
+from anabranch.parameter_server.messages import WITH_STATE
+
+LONG_AGO = -(1 << 40)
+NEVER = 1 << 40
+HITS, MISSES, REFRESHED, EVICTIONS, PUSHED = range(5)
+_AHEAD = 12  # ids
+
+
+class Held(NamedTuple):
+    """The index of each table, then what lies in its slots; ``RowCache`` says what they mean."""
+
+    keys: Any
+    slots: Any
+    ids_of: Any
+    uses: Any
+    last_use: Any
+    heap: Any
+    sizes: Any  # rows that are filled, entries of the heap
+    versions: Any
+    checked: Any
+    due_at: Any
+    stated: Any
+    rows: Any
+    waiting: Any
+    energy: Any
+    fresh: Any  # rows that the ``put`` that runs has filled
+    counters: Any
+
+
+class Due(NamedTuple):
+    """Room for what goes to the servers; ``starts`` as of the ids."""
+
+    ids: Any
+    grads: Any
+    squares: Any
+    starts: Any
+
+
+@_inline
+def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
+    """Moves what waits in a slot to ``due``."""
+    total = np.float32(0)
+    for j in range(U(width)):
+        value = held.waiting[t, U(slot), j]
+        due.grads[U(at), j] = value
+        total += np.float32(value) * np.float32(value)
+        held.waiting[t, U(slot), j] = 0
+    squares = held.energy[t, slot] / total
+    due.squares[at] = squares if np.isfinite(squares) else np.float32(1)
+    due.ids[at] = own
+    held.energy[t, slot] = 0
+    held.due_at[t, slot] = NEVER
+    held.counters[t, PUSHED] += 1
+
+
+@_inline
+def _use(
+    held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
+) -> int:
+    """``RowCache._use`` of one table; returns how much is in ``due`` then."""
+    everyone = np.ones(ids.size, np.bool_)
+    reused, left = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    filled, size, taken = use(
+        held.keys[t], held.slots[t], held.ids_of[t], held.uses[t], held.last_use[t], held.heap[t], held.sizes[t, 1],
+        held.sizes[t, 0], held.versions.shape[1], by_frequency, settled, ids, everyone, step, out, reused, left,
+    )  # fmt: skip
+    held.sizes[t, 0], held.sizes[t, 1] = filled, size
+    held.counters[t, EVICTIONS] += taken
+    for k in range(taken):
+        slot = reused[k]
+        if held.due_at[t, slot] < NEVER:
+            _take(held, t, slot, width, left[k], due, at)
+            at += 1
+        held.versions[t, slot] = -1
+    return at
+
+
+@_kernel
+def missing(held: Any, members: Any, ids: Any, starts: Any, out: Any) -> None:
+    """Whether each id is not here."""
+    for k in range(members.size):
+        t = U(members[k])
+        keys, slots, versions = held.keys[t], held.slots[t], held.versions[t]
+        for i in range(starts[k], starts[k + 1]):
+            _look_ahead(keys, slots, ids, i)
+            slot = slots[_place(keys, slots, ids[i])]
+            out[i] = slot < 0 or versions[slot] < 0
+
+
+@_kernel
+def ask(
+    held: Any,
+    by_frequency: bool,
+    settled: int,
+    width: int,
+    members: Any,
+    ids: Any,
+    starts: Any,
+    step: int,
+    bound: int,
+    training: bool,
+    found: Any,
+    known: Any,
+    asks: Any,
+    asked: Any,
+    ask_starts: Any,
+    out: Any,
+    leaving: Any,
+) -> None:
+    """The first half of ``read``: uses the ids, puts what is here into ``out``, and says what to ask about.
+
+    ``found`` takes each id's slot, ``known`` its version; ``asks`` the places of the ids to ask about, those that come
+    with their state first, ``asked`` the versions to ask with.
+    """
+    count = left = 0
+    others = np.empty(ids.size, np.int64)
+    for k in range(members.size):
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
+        if training:
+            left = _use(held, t, ids[begin:end], step, by_frequency, settled, width, found[begin:end], leaving, left)
+        else:
+            for i in range(begin, end):
+                found[i] = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
+        versions, checked, stated, rows = held.versions[t], held.checked[t], held.stated[t], held.rows[t]
+        later = 0
+        for i in range(begin, end):
+            slot = found[i]
+            version = versions[slot] if slot >= 0 else -1
+            known[i] = version
+            if version < 0:
+                others[later] = i
+                later += 1
+                continue
+            here, place = U(slot), U(i)
+            for j in range(U(width)):
+                out[place, j] = rows[here, j]
+            if step - checked[here] <= bound:
+                continue
+            if stated[here]:
+                others[later] = i
+                later += 1
+            else:
+                asks[count], asked[count] = i, WITH_STATE
+                count += 1
+        for n in range(later):
+            asks[count], asked[count] = others[n], known[others[n]]
+            count += 1
+        ask_starts[k + 1] = count
+        leaving.starts[k + 1] = left
+        held.counters[t, HITS] += end - begin - (count - ask_starts[k])
+
+
+@_kernel
+def answer(
+    held: Any,
+    width: int,
+    stateless: bool,
+    members: Any,
+    step: int,
+    found: Any,
+    known: Any,
+    asks: Any,
+    asked: Any,
+    ask_starts: Any,
+    positions: Any,
+    came_starts: Any,
+    versions: Any,
+    came: Any,
+    out: Any,
+    dirty: Any,
+) -> int:
+    """The second half of ``read``: takes in the rows that ``came``; what comes again is as it was.
+
+    ``dirty`` takes table, slot and place of rows whose own gradients still wait here, to be applied again; returns how
+    many there are.
+    """
+    again = 0
+    changed = np.zeros(asks.size, np.bool_)
+    for k in range(members.size):
+        t, first = U(members[k]), ask_starts[k]
+        for p in range(came_starts[k], came_starts[k + 1]):
+            at = first + positions[p]
+            changed[at] = True
+            i = asks[at]
+            slot = found[i]
+            for j in range(U(width)):
+                out[U(i), j] = came[U(p), j]
+            held.counters[t, MISSES] += 1
+            if known[i] >= 0:
+                held.counters[t, REFRESHED] += 1
+            if slot < 0:
+                continue
+            whole = held.rows.shape[2]
+            if not stateless:
+                if asked[at] >= 0 and held.stated[t, slot]:
+                    whole = width  # its state is here already
+                else:
+                    held.stated[t, slot] = asked[at] == WITH_STATE
+            for j in range(U(whole)):
+                held.rows[t, U(slot), j] = came[U(p), j]
+            held.versions[t, slot] = versions[p]
+            held.checked[t, slot] = step
+            if held.due_at[t, slot] < NEVER:
+                dirty[again, 0], dirty[again, 1], dirty[again, 2] = t, slot, i
+                again += 1
+        for at in range(first, ask_starts[k + 1]):
+            if not changed[at]:
+                slot = found[asks[at]]
+                if slot >= 0:
+                    held.checked[t, slot] = step
+                held.counters[t, HITS] += 1
+    return again
+
+
+@_kernel
+def put(
+    held: Any,
+    by_frequency: bool,
+    settled: int,
+    width: int,
+    stateless: bool,
+    members: Any,
+    ids: Any,
+    starts: Any,
+    versions: Any,
+    came: Any,
+    step: int,
+    leaving: Any,
+) -> None:
+    """Takes in rows ahead of their use, and marks them as ``fresh``."""
+    left = 0
+    found = np.empty(ids.size, np.int64)
+    for k in range(members.size):
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
+        left = _use(held, t, ids[begin:end], step + 1, by_frequency, settled, width, found[begin:end], leaving, left)
+        leaving.starts[k + 1] = left
+        for i in range(begin, end):
+            slot = found[i]
+            if slot < 0 or held.versions[t, slot] >= 0:
+                continue
+            for j in range(U(held.rows.shape[2])):
+                held.rows[t, U(slot), j] = came[U(i), j]
+            held.versions[t, slot] = versions[i]
+            held.stated[t, slot] = stateless
+            held.checked[t, slot] = step
+            held.fresh[t, slot] = True
+            held.counters[t, MISSES] += 1
+
+
+@_kernel
+def distrust(held: Any, members: Any, ids: Any, starts: Any) -> None:
+    """Rows among ``fresh`` ones are asked about when they are next read: ``ids`` were pushed meanwhile."""
+    for k in range(members.size):
+        t = U(members[k])
+        for i in range(starts[k], starts[k + 1]):
+            slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
+            if slot >= 0 and held.fresh[t, slot]:
+                held.checked[t, slot] = LONG_AGO
+
+
+@_kernel
+def pass_on(held: Any, members: Any, ids: Any, starts: Any, sent: Any, sent_starts: Any) -> None:
+    """``write`` without a ``push_bound``: rows here are asked about when they are next read; ``sent`` are not here."""
+    count = 0
+    for k in range(members.size):
+        t = U(members[k])
+        for i in range(starts[k], starts[k + 1]):
+            slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
+            if slot >= 0 and held.versions[t, slot] >= 0:
+                held.checked[t, slot] = LONG_AGO
+            else:
+                sent[count] = ids[i]
+                count += 1
+        sent_starts[k + 1] = count
+        held.counters[t, PUSHED] += starts[k + 1] - starts[k]
+
+
+@_kernel
+def count_due(due_at: Any, members: Any, limit: int) -> int:
+    """How many rows wait that are due by the step ``limit``."""
+    count = 0
+    for k in range(members.size):
+        due = due_at[U(members[k])]
+        for slot in range(U(due.size)):
+            count += due[slot] <= limit
+    return count
+
+
+@_kernel
+def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
+    """Moves the gradients that are due by the step ``limit`` to ``due``."""
+    at = 0
+    for k in range(members.size):
+        t = U(members[k])
+        for slot in range(U(held.due_at.shape[1])):
+            if held.due_at[t, slot] <= limit:
+                _take(held, t, slot, width, held.ids_of[t, slot], due, at)
+                at += 1
+        due.starts[k + 1] = at
+
+
+@_kernel
+def write(
+    kind: Any,
+    held: Any,
+    width: int,
+    members: Any,
+    ids: Any,
+    starts: Any,
+    grads: Any,
+    step: int,
+    push_bound: int,
+    constants: Any,
+    due: Any,
+    sent: Any,
+    sent_starts: Any,
+) -> None:
+    """Moves the rows here by their gradients, which wait; ``due`` takes those of other rows and those that are due.
+
+    ``kind`` is as ``step_all`` has it. Of row-wise Adagrad a row's last number is its sum.
+    """
+    at = count = 0
+    wide, stride = U(width), U(held.rows.shape[2])
+    own = np.empty(width, grads.dtype)
+    slots = np.empty(ids.size, np.int64)
+    storage, waiting = held.rows.reshape(held.rows.size), held.waiting.reshape(held.waiting.size)
+    for k in range(members.size):
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
+        base = t * U(held.rows.shape[1])
+        keys, places = held.keys[t], held.slots[t]
+        for i in range(begin, end):
+            _look_ahead(keys, places, ids, i)
+            slots[i] = places[_place(keys, places, ids[i])]
+        for i in range(begin, end):
+            if i + _AHEAD < end and slots[i + _AHEAD] >= 0:
+                _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride)
+                _prefetch(storage, (base + U(slots[i + _AHEAD])) * stride + wide)
+                _prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
+            slot = slots[i]
+            here = slot >= 0 and held.versions[t, slot] >= 0
+            if not here:
+                sent[count] = ids[i]
+                count += 1
+            elif not held.stated[t, slot]:
+                held.checked[t, slot] = LONG_AGO
+                here = False
+            if not here:
+                due.ids[at], due.squares[at] = ids[i], 1
+                for j in range(U(width)):
+                    due.grads[U(at), j] = grads[U(i), j]
+                at += 1
+                held.counters[t, PUSHED] += 1
+                continue
+            energy = np.float32(0)
+            for j in range(U(width)):
+                value = grads[U(i), j]
+                own[j] = value
+                held.waiting[t, U(slot), j] += value
+                energy += np.float32(value) * np.float32(value)
+            row = (base + U(slot)) * stride
+            move(kind, storage, row, wide, storage, row + wide, own, constants[k])
+            held.energy[t, slot] += energy
+            if held.due_at[t, slot] == NEVER:
+                held.due_at[t, slot] = step + push_bound
+        for slot in range(U(held.due_at.shape[1])):
+            if held.due_at[t, slot] <= step:
+                _take(held, t, slot, width, held.ids_of[t, slot], due, at)
+                at += 1
+        due.starts[k + 1] = at
+        sent_starts[k + 1] = count

@@ -1,0 +1,441 @@
+"""The caches of all of a worker's tables: one by one, or those that are alike in one call.
+
+A step's ids of all tables are known together, and a model has dozens of tables: what a call of a kernel costs beside
+the rows is the same for ten rows and ten thousand, and what a torch call costs beside them is paid a dozen times a
+table. ``CacheGroup`` keeps the rows of tables of one width, dtype and rule in arrays of their own and does to them in
+one compiled call what ``RowCache`` does to one table, bit for bit but for squares, whose sums are taken in another
+order. ``CachesOneByOne`` is the simple form: for whatever no group can have, and where Numba is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.parameter_server.cache import SETTLED, Cache, CacheStatistics, Due, RowCache
+from anabranch.parameter_server.client import Pulled
+from anabranch.parameter_server.row_optimizers import RowOptimizer
+from anabranch.parameter_server.row_step import move_rows
+from anabranch.parameter_server.table_group import side_by_side
+
+__all__ = ["CacheGroup", "Caches", "CachesOneByOne", "Question"]
+
+Array = NDArray[Any]
+Ids = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a read must ask the servers about before it can be answered.
+
+    Attributes:
+        ids: by table, those to ask about; a table of which nothing is asked may be left out.
+        known: by table, the version to ask with of each.
+        leaving: by table, gradients of rows that left, which go to the servers.
+        state: what ``answer`` needs to know.
+    """
+
+    ids: dict[str, Tensor]
+    known: dict[str, Tensor]
+    leaving: dict[str, Due]
+    state: object = field(repr=False)
+
+
+class Caches(Protocol):
+    """The caches of several tables; ``RowCache`` says what each method does to one."""
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        """The first half of ``read``: what to ask about. No other call comes between it and ``answer``."""
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        """The second half: the rows of all that was wanted, and what has left meanwhile."""
+
+    def missing(self, wanted: Ids) -> dict[str, Tensor]:
+        """Those of the ids that are not here; nothing of a table of which all are."""
+
+    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
+        """Takes in the rows of all ``ids``, and says what left for them."""
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        """Takes the gradients of distinct ids; what is due at the servers."""
+
+    def waiting(self) -> dict[str, Due]:
+        """All that waits, which counts as pushed."""
+
+    def drop(self) -> None:
+        """Forgets all."""
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """Counts since each was made."""
+
+
+class _Far:
+    """The far side of one ``RowCache``, which is asked before the cache asks."""
+
+    def __init__(self) -> None:
+        self.answer: Pulled | None = None
+        self.leaving: list[Due] = []
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.answer is not None
+        return self.answer.positions, self.answer.versions, self.answer.rows
+
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
+        self.leaving.append((ids, grads, squares))
+
+    def left(self) -> Due | None:
+        """What has left since the last call; there is no more than one, for every call takes it."""
+        parts, self.leaving = self.leaving, []
+        assert len(parts) <= 1
+        return parts[0] if parts else None
+
+
+class CachesOneByOne:
+    """A ``RowCache`` for each table.
+
+    Args:
+        cache: policy, capacity and bounds of each.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._caches: dict[str, tuple[RowCache, _Far]] = {}
+
+    def add(
+        self,
+        name: str,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        rule: Callable[[], RowOptimizer],
+        step: Callable[[], int],
+        kind: Literal["compiled", "plain"] | None = None,
+    ) -> None:
+        """Another table. ``rule`` is its optimizer and ``step`` the step that own writes are moved in."""
+        held = rule().row_width(width) if self._cache.push_bound else width
+        far = _Far()
+
+        def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
+            return move_rows(rows, grads, rule(), step() + 1, squares)
+
+        move = own if self._cache.push_bound else None
+        self._caches[name] = RowCache(self._cache, width, dtype, far, move=move, held=held, kind=kind), far
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        stale = {name: self._caches[name][0].stale(ids, step, training=training) for name, ids in wanted.items()}
+        asked = {name: some for name, some in stale.items() if len(some[0])}
+        return Question(
+            {name: ids for name, (ids, _) in asked.items()},
+            {name: known for name, (_, known) in asked.items()},
+            {},
+            (wanted, step, training),
+        )
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+        rows = {}
+        for name, ids in wanted.items():
+            cache, far = self._caches[name]
+            far.answer = found.get(name)
+            rows[name] = cache.read(ids, step, training=training)
+            far.answer = None
+        return rows, self._left(wanted)
+
+    def _left(self, names: Ids) -> dict[str, Due]:
+        left = {name: self._caches[name][1].left() for name in names}
+        return {name: due for name, due in left.items() if due is not None}
+
+    def missing(self, wanted: Ids) -> dict[str, Tensor]:
+        found = {name: self._caches[name][0].missing(ids) for name, ids in wanted.items()}
+        return {name: ids for name, ids in found.items() if len(ids)}
+
+    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
+        for name, some in ids.items():
+            pulled = came[name]
+            self._caches[name][0].put(some[pulled.positions], pulled.versions, pulled.rows, step)
+        return self._left(ids)
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        due = {}
+        for name, (cache, _) in self._caches.items():
+            if name in given or self._cache.push_bound:
+                due[name] = cache.write(*(given.get(name) or cache.nothing()), step)
+        return due
+
+    def waiting(self) -> dict[str, Due]:
+        return {name: cache.waiting() for name, (cache, _) in self._caches.items()}
+
+    def drop(self) -> None:
+        for cache, _ in self._caches.values():
+            cache.drop()
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        return {name: cache.statistics() for name, (cache, _) in self._caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What ``CacheGroup.ask`` has found out."""
+
+    names: list[str]
+    members: Array
+    starts: Array
+    step: int
+    slots: Array
+    known: Array
+    asks: Array
+    asked: Array
+    ask_starts: Array
+    rows: Tensor
+
+
+class CacheGroup:
+    """Caches of tables of one width and dtype and, if own writes wait, one kind of optimizer. Needs Numba.
+
+    Args:
+        names: of the tables.
+        cache: policy, capacity and bounds of each.
+        width, dtype: of their rows; float32 or float64.
+        rules: each table's optimizer, with the numbers of this step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        cache: Cache,
+        width: int,
+        dtype: torch.dtype,
+        rules: Sequence[Callable[[], RowOptimizer]],
+    ) -> None:
+        from anabranch.parameter_server import _compiled_cache, _compiled_group
+
+        self._kernels = _compiled_cache
+        self.names = list(names)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._cache, self._width, self._dtype, self._rules = cache, width, dtype, list(rules)
+        rule = self._rules[0]()
+        self._wide = rule.row_width(width) if cache.push_bound else width
+        self._kind = _compiled_group.kind_of(rule.family, rule.states)
+        self._stateless = self._wide == width
+        self._policy = (cache.policy != "LRU", SETTLED if cache.policy == "LFUOpt" else 1 << 62)
+        self._counters = np.zeros((len(self.names), 5), np.int64)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets all rows."""
+        tables, capacity = len(self.names), self._cache.capacity
+        room = 1 << (2 * capacity).bit_length()
+        none = self._kernels.NEVER
+        whole = (tables, capacity)
+        numbers = torch.empty(0, dtype=self._dtype).numpy().dtype
+        waiting = capacity if self._cache.push_bound else 0
+        self._held = self._kernels.Held(
+            keys=np.zeros((tables, room), np.int64),
+            slots=np.full((tables, room), -1, np.int64),
+            ids_of=np.zeros(whole, np.int64),
+            uses=np.zeros(whole, np.int64),
+            last_use=np.zeros(whole, np.int64),
+            heap=np.zeros((*whole, 3), np.int64),
+            sizes=np.zeros((tables, 2), np.int64),
+            versions=np.full(whole, -1, np.int64),
+            checked=np.full(whole, self._kernels.LONG_AGO, np.int64),
+            due_at=np.full(whole, none, np.int64),
+            stated=np.full(whole, self._stateless),
+            rows=np.zeros((*whole, self._wide), numbers),
+            waiting=np.zeros((tables, waiting, self._width), numbers),
+            energy=np.zeros((tables, waiting), np.float32),
+            fresh=np.zeros(whole, np.bool_),
+            counters=self._counters,
+        )
+        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: of rows that are not here
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        names, members, starts = self._lookups(wanted)
+        ids = side_by_side([wanted[name] for name in names])
+        count = len(ids)
+        slots, known, asks, asked = (np.empty(count, np.int64) for _ in range(4))
+        ask_starts = np.zeros(len(names) + 1, np.int64)
+        rows, leaving = torch.empty(count, self._width, dtype=self._dtype), self._room(count, len(names))
+        self._kernels.ask(
+            self._held, *self._policy, self._width, members, ids.numpy(), starts, step,
+            self._cache.pull_bound if training else 0, training, slots, known, asks, asked, ask_starts, rows.numpy(),
+            leaving,
+        )  # fmt: skip
+        total = ask_starts[-1]
+        state = _Asked(names, members, starts, step, slots, known, asks[:total], asked[:total], ask_starts, rows)
+        questions = ids.index_select(0, torch.from_numpy(state.asks))
+        return Question(
+            _parts(names, questions, ask_starts),
+            _parts(names, torch.from_numpy(state.asked), ask_starts),
+            self._left(names, members, leaving, step),
+            state,
+        )
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        asked = question.state
+        assert isinstance(asked, _Asked)
+        names = asked.names
+        if len(asked.asks):
+            came = [found.get(name) for name in names]
+            starts = np.zeros(len(names) + 1, np.int64)
+            np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
+            there = [one for one in came if one is not None]
+            rows = side_by_side([_wide(one.rows.to(self._dtype), self._wide) for one in there])
+            positions, versions = (
+                side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
+            )
+            assert len(positions) == len(versions) == len(rows) == starts[-1]
+            dirty = np.empty((len(rows), 3), np.int64)
+            again = self._kernels.answer(
+                self._held, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
+                asked.asks, asked.asked, asked.ask_starts, positions, starts, versions, rows.numpy(),
+                asked.rows.numpy(), dirty,
+            )  # fmt: skip
+            if again:
+                self._apply_again(dirty[:again], asked.rows, asked.step)
+        return _parts(names, asked.rows, asked.starts, empty=True), {}
+
+    def _apply_again(self, dirty: Array, out: Tensor, step: int) -> None:
+        """Applies the gradients that still wait to rows that came."""
+        tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
+        at = tables * self._cache.capacity + slots
+        rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
+        grads = torch.from_numpy(self._held.waiting).view(-1, self._width)[at]
+        energy = torch.from_numpy(self._held.energy).view(-1)[at]
+        squares = (energy / grads.float().square().sum(1)).nan_to_num(nan=1.0, posinf=1.0)
+        alike: dict[RowOptimizer, list[int]] = {}
+        for table in np.unique(dirty[:, 0]).tolist():
+            alike.setdefault(self._rules[table](), []).append(table)
+        for rule, some in alike.items():
+            mine = torch.nonzero(torch.isin(tables, torch.tensor(some)))[:, 0]
+            moved = move_rows(rows[at[mine]], grads[mine], rule, step + 1, squares[mine])
+            rows[at[mine]] = moved
+            out[places[mine]] = moved[:, : self._width]
+
+    def missing(self, wanted: Ids) -> dict[str, Tensor]:
+        """Those of the ids that are not here."""
+        names, members, starts = self._lookups(wanted)
+        ids = side_by_side([wanted[name] for name in names])
+        out = np.empty(len(ids), np.bool_)
+        self._kernels.missing(self._held, members, ids.numpy(), starts, out)
+        counts = np.add.reduceat(np.append(out, False), starts[:-1], dtype=np.int64) * (np.diff(starts) > 0)
+        return _parts(names, ids[torch.from_numpy(out)], np.append(0, np.cumsum(counts)))
+
+    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
+        """Takes in rows ahead of their use."""
+        given = {name: some[came[name].positions] for name, some in ids.items()}
+        names, members, starts = self._lookups(given)
+        flat = side_by_side([given[name] for name in names])
+        rows = side_by_side([_wide(came[name].rows.to(self._dtype), self._wide) for name in names])
+        versions = side_by_side([came[name].versions for name in names])
+        assert len(flat) == len(rows) == len(versions)
+        leaving = self._room(len(flat), len(names))
+        self._kernels.put(
+            self._held, *self._policy, self._width, self._stateless, members, flat.numpy(), starts, versions.numpy(),
+            rows.numpy(), step, leaving,
+        )  # fmt: skip
+        left = self._left(names, members, leaving, step + 1)
+        # What was pushed since these rows were asked for may not be in them, and own writes are read.
+        for at, *pushed in self._sent:
+            if at >= step:
+                self._kernels.distrust(self._held, *pushed)
+        self._held.fresh.fill(False)
+        return left
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        """Takes the gradients of distinct ids; what is due at the servers."""
+        none = torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+        if self._cache.push_bound:
+            given = {name: given.get(name, none) for name in self.names}
+        if not given:
+            return {}
+        names, members, starts = self._lookups({name: ids for name, (ids, _) in given.items()})
+        ids = side_by_side([given[name][0] for name in names]).numpy()
+        self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
+        sent, sent_starts = np.empty(ids.size, np.int64), np.zeros(len(names) + 1, np.int64)
+        if not self._cache.push_bound:
+            self._kernels.pass_on(self._held, members, ids, starts, sent, sent_starts)
+            due: dict[str, Due] = {name: (*given[name], None) for name in names}
+        else:
+            grads = side_by_side([given[name][1].to(self._dtype) for name in names])
+            room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
+            rules = [self._rules[k]() for k in members.tolist()]
+            found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+            constants = np.stack([found[rule] for rule in rules])
+            self._kernels.write(
+                self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
+                constants, room, sent, sent_starts,
+            )  # fmt: skip
+            due = self._due(names, room, empty=True)
+        self._sent.append((step, members, sent[: sent_starts[-1]], sent_starts))
+        return due
+
+    def waiting(self) -> dict[str, Due]:
+        """All that waits, which counts as pushed."""
+        if not self._cache.push_bound:
+            return {}
+        members = np.arange(len(self.names))
+        limit = self._kernels.NEVER - 1
+        room = self._room(self._kernels.count_due(self._held.due_at, members, limit), len(members))
+        self._kernels.take_due(self._held, self._width, members, limit, room)
+        return self._due(self.names, room)
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """Counts since it was made."""
+        return {
+            name: CacheStatistics(*counts) for name, counts in zip(self.names, self._counters.tolist(), strict=True)
+        }
+
+    # --- how tables lie side by side --------------------------------------------------------------------------------
+
+    def _lookups(self, ids: Ids) -> tuple[list[str], Array, Array]:
+        """The tables' names and numbers, and where the ids of each begin."""
+        names = list(ids)
+        starts = np.zeros(len(names) + 1, np.int64)
+        np.cumsum([len(ids[name]) for name in names], out=starts[1:])
+        return names, np.array([self._numbers[name] for name in names]), starts
+
+    def _room(self, count: int, tables: int) -> Any:
+        """Room for ``count`` gradients that go to the servers."""
+        numbers = self._held.rows.dtype
+        return self._kernels.Due(
+            np.empty(count, np.int64),
+            np.empty((count, self._width), numbers),
+            np.empty(count, np.float32),
+            np.zeros(tables + 1, np.int64),
+        )
+
+    def _left(self, names: list[str], members: Array, room: Any, step: int) -> dict[str, Due]:
+        if not room.starts[-1]:
+            return {}
+        self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
+        return self._due(names, room)
+
+    def _due(self, names: list[str], room: Any, *, empty: bool = False) -> dict[str, Due]:
+        ids, grads, squares = (
+            _parts(names, torch.from_numpy(some[: room.starts[-1]]), room.starts, empty=empty)
+            for some in (room.ids, room.grads, room.squares)
+        )
+        return {name: (ids[name], grads[name], squares[name]) for name in ids}
+
+
+def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:
+    """What is each table's of ``whole``; without the ``empty`` ones unless they are asked for."""
+    parts = zip(names, torch.split(whole, np.diff(starts).tolist()), strict=True)
+    return {name: part for name, part in parts if empty or len(part)}
+
+
+def _wide(rows: Tensor, width: int) -> Tensor:
+    if rows.shape[1] != width:
+        raise ValueError(f"rows of {width} numbers expected, got {tuple(rows.shape)}")
+    return rows

@@ -1,0 +1,42 @@
+"""A batch's distinct ids of all tables at once against ``torch.unique`` of each."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.parameter_server.distinct_ids import distinct_ids
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 100, 5000, 10**7, 2**40]), st.integers(0, 60), st.booleans()), max_size=5
+    ),
+    st.integers(0, 1000),
+)
+def test_all_tables_at_once_are_each_by_itself(tables: list[tuple[int, int, bool]], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    wanted = {}
+    for number, (rows, count, astray) in enumerate(tables):
+        ids = (torch.rand(count, generator=draw, dtype=torch.float64) ** 3 * rows).long()
+        if astray:
+            ids[: count // 5] = torch.tensor([-1, rows, 2**62])[: count // 5].repeat(count)[: count // 5]
+        wanted[str(number)] = ids.int() if rows < 2**31 and not astray else ids
+    rows = {name: tables[int(name)][0] for name in wanted}
+    found, plain = distinct_ids(wanted, rows), distinct_ids(wanted, rows, "plain")
+    assert found.keys() == plain.keys()
+    for name, ids in wanted.items():
+        assert torch.equal(found[name].ids, plain[name].ids)
+        one, other = found[name].of(ids), plain[name].of(ids)
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert torch.equal(one, other)
+            assert torch.equal(found[name].ids[one], ids.long())
+
+
+def test_other_ids_have_no_places() -> None:
+    found = distinct_ids({"a": torch.tensor([[3, 1], [1, 0]])}, {"a": 4})["a"]
+    assert found.of(torch.tensor([3, 1, 1, 1])) is None
+    assert found.of(torch.tensor([3, 1])) is None
