@@ -58,6 +58,7 @@ class Task:
         finish: called once, with the outputs or the error, on whichever thread has it.
         unwanted: whether the caller has gone; called before compute, and may give the request up for good.
         arrived: when, in ``time.monotonic`` seconds.
+        nbytes: bytes of the inputs.
         ticket: a name for what ``process_tasks`` keeps of it, or has kept.
         copied: happens when the inputs are on the pool's device; ``None`` where nothing is on its way there.
     """
@@ -70,11 +71,12 @@ class Task:
     arrived: float = field(default_factory=time.monotonic)
     ticket: bytes = b""
     copied: torch.cuda.Event | None = None
+    nbytes: int = field(init=False, default=0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return sum(tensor.nbytes for tensor in self.inputs if tensor is not None)
+    def __post_init__(self) -> None:
+        for tensor in self.inputs:
+            if tensor is not None:
+                self.nbytes += tensor.nbytes
 
 
 ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
@@ -205,11 +207,10 @@ class TaskPool:
         return declined
 
     def _put(self, task: Task) -> None:
-        nbytes = task.nbytes
-        self._check_room(task.rows, nbytes)
+        self._check_room(task.rows, task.nbytes)
         self._tasks += 1
         self._rows += task.rows
-        self._bytes += nbytes
+        self._bytes += task.nbytes
         if task.rows <= self.max_batch_size:
             self._queue.append(task)
         else:

@@ -184,14 +184,17 @@ class Loop:
                 self._watch(connection)
 
     def _step(self, connection: Connection, events: int) -> None:
-        fate = self._guard(lambda: connection.step(events))
-        if fate is None:
+        try:
+            fate = connection.step(events)
+        except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
+            report("transport.connection_failed", error=traceback.format_exc())
             connection.end()
             fate = Fate.ENDED
-        self._follow(connection, fate)
+        if fate is not Fate.STAYS or connection.interest() != connection.registered:
+            self._follow(connection, fate)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
-        """``None`` if it failed: a fault of ours with one connection must not end the others."""
+        """``None`` if it failed: a fault of ours must not end the loop."""
         try:
             return do()
         except Exception:  # noqa: BLE001 - see above

@@ -229,7 +229,8 @@ class Server:
                 self._loop.send(answers)
             with self._state:
                 self._gatherings -= 1
-                self._state.notify_all()
+                if self._draining:
+                    self._state.notify_all()
 
     def statistics(self) -> ServerStatistics:
         """Counts since the start, and what is in flight."""
@@ -308,7 +309,8 @@ class Server:
             try:
                 verb.check(header)
             except BaseException:
-                self._release(nbytes)
+                with self._state:
+                    self._release(nbytes)
                 raise
         self._requests[verb.name] += 1
         return verb
@@ -322,11 +324,10 @@ class Server:
             self._release(nbytes)
 
     def _release(self, nbytes: int) -> None:
-        with self._state:
-            self._calls -= 1
-            self._bytes -= nbytes
-            if not self._calls:
-                self._state.notify_all()
+        self._calls -= 1
+        self._bytes -= nbytes
+        if self._draining and not self._calls:
+            self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
         """A request or a connection was turned away."""
