@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,26 @@ with ExpertServer([backend], listen=sys.argv[1], checkpoint_dir=sys.argv[2], che
     print(backend.updates, float(module.weight.detach()), flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("place", ["claimed", "file_renamed", "files_durable", "manifest_synced"])
+def test_a_server_killed_in_its_first_saving_starts_as_if_it_had_never_saved(tmp_path: Path, place: str) -> None:
+    """Once it refused to start: it took a directory in which no saving had ended for one that is damaged."""
+
+    def killed(name: str) -> None:
+        if name == f"checkpoint.{place}":
+            raise KeyboardInterrupt
+
+    backend = make()
+    backend.updates = 1
+    with on_fault_point(killed), pytest.raises(KeyboardInterrupt):
+        Persistence(tmp_path, {"ffn.0": backend}, paused=nullcontext).save()
+    assert (tmp_path / "ffn.0").is_dir()
+    again = make()
+    with ExpertServer([again], checkpoint_dir=tmp_path) as server:
+        assert again.updates == 0
+        train(RemoteExpert("ffn.0", server.endpoint), 1, seed=0)
+    assert Persistence(tmp_path, {"ffn.0": make()}, paused=nullcontext).load()
 
 
 def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path) -> None:

@@ -552,7 +552,7 @@ class VictimProcess:
 
 
 def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tuple[float, RemoteMixtureOfExperts]:
-    """A mixture that learns a fixed map; the mean loss of its last steps."""
+    """A mixture that learns a fixed map from noisy examples; the mean loss of its last steps."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     target = nn.Linear(8, 8)
@@ -566,7 +566,8 @@ def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tu
         between(step)
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         x = torch.randn(32, 8, generator=generator)
-        loss = (head(x + moe(x)) - target(x).detach()).square().mean()
+        y = target(x).detach() + 0.5 * torch.randn(32, 8, generator=generator)
+        loss = (head(x + moe(x)) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -612,6 +613,6 @@ def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(tmp_
     undisturbed = train_undisturbed(seed)
     disturbed, moe = train_disturbed(str(tmp_path), seed)
     assert moe.statistics().failed.get("PeerLost", 0) > 0
-    assert disturbed <= undisturbed * 1.02 + 1e-3
+    assert disturbed <= undisturbed * 1.02
     # The server that came back is used again.
     assert not moe.statistics().avoided

@@ -60,6 +60,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "foreach adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
     "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "decayed fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True, maximize=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True, weight_decay=0.1, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
+    "adam whose rate is a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9, cycle_momentum=False),
+    "in turn": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.CosineAnnealingLR(o, 3)], [2]
+    ),
+    "of one's own": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
 }
 ALL = [("mlp", name) for name in OPTIMIZERS]
 ALL += [(model, name) for model in MODELS if model != "mlp" for name in ("adam", "fused adam")]
@@ -104,11 +116,12 @@ def train(
     make_model: Callable[[], nn.Module],
     make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
     data: list[Batch],
+    schedule: str = "exponential",
 ) -> Trained:
     torch.manual_seed(3)
     model = make_model()
     optimizers = make_optimizers(model)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
+    schedulers = [SCHEDULERS[schedule](optimizer) for optimizer in optimizers]
     run = Trained(model, optimizers)
     program = StepProgram(model, loss_of, optimizers)
     for batch in data:
@@ -135,6 +148,77 @@ def test_three_steps_under_a_scheduler_are_the_plain_loop_bit_for_bit(model: str
 
     data = batches(6, 6, 6, 3, 6)
     assert train(True, MODELS[model], optimizers, data).equals(train(False, MODELS[model], optimizers, data))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", ["nesterov", "fused adam"])
+def test_schedulers_of_every_kind_reach_the_graph(schedule: str, optimizer: str) -> None:
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [OPTIMIZERS[optimizer](module.parameters())]
+
+    data = batches(6, 6, 6, 6, 6)
+    found, expected = (train(graph, MODELS["mlp"], optimizers, data, schedule) for graph in (True, False))
+    assert found.equals(expected)
+
+
+def test_autocast_around_the_step_is_part_of_what_a_graph_is_for() -> None:
+    def run(graph: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = MODELS["transformer"]()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        program, seen = StepProgram(model, loss_of, [optimizer]), []
+        for step, batch in enumerate(batches(6, 6, 6, 6)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step % 2 == 0):
+                if graph:
+                    seen.append(program.run(batch)["loss"])
+                else:
+                    loss = loss_of(model, batch)[0]
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    seen.append(loss.detach())
+        return [*seen, *model.state_dict().values()]  # type: ignore[list-item]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_a_layer_used_twice_under_autocast_sums_its_gradients_as_eager_does() -> None:
+    """Autocast casts a parameter once; a sum of two gradients is rounded before the cast back, not after."""
+
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self[1](self[0](x) + self[0](x * 2)).float()  # type: ignore[no-any-return]
+
+    def model() -> nn.Module:
+        return Twice(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+    data = batches(6, 6, 6)
+    assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
+
+
+def test_a_kernel_within_which_autocast_casts_is_refused() -> None:
+    model = nn.Bilinear(8, 8, 4)
+    program = StepProgram(model, lambda m, b: m(b["x"], b["x"]).sum(), [torch.optim.SGD(model.parameters(), lr=0.1)])
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match="casts within it"):
+        program.run(batches(6)[0])
+    program.run(batches(6)[0])
+
+
+def test_gradients_that_somebody_keeps_are_neither_read_nor_written() -> None:
+    model = MODELS["mlp"]()
+    program = StepProgram(model, loss_of, [torch.optim.Adam(model.parameters(), lr=0.1)])
+    kept = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    for batch in batches(6, 6, 6):
+        program.run(batch)
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, torch.ones_like(gradient))
 
 
 def test_several_optimizers_and_groups_keep_their_own_rates() -> None:

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
 def alone(out: Path, steps: int) -> dict:
     arguments = [sys.executable, str(SCRIPT), "--steps", str(steps), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    text = subprocess.run(arguments, env=environment, timeout=100, check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(arguments, env=environment, timeout=200, check=True, capture_output=True, text=True).stdout
     return json.loads(text.splitlines()[-1])
 
 

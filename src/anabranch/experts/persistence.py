@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import cast
 
-from anabranch.checkpoint import join, read, split, write
+from anabranch.checkpoint import join, read_newest, split, write
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 from anabranch.experts.backend import ExpertBackend
@@ -65,9 +65,10 @@ class Persistence:
         """
         restored: list[Identity] = []
         for uid, backend in self._backends.items():
-            if not (self._directory / uid).is_dir():
+            # A server killed in the middle of its first saving leaves a directory in which nothing was saved.
+            checkpoint = read_newest(self._directory / uid)
+            if checkpoint is None:
                 continue
-            checkpoint = read(self._directory / uid)
             state = cast(dict[str, object], join(checkpoint.state, checkpoint.tensors(_GROUP)))
             try:
                 backend.load_state_dict(cast(Mapping[str, object], state["backend"]))

@@ -59,7 +59,13 @@ class Program:
         self._anchors, self._places = [tensor for tensor, _ in anchors], [where for _, where in anchors]
 
     def run(self, *inputs: object) -> tuple[object, ...]:
-        """Runs the function with autograd off."""
+        """Runs the function with autograd off, and autocast, whose casts are part of the graph."""
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._call(inputs)
+        return self._call(inputs)
+
+    def _call(self, inputs: tuple[object, ...]) -> tuple[object, ...]:
         if list(map(Tensor.data_ptr, self._anchors)) != self._places:
             self._follow()
         before = torch.is_grad_enabled()

@@ -180,6 +180,7 @@ class Recorder:
         self._keep = keep
         self.scope = ""
         self.stops_gradients = False
+        self.casts = torch._C._is_any_autocast_enabled()
         self.differentiable: bool | None = None
         self.phase = "forward"
         self.outputs: dict[str, object] = {}
@@ -194,6 +195,7 @@ class Recorder:
             node.meta["scope"] = self.scope
             node.meta["phase"] = self.phase
             node.meta["stop"] = self.stops_gradients
+            node.meta["autocast"] = self.casts
             recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
             node.meta["recorded"] = recorded
             return node
@@ -315,6 +317,7 @@ class _Faithful(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         self._recorder.stops_gradients = func in _STOPS
+        self._recorder.casts = torch._C._is_any_autocast_enabled()
         try:
             return func(*args, **kwargs)
         finally:
@@ -427,6 +430,7 @@ def trace(
     stand_ins = {id(s.value): fake for s, fake in zip(sources, fakes, strict=True) if s.state}
     traced_modules = TracedModules(modules or {})
     recorder = Recorder(keep)
+    caches = torch.is_autocast_cache_enabled()
 
     def run(*values: Tensor) -> list[object]:
         proxies = get_proxy_mode()
@@ -443,6 +447,7 @@ def trace(
             traced_modules.swapped(stand_ins),
             watch_calls(traced_modules.names, recorder.enter, recorder.leave),
             _generator_left_alone(),
+            _casts_cached(caches),
         ):
             results = list(body(inputs, recorder))
         if not may_read and any(fake.grad is not None for fake in stand_ins.values()):
@@ -454,8 +459,23 @@ def trace(
 
     with _one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    _refuse_casts_within(module.graph)
     _name_placeholders(module, sources)
     return module
+
+
+def _refuse_casts_within(graph: fx.Graph) -> None:
+    """Raises for kernels within which autocast casts: a graph holds the casts around them alone."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.meta.get("autocast"):
+            continue
+        values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+        sparse = any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values)
+        if sparse or node.target is torch.ops.aten._trilinear.default:
+            raise CaptureError(
+                f"{node.meta['scope'] or 'the step'} runs {node.target} under autocast, which casts within it; switch "
+                "autocast off around it, or use engine='tape'"
+            )
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
@@ -507,6 +527,18 @@ def _generator_left_alone() -> Iterator[None]:
             _left_alone.threads.remove(threading.get_ident())
             if not _left_alone.threads:
                 setattr(torch.random, _GENERATOR, _left_alone.generator)
+
+
+@contextmanager
+def _casts_cached(enabled: bool) -> Iterator[None]:
+    """Autocast casts a parameter once, however often it is used, as it does where nobody traces: sums round alike."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextmanager
