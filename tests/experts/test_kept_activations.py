@@ -163,6 +163,57 @@ def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
+class Shared(nn.Module):
+    """Two parameters and the input whose gradients autograd hands out as one tensor, if there is one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 4))
+        self.second = nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.first + self.second
+
+
+def test_changing_a_gradient_in_place_changes_no_other_and_no_answer() -> None:
+    module = Shared()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    backend = ExpertBackend(
+        "kept.0", module, optimizer, args_schema=[TensorSpec(4)], keep_activations=8, clip_grad_norm=2.0
+    )
+    x = torch.ones(1, 4, requires_grad=True)
+    with ExpertServer([backend]) as server:
+        RemoteExpert("kept.0", server.endpoint)(x).backward(torch.full((1, 4), 4.0))
+    assert torch.equal(x.grad, torch.full((1, 4), 4.0))  # type: ignore[arg-type]
+    # The norm of two times four fours is 8 * sqrt(2): each is 2 / (8 * sqrt(2)) of itself.
+    expected = torch.full((1, 4), -4.0 * 2.0 / (8.0 * 2.0**0.5))
+    for parameter in module.parameters():
+        assert torch.allclose(parameter.detach(), expected, atol=1e-5)
+
+
+def test_two_backwards_of_one_forward_in_a_batch_are_not_taken_for_one_of_twice_the_gradient() -> None:
+    module = nn.Linear(4, 4)
+    backend = backend_of(module, keep=8, min_batch_size=2, timeout=0.5)
+    x = torch.ones(2, 4, requires_grad=True)
+    gradients: list[Tensor] = []
+    with ExpertServer([backend]) as server:
+        output = RemoteExpert("kept.0", server.endpoint)(x).sum()
+        expected = module.weight.detach().sum(0).expand(2, 4)
+
+        def backward() -> None:
+            gradients.append(torch.autograd.grad(output, x, retain_graph=True)[0])
+
+        threads = [threading.Thread(target=backward) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+    assert backend.updates == 2
+    assert len(gradients) == 2
+    assert any(torch.allclose(gradient, expected) for gradient in gradients)
+    assert all(float((gradient - expected).abs().max()) < 0.1 for gradient in gradients)
+
+
 def test_a_budget_is_a_number_of_rows() -> None:
     with pytest.raises(ValueError, match="keep_activations"):
         backend_of(nn.Linear(4, 4), keep=-1)

@@ -471,12 +471,43 @@ class Slow(nn.Module):
         super().__init__()
         self.open = threading.Event()
         self.entered = threading.Event()
+        self.threads: list[str] = []
         self.open.set()
 
     def forward(self, x: Tensor) -> Tensor:
+        self.threads.append(threading.current_thread().name)
         self.entered.set()
         self.open.wait(timeout=20)
         return x * 1.0
+
+
+def test_a_module_that_stalls_after_having_been_quick_holds_nobody_up_who_does_not_ask_for_it() -> None:
+    module = Slow()
+    backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)])
+    with ExpertServer([backend], heartbeat=0.2) as server, Client() as client:
+        expert = RemoteExpert("slow.0", server.endpoint)
+        with torch.no_grad():
+            for _ in range(50):  # until the thread that reads runs it
+                module.threads.clear()
+                expert(torch.ones(1, 2))
+                if module.threads == ["anabranch-loop"]:
+                    break
+        assert module.threads == ["anabranch-loop"]
+        module.open.clear()
+        module.entered.clear()
+        answers: list[Tensor] = []
+        stalled = threading.Thread(target=lambda: answers.append(expert(torch.ones(1, 2))))
+        stalled.start()
+        assert module.entered.wait(timeout=10)
+        for _ in range(3):
+            client.call(Request(server.endpoint, wire.INFO, "slow.0"), Deadline.after(5.0))
+        # As many beats as a server may owe, and more: who waits for the module is told that it lives.
+        stalled.join(timeout=0.6)
+        assert stalled.is_alive()
+        module.open.set()
+        stalled.join(timeout=10)
+        assert len(answers) == 1
+        assert torch.equal(expert(torch.ones(1, 2)), torch.ones(1, 2))
 
 
 def test_a_queue_that_is_full_says_so_at_once_and_serves_again() -> None:

@@ -145,6 +145,67 @@ def test_no_batch_runs_while_the_runtime_is_paused() -> None:
         assert ran.wait(timeout=10)
 
 
+def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_the_device_thread() -> None:
+    ran: list[tuple[str, int]] = []
+    done = threading.Semaphore(0)
+    pause = threading.Event()
+    seconds = [0.0]
+
+    def process(x: Tensor) -> list[Tensor]:
+        pause.wait(timeout=seconds[0])
+        ran.append((threading.current_thread().name, x.shape[0]))
+        return [x]
+
+    pool = TaskPool(process, min_batch_size=2, timeout=20.0)
+    here = threading.current_thread().name
+
+    def submit(*rows: int, one_of_many: bool = False) -> None:
+        tasks = [Task([torch.ones(n, 1)], n, Deadline.after(20.0), lambda outcome: done.release()) for n in rows]
+        idle()
+        runtime.submit({pool: tasks}, one_of_many=one_of_many)
+
+    def idle() -> None:
+        until = time.monotonic() + 10
+        while not runtime._sleeps_until and time.monotonic() < until:  # the device thread is about to look for work
+            time.sleep(0.001)
+
+    def known_as_quick() -> None:
+        idle()
+        pool._took.clear()
+        pool.note_seconds(2, 1e-6)
+
+    def finished(count: int) -> None:
+        for _ in range(count):
+            assert done.acquire(timeout=10)
+
+    with Runtime([pool]) as runtime:
+        submit(2)  # has never run
+        finished(1)
+        known_as_quick()
+        submit(1)
+        assert not done.acquire(blocking=False)  # too few rows are no batch, whoever looks
+        submit(1)
+        finished(2)
+        with runtime.paused():
+            submit(2)
+            assert not done.acquire(timeout=0.05)
+        finished(1)
+        submit(100)  # larger than anything that was quick
+        finished(1)
+        known_as_quick()
+        runtime._threads = 2
+        submit(2, one_of_many=True)
+        finished(1)
+        known_as_quick()
+        seconds[0] = 0.01
+        submit(2)
+        finished(1)
+        submit(2)  # not so quick any more
+        finished(1)
+    device = "anabranch-device"
+    assert ran == [(device, 2), (here, 2), (device, 2), (device, 100), (device, 2), (here, 2), (device, 2)]
+
+
 def test_leaving_a_runtime_fails_what_still_waits() -> None:
     answers: list[Outcome] = []
     pool = TaskPool(lambda x: [x], min_batch_size=10)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import NonFinite, NotFound, SchemaError
 from anabranch.experts.device_copies import DeviceCopies
-from anabranch.experts.kept import Kept, KeptActivations, ParameterCopy, join_leaves
+from anabranch.experts.kept import Kept, KeptActivations, KeptBatch, ParameterCopy
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
 from anabranch.experts.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
@@ -259,21 +259,25 @@ class ExpertBackend:
             return split_outputs(self.forward(*join_tasks(batch)), batch)
         if self._copy is None:
             self._copy = ParameterCopy.of(self.module)
+        joined = batch[0].inputs if len(batch) == 1 else join_tasks(batch)
+        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(joined, self.schema.inputs, strict=True)]
         with torch.enable_grad():
-            leaves = [
-                [self._as_leaf(tensor, spec) for tensor, spec in zip(task.inputs, self.schema.inputs, strict=True)]
-                for task in batch
-            ]
-            outputs = self._check_outputs(self._call(join_leaves(list(zip(*leaves, strict=True))), self._copy))
-            slices = split_outputs(outputs, batch)
-        for task, its_leaves, its_outputs in zip(batch, leaves, slices, strict=True):
+            outputs = self._check_outputs(self._call(leaves, self._copy))
+        rows = sum(task.rows for task in batch)
+        graph = KeptBatch(leaves, outputs, self._copy, rows)
+        start = 0
+        for task in batch:
             if task.ticket:
-                self.kept.put(task.ticket, Kept(its_leaves, its_outputs, self._copy, task.rows))
-        return [[None if output is None else output.detach() for output in outputs] for outputs in slices]
+                self.kept.put(task.ticket, Kept(graph, start, task.rows))
+            start += task.rows
+        return split_outputs([None if output is None else output.detach() for output in outputs], batch)
 
     def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
         """A backward through kept graphs where there are tickets, by computing again where there are none."""
         plain = [task for task in batch if not task.ticket]
+        if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
+            # Run one by one, the first of them finds it.
+            raise NotFound(f"{self.uid} has these activations for one backward, not for two; send the inputs again")
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
@@ -282,16 +286,17 @@ class ExpertBackend:
                 gradients, moved = self._recompute(join_tasks(plain))
                 answers = {id(task): mine for task, mine in zip(plain, split_outputs(gradients, plain), strict=True)}
             if kept:
-                moved |= self._backward_kept([(task, kept[id(task)]) for task in batch if task.ticket])
+                gradients_kept, moved_kept = self._backward_kept(
+                    [(task, kept[id(task)]) for task in batch if task.ticket]
+                )
+                answers |= gradients_kept
+                moved |= moved_kept
             self._check_gradients()
         except BaseException:
             self._drop_gradients()
-            for entry in kept.values():
-                _clear_gradients(entry.leaves)
             raise
         for task in batch:
             if task.ticket:
-                answers[id(task)] = _gradients_of(kept[id(task)].leaves)
                 self.kept.drop(task.ticket)
         if moved:
             self._update()
@@ -305,23 +310,23 @@ class ExpertBackend:
             raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
         return entry
 
-    def _backward_kept(self, tasks: Sequence[tuple[Task, Kept]]) -> bool:
-        roots: list[Tensor] = []
-        seeds: list[Tensor] = []
+    def _backward_kept(self, tasks: Sequence[tuple[Task, Kept]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
+        """Each task's gradients of its inputs, with the parameters' in place, and whether there were any."""
         count = len(self.schema.inputs)
+        graphs: dict[int, list[tuple[Task, Kept]]] = {}
         for task, entry in tasks:
-            its_roots, its_seeds = self._roots(entry.outputs, task.inputs[count:])
-            roots += its_roots
-            seeds += its_seeds
-        copies = {id(entry.parameters): entry.parameters for _, entry in tasks}.values()
-        wanted = [leaf for _, entry in tasks for leaf in entry.leaves if leaf is not None and leaf.requires_grad]
-        wanted += [tensor for copy in copies for tensor in copy.trained()]
-        if roots and wanted:
-            # Other requests' parts of the same graph may still be waited for.
-            torch.autograd.backward(roots, seeds, retain_graph=True, inputs=wanted)
-        for copy in copies:
-            copy.give_gradients(self.module)
-        return bool(roots)
+            graphs.setdefault(id(entry.batch), []).append((task, entry))
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        moved = False
+        for parts in graphs.values():
+            graph = parts[0][1].batch
+            found, trained, any_roots = graph.backward([(entry, task.inputs[count:]) for task, entry in parts])
+            moved |= any_roots
+            graph.parameters.give_gradients(self.module, trained)
+            for task, entry in parts:
+                rows = slice(entry.start, entry.start + entry.rows)
+                answers[id(task)] = [None if gradient is None else gradient[rows] for gradient in found]
+        return answers, moved
 
     def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
         whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
@@ -412,12 +417,6 @@ class ExpertBackend:
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
-
-
-def _clear_gradients(leaves: Sequence[Tensor | None]) -> None:
-    for leaf in leaves:
-        if leaf is not None:
-            leaf.grad = None
 
 
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:

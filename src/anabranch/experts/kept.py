@@ -1,9 +1,8 @@
 """Activations kept between forward and backward: the forward's own graph, for callers that come back in time.
 
-Each request's inputs are leaves of its own inside the batch's graph, and its outputs are slices of the batch's, so its
-backward can be run alone or with any others. The graph is over a copy of the parameters as they were: updates between
-a forward and its backward would otherwise change what the graph has saved. One copy serves all forwards between two
-updates.
+The graph is the batch's, and each request knows its rows of it: its backward can be run alone or with any others, with
+zeros for the gradients of the rest. The graph is over a copy of the parameters as they were: updates between a forward
+and its backward would otherwise change what the graph has saved. One copy serves all forwards between two updates.
 
 What is kept is bounded in rows; the oldest goes first, and its caller sends the inputs again.
 """
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kept", "KeptActivations", "ParameterCopy", "join_leaves"]
+__all__ = ["Kept", "KeptActivations", "KeptBatch", "ParameterCopy"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,22 +35,68 @@ class ParameterCopy:
         """Those that take gradients."""
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
-    def give_gradients(self, module: nn.Module) -> None:
-        """Moves the gradients that arrived here to ``module``'s parameters."""
+    def give_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
+        """Adds gradients of ``trained`` to those of ``module``'s parameters."""
+        mine = {id(tensor): gradient for tensor, gradient in zip(self.trained(), gradients, strict=True)}
         for name, parameter in module.named_parameters():
-            gradient = self.tensors[name].grad
+            gradient = mine.get(id(self.tensors[name]))
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            self.tensors[name].grad = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """One request's part of a forward's graph."""
+class KeptBatch:
+    """A forward's graph: its inputs, those that take gradients leaves of it, and its outputs."""
 
     leaves: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
     parameters: ParameterCopy
+    rows: int
+
+    def backward(
+        self, parts: Sequence[tuple[Kept, Sequence[Tensor | None]]]
+    ) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
+        """Gradients of the leaves and of the trained parameters, and whether there was anything to go back from.
+
+        Args:
+            parts: whose backward it is, each with a gradient for each of its outputs, where it has one.
+        """
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        parts = sorted(parts, key=lambda part: part[0].start)
+        for index, output in enumerate(self.outputs):
+            if output is None or not output.requires_grad or all(its[index] is None for _, its in parts):
+                continue
+            seed: list[Tensor] = []
+            position = 0
+            for kept, its in parts:
+                gradient = its[index]
+                if gradient is not None:
+                    if kept.start > position:
+                        seed.append(output.new_zeros(kept.start - position, *output.shape[1:]))
+                    seed.append(gradient.to(output.device, output.dtype, non_blocking=True))
+                    position = kept.start + kept.rows
+            if position < self.rows:
+                seed.append(output.new_zeros(self.rows - position, *output.shape[1:]))
+            roots.append(output)
+            seeds.append(torch.cat(seed) if len(seed) > 1 else seed[0])
+        leaves = [leaf for leaf in self.leaves if leaf is not None and leaf.requires_grad]
+        trained = self.parameters.trained()
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
+        if roots and found:
+            # Other requests' parts of the same graph may still be waited for.
+            found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
+        of_leaves = iter(found[: len(leaves)])
+        gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
+        return gradients, _owned(found[len(leaves) :], [*seeds, *found[: len(leaves)]]), bool(roots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """One request's rows of a forward's graph."""
+
+    batch: KeptBatch
+    start: int
     rows: int
 
 
@@ -59,9 +104,9 @@ class KeptActivations:
     """What is kept for backwards to come, by the tickets that callers gave.
 
     >>> kept = KeptActivations(4)
-    >>> copy = ParameterCopy.of(nn.Linear(1, 1))
-    >>> for ticket in (b"a", b"b", b"c"):
-    ...     kept.put(ticket, Kept([], [], copy, rows=2))
+    >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
+    >>> for start, ticket in enumerate((b"a", b"b", b"c")):
+    ...     kept.put(ticket, Kept(batch, 2 * start, rows=2))
     >>> b"a" in kept, b"c" in kept
     (False, True)
 
@@ -98,10 +143,19 @@ class KeptActivations:
             self._rows -= entry.rows
 
 
-def join_leaves(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Each input of a batch as one tensor that remembers the requests it was joined from."""
-    joined: list[Tensor | None] = []
-    for column in columns:
-        present = [tensor for tensor in column if tensor is not None]
-        joined.append(torch.cat(present) if len(present) > 1 else (present[0] if present else None))
-    return joined
+def _owned(gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of parameters, which are changed in place, each in whole memory of its own.
+
+    Autograd may hand out one tensor as the gradient of two, what came in among them, or one value as many.
+    """
+    taken = {other.untyped_storage().data_ptr() for other in others if other is not None and not other.is_sparse}
+    owned: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is None or gradient.is_sparse:
+            owned.append(gradient)
+            continue
+        place = gradient.untyped_storage().data_ptr()
+        mine = place not in taken and gradient.is_contiguous()
+        taken.add(place)
+        owned.append(gradient if mine else gradient.clone(memory_format=torch.contiguous_format))
+    return owned

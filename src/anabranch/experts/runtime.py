@@ -1,10 +1,21 @@
-"""The loop that runs the most urgent batch on its device: one thread a device, all experts on it taking turns."""
+"""What runs the most urgent batch on its device: one at a time, all experts on it taking turns.
+
+::
+
+                           ┌── the device is idle, batches of this size are quick ──> the thread that submits runs it
+    submit ──> pools ──────┤
+                           └── else ──> device thread
+
+Handing a batch to a thread and its answers back costs tens of microseconds each, and more where both want the
+interpreter: as much as a small batch takes to compute. So whoever has read a quick one runs it where it is. How long
+one takes is known from those before it; what has never run, or not so quickly, is the device thread's.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 
@@ -13,12 +24,14 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.events import report
-from anabranch.experts.task_pool import TaskPool
+from anabranch.experts.task_pool import Task, TaskPool
 
 __all__ = ["Runtime"]
 
 # A runtime with nothing to do looks up this often, in seconds, so that its wait has an end.
 _LONGEST_NAP = 60.0
+# Seconds of batches that a thread that reads may run itself: so long nobody else is read.
+_QUICK = 0.0025
 
 
 class Runtime:
@@ -57,6 +70,10 @@ class Runtime:
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
+        # Until when the device thread sleeps, and whether another thread runs batches in its place.
+        self._sleeps_until = 0.0
+        self._helped = False
+        self._prepared = threading.local()
         self._batch = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"anabranch-{name}", daemon=True)
 
@@ -71,6 +88,9 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __contains__(self, pool: TaskPool) -> bool:
+        return pool.changed is self._changed
 
     def close(self) -> None:
         """Ends the thread after the batch that runs, for which it waits at most ten seconds."""
@@ -101,29 +121,97 @@ class Runtime:
         running = self._running
         return running is None or not running.expired()
 
-    def _run(self) -> None:
+    def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
+        """Queues tasks of its pools; those that find no room are told so. Runs them here if that is quickest.
+
+        ``one_of_many`` says that there are many threads like this one, which must not start torch's threads each.
+        """
+        if not tasks:
+            return
+        with self._changed:
+            declined = [one for pool, its_tasks in tasks.items() for one in pool.put_all(its_tasks)]
+            now = time.monotonic()
+            helps = not (one_of_many and self._threads > 1) and self._may_help(now)
+            if not helps and not self._helped and any(pool.due_at() < self._sleeps_until for pool in tasks):
+                self._changed.notify_all()
+        try:
+            for task, reason in declined:
+                task.finish(reason)
+        finally:
+            if helps:
+                self._help(now + _QUICK)
+
+    def _may_help(self, now: float) -> bool:
+        """Whether this thread is to run what is due; then the device thread leaves it alone, and nobody pauses it."""
+        if self._stopped or self._helped or not self._sleeps_until:
+            return False
+        pool = self._most_urgent(now)
+        if pool is None or pool.copies is not None or pool.expected_seconds() > _QUICK:
+            return False
+        self._helped = self._batch.acquire(blocking=False)
+        return self._helped
+
+    def _help(self, until: float) -> None:
+        try:
+            self._prepare_thread()
+            while True:
+                with self._changed:
+                    now = time.monotonic()
+                    pool = self._most_urgent(now)
+                    if pool is None or pool.copies is not None or now + pool.expected_seconds() > until:
+                        break
+                self._run_batch(pool)
+        finally:
+            self._batch.release()
+            with self._changed:
+                self._helped = False
+                if any(pool.due_at() < self._sleeps_until for pool in self._pools):
+                    self._changed.notify_all()
+
+    def _prepare_thread(self) -> None:
         # OpenMP keeps the number for each thread by itself: without this a new thread's matrix products take all cores,
         # however few the process was given, and wait for one another.
-        torch.set_num_threads(self._threads)
+        if not hasattr(self._prepared, "done"):
+            torch.set_num_threads(self._threads)
+            self._prepared.done = True
+
+    def _run(self) -> None:
+        self._prepare_thread()
         while True:
             with self._changed:
                 pool = self._next_pool()
             if pool is None:
                 return
-            batch = pool.take_batch()
-            if batch:
-                self._running = max((task.deadline for task in batch), key=Deadline.remaining)
-                with self._batch:
-                    pool.run(batch, self._answering)
-                self._running = None
+            with self._batch:
+                self._run_batch(pool)
+
+    def _run_batch(self, pool: TaskPool) -> None:
+        batch = pool.take_batch()
+        if not batch:
+            return
+        started = time.monotonic()
+        self._running = max((task.deadline for task in batch), key=Deadline.remaining)
+        pool.run(batch, self._answering)
+        self._running = None
+        pool.note_seconds(sum(task.rows for task in batch), time.monotonic() - started)
 
     def _next_pool(self) -> TaskPool | None:
         """The pool to serve, as soon as one has a batch due; ``None`` when it is time to end."""
         while not self._stopped:
             now = time.monotonic()
-            due = [pool for pool in self._pools if pool.due_at() <= now]
-            if due:
-                return min(due, key=TaskPool.oldest)
-            next_due = min((pool.due_at() for pool in self._pools), default=float("inf"))
-            self._changed.wait(timeout=min(next_due - now, _LONGEST_NAP))
+            pool = None if self._helped else self._most_urgent(now)
+            if pool is not None:
+                return pool
+            next_due = (
+                now + _LONGEST_NAP
+                if self._helped
+                else min((pool.due_at() for pool in self._pools), default=float("inf"))
+            )
+            self._sleeps_until = min(next_due, now + _LONGEST_NAP)
+            self._changed.wait(timeout=self._sleeps_until - now)
+            self._sleeps_until = 0.0
         return None
+
+    def _most_urgent(self, now: float) -> TaskPool | None:
+        """Of the pools with a batch due the one whose oldest task has waited longest."""
+        return min((pool for pool in self._pools if pool.due_at() <= now), key=TaskPool.oldest, default=None)

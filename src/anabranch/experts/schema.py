@@ -236,7 +236,9 @@ def all_finite(tensor: Tensor) -> bool:
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
     """The name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread alone."""
     for tensor, name in zip(tensors, names, strict=True):
-        if tensor is not None and not all(map(all_finite, _pieces(tensor))):
+        if tensor is None or (tensor.numel() <= _PIECE and all_finite(tensor)):
+            continue
+        if not all(map(all_finite, _pieces(tensor))):
             return name
     return None
 

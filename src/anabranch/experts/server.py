@@ -2,7 +2,7 @@
 
 ::
 
-    thread that reads                                        device thread
+    thread that reads                                              device thread, or this one (``runtime.py``)
     header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
              refused before its body has a place            refused before it meets its neighbours
 """
@@ -134,8 +134,9 @@ class ExpertServer:
         self._pinned = any(backend.device.type == "cuda" for backend in self._backends.values())
         self._not_finite: Counter[str] = Counter()
         self._round = threading.local()
+        pools_by_device = self._pools_by_device()
         self._runtimes = [
-            Runtime(pools, name=name, answering=self._gathering) for name, pools in self._pools_by_device().items()
+            Runtime(pools, name=name, answering=self._gathering) for name, pools in pools_by_device.items()
         ]
         self._persistence = (
             None
@@ -335,8 +336,10 @@ class ExpertServer:
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
         if aside:
             self._round.tasks = None
-            for pool, tasks in aside.items():
-                pool.submit_all(tasks)
+            of_many = not self._server.on_loop()
+            for runtime in self._runtimes:
+                mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
+                runtime.submit(mine, one_of_many=of_many)
 
     def _gathering(self) -> AbstractContextManager[None]:
         return self._server.gathering()

@@ -58,6 +58,7 @@ class Task:
         finish: called once, with the outputs or the error, on whichever thread has it.
         unwanted: whether the caller has gone; called before compute, and may give the request up for good.
         arrived: when, in ``time.monotonic`` seconds.
+        nbytes: bytes of the inputs.
         ticket: a name for what ``process_tasks`` keeps of it, or has kept.
         copied: happens when the inputs are on the pool's device; ``None`` where nothing is on its way there.
     """
@@ -70,11 +71,12 @@ class Task:
     arrived: float = field(default_factory=time.monotonic)
     ticket: bytes = b""
     copied: torch.cuda.Event | None = None
+    nbytes: int = field(init=False, default=0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return sum(tensor.nbytes for tensor in self.inputs if tensor is not None)
+    def __post_init__(self) -> None:
+        for tensor in self.inputs:
+            if tensor is not None:
+                self.nbytes += tensor.nbytes
 
 
 ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
@@ -155,6 +157,8 @@ class TaskPool:
         self._queue: deque[Task] = deque()
         self._rows = self._bytes = 0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
+        # Seconds that batches of so many rows (by powers of two) have taken lately.
+        self._took: dict[int, float] = {}
         self._closed = False
 
     def check_room(self, rows: int, nbytes: int) -> None:
@@ -186,23 +190,27 @@ class TaskPool:
 
     def submit_all(self, tasks: Iterable[Task]) -> None:
         """Queues tasks that may share a batch; those that find no room are told so."""
-        declined: list[tuple[Task, BoundaryError]] = []
         with self.changed:
-            for task in tasks:
-                try:
-                    self._put(task)
-                except BoundaryError as error:
-                    declined.append((task, error))
+            declined = self.put_all(tasks)
             self.changed.notify_all()
         for task, reason in declined:
             task.finish(reason)
 
+    def put_all(self, tasks: Iterable[Task]) -> list[tuple[Task, BoundaryError]]:
+        """``submit_all`` for whoever holds ``changed`` and wakes the device: returns whom to decline, and why."""
+        declined: list[tuple[Task, BoundaryError]] = []
+        for task in tasks:
+            try:
+                self._put(task)
+            except BoundaryError as error:
+                declined.append((task, error))
+        return declined
+
     def _put(self, task: Task) -> None:
-        nbytes = task.nbytes
-        self._check_room(task.rows, nbytes)
+        self._check_room(task.rows, task.nbytes)
         self._tasks += 1
         self._rows += task.rows
-        self._bytes += nbytes
+        self._bytes += task.nbytes
         if task.rows <= self.max_batch_size:
             self._queue.append(task)
         else:
@@ -221,6 +229,18 @@ class TaskPool:
     def oldest(self) -> float:
         """When the oldest waiting task arrived."""
         return self._queue[0].arrived if self._queue else float("inf")
+
+    def expected_seconds(self) -> float:
+        """How long the next batch will take, going by those of its size or, before there were any, of larger ones."""
+        size = min(self._rows, self.max_batch_size).bit_length()
+        return self._took.get(size) or min(
+            (seconds for larger, seconds in self._took.items() if larger > size), default=float("inf")
+        )
+
+    def note_seconds(self, rows: int, seconds: float) -> None:
+        """A batch of so many rows took so long: what is slower is believed at once, what is quicker by half."""
+        size = rows.bit_length()
+        self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
     def take_batch(self) -> list[Task]:
         """The oldest tasks, up to ``max_batch_size`` rows; those that nobody wants any more are dropped."""

@@ -18,7 +18,8 @@ from anabranch.errors import SchemaError
 from anabranch.experts.compression import check_parts, compress, decompress, wire_parts
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
-from anabranch.transport import RequestHeader, TensorHeader, pack, unpack
+from anabranch.transport import RequestHeader, TensorHeader, pack
+from anabranch.transport.frame import unpacker
 
 __all__ = [
     "BACKWARD",
@@ -44,6 +45,9 @@ FORWARD = "expert.forward"
 BACKWARD = "expert.backward"
 
 _LONGEST_TICKET = 32
+
+_unpack_backward = unpacker(tuple[list[bool], bytes])
+_unpack_present = unpacker(list[bool])
 
 
 def input_layout(schema: Schema) -> Layout:
@@ -134,13 +138,13 @@ def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
 
 def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
     """What ``pack_backward`` said."""
-    present, ticket = unpack(payload, tuple[list[bool], bytes])
+    present, ticket = _unpack_backward(payload)
     return present, read_ticket(ticket)
 
 
 def read_present(payload: bytes) -> list[bool]:
     """What ``pack_present`` said."""
-    return unpack(payload, list[bool])
+    return _unpack_present(payload)
 
 
 def pack_present(tensors: Sequence[Tensor | None]) -> bytes:

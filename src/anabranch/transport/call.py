@@ -79,6 +79,24 @@ class Call:
     ``cancelled``; whoever finds it so may ``drop`` it.
     """
 
+    __slots__ = (
+        "_answered",
+        "_books",
+        "_lock",
+        "_nbytes",
+        "deadline",
+        "identity",
+        "once",
+        "payload",
+        "peer",
+        "recipients",
+        "schema",
+        "settled",
+        "target",
+        "tensors",
+        "verb",
+    )
+
     def __init__(
         self, books: Books, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:

@@ -56,6 +56,8 @@ _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
 # Seconds between two looks for idle connections whose servers have gone.
 _PRUNE = 5.0
+# Requests that are made before the first of them is sent: sent one right after the other they wake their server once.
+_SENT_TOGETHER = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,9 +224,13 @@ class Client:
         grace: float,
     ) -> None:
         waits = _Waits()
-        for exchange in exchanges:
-            exchange.advance(readable=False)
-            waits.update(exchange)
+        for first in range(0, len(exchanges), _SENT_TOGETHER):
+            some = exchanges[first : first + _SENT_TOGETHER]
+            for exchange in some:
+                exchange.advance(readable=False, send=False)
+            for exchange in some:
+                exchange.advance(readable=False)
+                waits.update(exchange)
         finished = 0
         last_call: Deadline | None = None
         while waits.waiting:
@@ -317,6 +323,8 @@ class _Waits:
         self.waiting: dict[_Exchange, None] = {}
         self._poller = select.poll()
         self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
+        # No exchange's ``wake_at`` lies before it; it may lie further ahead, for that moves on with every byte.
+        self._wake = float("inf")
 
     def update(self, exchange: _Exchange) -> None:
         """Polls for what ``exchange`` waits for now."""
@@ -324,6 +332,7 @@ class _Waits:
             self.waiting.pop(exchange, None)
         else:
             self.waiting[exchange] = None
+            self._wake = min(self._wake, exchange.wake_at())
         events = exchange.interest()
         descriptor = exchange.fileno() if events else -1
         if exchange.polled >= 0 and exchange.polled != descriptor:
@@ -340,7 +349,9 @@ class _Waits:
     def wait(self, seconds: float) -> None:
         """Waits until one of the exchanges can go on, at most so long, and lets all that can."""
         now = time.monotonic()
-        wake = min(now + seconds, min(exchange.wake_at() for exchange in self.waiting))
+        if self._wake <= now:
+            self._wake = min(exchange.wake_at() for exchange in self.waiting)
+        wake = min(now + seconds, self._wake)
         # Rounded up, or the last millisecond would be spent spinning.
         for descriptor, events in self._poller.poll(max(0, int((wake - now) * 1000) + 1)):
             exchange, _ = self._by_descriptor.get(descriptor, (None, 0))
@@ -354,6 +365,7 @@ class _Waits:
             if exchange.wake_at() <= now:
                 exchange.wake(now)
             self.update(exchange)
+        self._wake = min((exchange.wake_at() for exchange in self.waiting), default=float("inf"))
 
 
 class _Channel:
@@ -455,15 +467,18 @@ class _Exchange:
         else:
             self.advance()
 
-    def advance(self, *, readable: bool = True) -> None:
-        """Goes on as far as the connection lets it; nothing is read if ``readable`` says that there is nothing."""
+    def advance(self, *, readable: bool = True, send: bool = True) -> None:
+        """Goes on as far as the connection lets it; nothing is read if ``readable`` says that there is nothing.
+
+        Without ``send`` the request is ready to leave, and no more, if it has a connection.
+        """
         try:
             if self.phase is _Phase.RESTING:
                 self._begin()
             if self.phase is _Phase.CONNECTING:
                 self._connect()
                 readable = False
-            if self.phase is _Phase.ASKING:
+            if self.phase is _Phase.ASKING and send:
                 self._ask(readable=readable)
         except OSError as error:
             self._lose(error)

@@ -160,9 +160,8 @@ class Connection:
                 self.driver.wake(self)
 
     def _write(self, frame: Sequence[memoryview]) -> None:
-        self._writer.put(frame)
         try:
-            self._writer.flush(self.stream)
+            self._writer.send(frame, self.stream)
         except (OSError, BoundaryError):
             self.stream.abort()
             return
@@ -241,7 +240,8 @@ class Connection:
                 if frame.tensors is not None:
                     self._take(frame)
                 # The client waits for its answer, so the kernel has nothing more.
-                readable = self._reader.holds_more()
+                if not self._reader.holds_more():
+                    return Fate.STAYS
 
     def _greet(self) -> None:
         if self._full:

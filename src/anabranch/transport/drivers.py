@@ -40,6 +40,10 @@ _T = TypeVar("_T")
 _SWEEP = 1.0
 # Out of descriptors, most likely: seconds to let some connections end rather than spin.
 _ACCEPT_PAUSE = 0.05
+# Seconds for which requests that go on coming are read before those that have come are served.
+_ROUND = 0.002
+# A thread that does not come back from its requests for so long, in seconds, was not expected to stay.
+_AWAY = 0.1
 # A connection that has rested for so long gives its thread back.
 _REST = 10.0
 
@@ -76,6 +80,9 @@ class Loop:
         self._lock = threading.Lock()
         self._closed = False
         self._accept_at = 0.0
+        # Who drives the connections: a thread that is away for too long is replaced, and leaves when it comes back.
+        self._thread: threading.Thread | None = None
+        self._away_since = float("inf")
         self._poller.register(self._wake, select.EPOLLIN)
 
     # From any thread.
@@ -86,13 +93,30 @@ class Loop:
         self._ring()
 
     def send(self, answers: Sequence[Answer]) -> None:
-        """Sends many answers, which costs the caller one call of the kernel."""
+        """Sends many answers, which costs the caller one call of the kernel; none where it is the loop's own thread."""
         self._answers.extend(answers)
-        self._ring()
+        if not self.is_here():
+            self._ring()
 
     def has_answers(self) -> bool:
         """Whether answers wait to be written."""
         return bool(self._answers)
+
+    def start(self) -> threading.Thread:
+        """Drives the connections on a new thread, in place of the one that did."""
+        thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
+        self._away_since = float("inf")
+        self._thread = thread
+        thread.start()
+        return thread
+
+    def is_here(self) -> bool:
+        """Whether the calling thread drives the connections."""
+        return threading.current_thread() is self._thread
+
+    def away(self, now: float) -> bool:
+        """Whether the thread has gone to run what its requests asked for, and has been there for suspiciously long."""
+        return now - self._away_since > _AWAY and not self._stopped
 
     def stop(self) -> None:
         """Ends the thread and its connections."""
@@ -115,7 +139,7 @@ class Loop:
     # On the loop's thread.
 
     def run(self) -> None:
-        """Serves until it is stopped."""
+        """Serves until it is stopped, or replaced."""
         sweep_at = 0.0
         while not self._stopped:
             now = time.monotonic()
@@ -124,20 +148,36 @@ class Loop:
             if sweep_at <= now:
                 sweep_at = now + _SWEEP
                 self._sweep(now)
-            for descriptor, events in self._poller.poll(self._timeout(now)):
-                connection = self._connections.get(descriptor)
-                if connection is not None:
-                    self._step(connection, events)
-                elif descriptor == self._wake:
-                    os.eventfd_read(self._wake)
-                else:
-                    self._accept_all()
+            found = self._poller.poll(self._timeout(now))
+            until = time.monotonic() + _ROUND
+            while found:
+                self._handle(found)
+                self._do_what_was_asked()
+                # Who sends many requests is not done yet when the first is here: they are worth more together.
+                found = self._poller.poll(0) if time.monotonic() < until else []
             self._do_what_was_asked()
+            self._away_since = time.monotonic()
             self._guard(self._server.round_over)
+            if not self.is_here():
+                self._ring()
+                return
+            self._away_since = float("inf")
+            if self._answers:
+                self._do_what_was_asked()
         self._do_what_was_asked()
         for connection in list(self._connections.values()):
             connection.end()
         self._connections.clear()
+
+    def _handle(self, found: Sequence[tuple[int, int]]) -> None:
+        for descriptor, events in found:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._step(connection, events)
+            elif descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._accept_all()
 
     def _timeout(self, now: float) -> float:
         seconds = _SWEEP if self._connections else 60.0
@@ -155,14 +195,17 @@ class Loop:
                 self._watch(connection)
 
     def _step(self, connection: Connection, events: int) -> None:
-        fate = self._guard(lambda: connection.step(events))
-        if fate is None:
+        try:
+            fate = connection.step(events)
+        except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
+            report("transport.connection_failed", error=traceback.format_exc())
             connection.end()
             fate = Fate.ENDED
-        self._follow(connection, fate)
+        if fate is not Fate.STAYS or connection.interest() != connection.registered:
+            self._follow(connection, fate)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
-        """``None`` if it failed: a fault of ours with one connection must not end the others."""
+        """``None`` if it failed: a fault of ours must not end the loop."""
         try:
             return do()
         except Exception:  # noqa: BLE001 - see above

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -51,6 +51,7 @@ __all__ = [
     "encode",
     "pack",
     "unpack",
+    "unpacker",
 ]
 
 MAGIC = b"ANBR"
@@ -237,14 +238,23 @@ def unpack(payload: bytes, kind: type[_T]) -> _T:
     Raises:
         ProtocolError: it is something else.
     """
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the payload is no {kind}: {error}") from None
+    return unpacker(kind)(payload)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+def unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
+    """``unpack`` for one kind, made ready: making a decoder takes many times as long as using it."""
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def unpack_it(payload: bytes) -> _T:
+        try:
+            return decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the payload is no {kind}: {error}") from None
+
+    return unpack_it
+
+
+class Frame(NamedTuple):
     """One message as it was read; ``tensors`` is ``None`` if its body was let pass by."""
 
     header: Header
@@ -263,6 +273,18 @@ class FrameWriter:
     def put(self, frame: Sequence[memoryview]) -> None:
         """Adds a frame behind those that wait."""
         self._buffers.extend(frame)
+
+    def send(self, frame: Sequence[memoryview], stream: Stream) -> None:
+        """Adds a frame, and gives the stream what it takes."""
+        if not self._buffers:
+            taken = stream.send(frame)
+            if taken == sum(map(len, frame)):
+                return
+            self._buffers.extend(frame)
+            self._drop(taken)
+        else:
+            self._buffers.extend(frame)
+        self.flush(stream)
 
     def flush(self, stream: Stream) -> int:
         """Gives the stream what it takes; returns how many bytes that was."""
@@ -349,16 +371,20 @@ class FrameReader:
         if (self._views or self._skip) and not self._fill(stream):
             return None
         frame = Frame(self._header, self._tensors)
-        self._check_values(frame)
+        for tensor in frame.tensors or ():
+            if tensor.dtype is torch.bool and not check_bools(tensor):
+                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
         self._restart()
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
         """Receives what there is behind what lies ahead, in a buffer that takes ``least`` bytes at least."""
         waiting = self._end - self._start
-        if self._start or not self._ahead or least > len(self._ahead):
+        if not waiting and least <= len(self._ahead):
+            self._start = self._end = 0
+        elif self._start or least > len(self._ahead):
             rest = bytes(self._view[self._start : self._end])
-            if least > len(self._ahead) or not self._ahead:
+            if least > len(self._ahead):
                 self._ahead = bytearray(max(least, _AHEAD))
                 self._view = memoryview(self._ahead)
             self._view[:waiting] = rest
@@ -407,6 +433,11 @@ class FrameReader:
         self._tensors = tensors
         if tensors is None:
             self._skip = body
+        elif body and body <= self._end - self._start:
+            for tensor in tensors:
+                if nbytes := tensor.nbytes:
+                    bytes_of(tensor)[:] = self._view[self._start : self._start + nbytes]
+                    self._start += nbytes
         elif body:
             self._views = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         return True
@@ -459,8 +490,3 @@ class FrameReader:
                 raise ProtocolError(f"shape {header.shape} has strides that no tensor can have")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")
-
-    def _check_values(self, frame: Frame) -> None:
-        for tensor in frame.tensors or ():
-            if tensor.dtype is torch.bool and not check_bools(tensor):
-                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")

@@ -125,7 +125,12 @@ class OnceTable(Generic[_Call]):
     def _settle_below(self, key: bytes, epoch: _Epoch[_Call], settled: int) -> None:
         if settled <= epoch.settled:
             return
+        gone: Iterable[int] = range(epoch.settled, settled)
+        if settled - epoch.settled > len(epoch.done):
+            gone = [sequence for sequence in epoch.done if sequence < settled]
         epoch.settled = settled
-        for sequence in [sequence for sequence in epoch.done if sequence < settled]:
+        for sequence in gone:
+            if sequence not in epoch.done:
+                continue
             del epoch.done[sequence]
             self._kept_bytes -= self._kept.pop((key, sequence), 0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -161,10 +162,9 @@ class Server:
         if self._threads or self._closed:
             raise RuntimeError("a server is entered once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
-        for name, body in (("loop", self._loop.run), ("beat", self._beat_all)):
-            thread = threading.Thread(target=body, name=f"anabranch-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        beat = threading.Thread(target=self._beat_all, name="anabranch-beat", daemon=True)
+        self._threads += [self._loop.start(), beat]
+        beat.start()
         return self
 
     def __exit__(
@@ -229,7 +229,8 @@ class Server:
                 self._loop.send(answers)
             with self._state:
                 self._gatherings -= 1
-                self._state.notify_all()
+                if self._draining:
+                    self._state.notify_all()
 
     def statistics(self) -> ServerStatistics:
         """Counts since the start, and what is in flight."""
@@ -256,6 +257,10 @@ class Server:
         """All that had come was handed to its handlers."""
         if self._after_round is not None:
             self._after_round()
+
+    def on_loop(self) -> bool:
+        """Whether this is the one thread that reads all connections without a thread of their own."""
+        return self._loop.is_here()
 
     def stopping(self) -> bool:
         """Whether connections are to end."""
@@ -304,7 +309,8 @@ class Server:
             try:
                 verb.check(header)
             except BaseException:
-                self._release(nbytes)
+                with self._state:
+                    self._release(nbytes)
                 raise
         self._requests[verb.name] += 1
         return verb
@@ -318,11 +324,10 @@ class Server:
             self._release(nbytes)
 
     def _release(self, nbytes: int) -> None:
-        with self._state:
-            self._calls -= 1
-            self._bytes -= nbytes
-            if not self._calls:
-                self._state.notify_all()
+        self._calls -= 1
+        self._bytes -= nbytes
+        if self._draining and not self._calls:
+            self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
         """A request or a connection was turned away."""
@@ -339,6 +344,9 @@ class Server:
         frame = encode(Beat())
         # Twice as often as promised: a beat that comes late on a busy machine is not yet a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
+            if self._loop.away(time.monotonic()):
+                # What it runs may be as stuck as it likes: the others are read and answered.
+                self._threads.append(self._loop.start())
             if self.healthy():
                 with self._state:
                     connections = list(self._connections)
