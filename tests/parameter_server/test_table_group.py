@@ -77,10 +77,6 @@ def test_a_group_of_tables_moves_as_its_tables_do_alone(name: str, dtype: torch.
             for k, table in enumerate(alone):
                 assert torch.equal(found[k], table.pull(ids[k]))
                 table.push(ids[k], grads[:, k])
-    if group.holds_states:
-        found = group.pull_with_state(torch.cat([torch.arange(5)] * 3), [5] * 3)
-        assert torch.equal(found, torch.cat([table.pull_with_state(torch.arange(5)) for table in alone]))
-    assert group.holds_states == (name != "row-wise")
     for mine, theirs in zip(together, alone, strict=True):
         everyone = torch.arange(theirs.spec.rows or 0)
         assert mine.step == theirs.step
