@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -436,7 +436,7 @@ def _flat(tensors: Sequence[Tensor]) -> Array:
     if not tensors:
         return np.empty(0, np.int64)
     flat = [one if one.ndim == 1 and one.device.type == "cpu" else one.detach().cpu().reshape(-1) for one in tensors]
-    return cast(Array, side_by_side(flat).contiguous().numpy())
+    return side_by_side(flat).contiguous().numpy()
 
 
 def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
@@ -444,7 +444,7 @@ def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
     if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
         raise ProtocolError(f"shard {shard} says {tuple(places.shape)} {places.dtype} for {changed.tolist()} places")
     own = places.numpy().astype(np.int64)
-    found = own + np.repeat(np.cumsum(known) - known, changed)
+    found: Array = own + np.repeat(np.cumsum(known) - known, changed)
     if (own < 0).any() or (own >= np.repeat(known, changed)).any() or (np.diff(found) <= 0).any():
         raise ProtocolError(f"shard {shard} says places {own.tolist()[:8]}... of {known.tolist()} known rows")
     return found
