@@ -144,6 +144,7 @@ class ParameterClient:
 
     Attributes:
         in_process: whether the one shard is in this process, and ends with this client.
+        made: the tables that this client has made, or has found to be there, and the optimizers it said they have.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
@@ -175,6 +176,7 @@ class ParameterClient:
         self._watch = watch
         self._look_every = heartbeat
         self._holdings: dict[str, _Holding] = {}
+        self.made: list[tuple[TableSpec, RowOptimizer]] = []
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
@@ -255,6 +257,7 @@ class ParameterClient:
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
         self._all([self._request(shard, "init", message) for shard in range(self.shards)])
         self._hold(spec.name, self._holding_of(spec, row_shape))
+        self.made.append((spec, rule))
 
     def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> _Holding:
         placement = Placement(spec.rows, self.shards, table_key(spec.seed, spec.name))
