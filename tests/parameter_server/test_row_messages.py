@@ -22,6 +22,7 @@ from anabranch.parameter_server import (
     RowOptimizer,
     TableSpec,
 )
+from anabranch.parameter_server import kernels as kernels_module
 from anabranch.parameter_server import row_messages as row_messages_module
 from anabranch.parameter_server.messages import WITH_STATE, InitMessage, Part, PullMessage, PullPart, PushMessage
 from anabranch.parameter_server.row_messages import Clock, Layout, Pull, PullReply, Routed
@@ -56,10 +57,14 @@ def shards(count: int) -> Iterator[ParameterClient]:
         yield stack.enter_context(ParameterClient(endpoints, transport=network))
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
 @pytest.mark.parametrize("which", TABLES)
-def test_what_is_asked_comes_and_what_is_known_does_not(which: str, count: int) -> None:
-    """Against whole tables with their states, and a book of which row was changed when."""
+def test_what_is_asked_comes_and_what_is_known_does_not(
+    which: str, count: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against whole tables with their states, and a book of which row was changed when; with and without Numba."""
+    if kind == "plain":
+        monkeypatch.setattr(kernels_module, "_has_numba", lambda: False)
     specs = {spec.name: (spec, rule) for spec, rule in TABLES[which]}
     draw = torch.Generator().manual_seed(count)
     held = {name: torch.full((60,), -1) for name in specs}  # the version that is held of each row

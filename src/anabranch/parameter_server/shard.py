@@ -411,7 +411,7 @@ class Shard:
         return ids
 
     def _groups(self, ids: Mapping[str, Tensor]) -> list[tuple[TableGroup | None, list[str]]]:
-        return self._grouping.of(self._tables, {name: len(some) for name, some in ids.items()})
+        return self._grouping.of(self._tables, {name: some.shape[0] for name, some in ids.items()})
 
     def _check_pull(self, message: PullMessage, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         ids = self._check_parts(message, tensors)
@@ -632,7 +632,7 @@ class Shard:
                 grads[name] = side_by_side([grad for _, grad, _ in given])
                 if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
                     squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
-                self._counts[name].rows_pushed += len(ids[name])
+                self._counts[name].rows_pushed += ids[name].shape[0]
             else:
                 total_grad = given[0][1]
                 for _, grad, _ in given[1:]:
@@ -685,7 +685,7 @@ class Shard:
                     )
                 continue
             stated, known = [parts[name].stated for name in names], [parts[name].known for name in names]
-            counts = [len(wanted[name]) for name in names]
+            counts = [parts[name].count for name in names]
             some_ids, some_since = (side_by_side([of[name] for name in names]) for of in (wanted, since))
             *came, found = group.answer(some_ids, counts, stated, known, some_since)
             others = (np.array(counts) - stated - known + found).tolist()

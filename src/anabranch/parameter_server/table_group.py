@@ -350,12 +350,14 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     True
     """
     first = tensors[0]
+    if len(tensors) == 1:
+        return first.contiguous()
     end, rows = first.data_ptr(), 0
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.numel() and tensor.data_ptr() != end):
             return torch.cat(list(tensors))
         end += tensor.nbytes
-        rows += len(tensor)
+        rows += tensor.shape[0]
     begun = next((tensor for tensor in tensors if tensor.numel()), first)
     if begun.untyped_storage().nbytes() < begun.storage_offset() * begun.itemsize + end - begun.data_ptr():
         return torch.cat(list(tensors))  # neighbours by chance, in memory of different owners
