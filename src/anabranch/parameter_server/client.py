@@ -459,7 +459,7 @@ class ParameterClient:
             with self._counting:
                 base = self._clocks[shard].read(reply.generation, reply.steps)
             pull.take(shard, reply, answer.tensors, base, dense)
-        found = pull.result()
+        found = pull.pulled()
         waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
         sizes = dict(zip(layout.tables, pull.bytes(), strict=True))
         sizes |= {name: share.bytes(compression) for _, _, dense in requests for name, share in dense.items()}

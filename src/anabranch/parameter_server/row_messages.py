@@ -3,7 +3,7 @@
 ::
 
     ids of all tables ──routing──> by shard, table, kind ──Pull.message──> shards
-    rows by table, in the order of their ids <──Pull.result── Pull.take <──answers
+    rows by table, in the order of their ids <──Pull.pulled── Pull.take <──answers
 
 What is done to ids and rows is done to those of all tables at once.
 """
@@ -300,7 +300,7 @@ class Pull:
             blocks.append((torch.cat([none[0], *parts[0]]), torch.cat([none[1], *parts[1]])))
         return blocks
 
-    def result(self) -> dict[str, Pulled]:
+    def pulled(self) -> dict[str, Pulled]:
         """What has come, by table and parameter."""
         routed, none = self._routed, torch.empty(0, dtype=torch.int64)
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
