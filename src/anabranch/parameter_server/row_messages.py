@@ -2,7 +2,7 @@
 
 ::
 
-    ids of all tables ──routing──> by shard, table, kind ──Pull.message──> shards
+    ids of all tables ──routing──> by shard, table, kind ──Pull.parts, Pull.tensors──> shards
     rows by table, in the order of their ids <──Pull.pulled── Pull.take <──answers
 
 What is done to ids and rows is done to those of all tables at once.
