@@ -557,6 +557,7 @@ class ParameterClient:
         hold: bool = False,
         squares: Mapping[str, Tensor] | None = None,
         beside: bool = False,
+        awaited: bool = True,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
 
@@ -569,6 +570,7 @@ class ParameterClient:
             hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
             squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
             beside: of a worker, applied at once like a bare client's, but by the worker's share in the last step.
+            awaited: whether anybody waits for it, for the books.
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
             raise ValueError(
@@ -612,8 +614,9 @@ class ParameterClient:
                     tensors.insert(1, torch.cat([torch.empty(0), *summed]).bfloat16())
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
         self._gather(requests, deadline)
+        waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
-            self._count(name, deadline.elapsed() / len(gradients), size, pushes=1)
+            self._count(name, waited, size, pushes=1)
 
     def squared_norm(self, step: int) -> float:
         """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
