@@ -561,7 +561,7 @@ def _in_a_thread(run: Callable[[], None]) -> Future[None]:
     def work() -> None:
         try:
             run()
-        except BaseException as error:  # for whoever asks
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
             future.set_exception(error)
         else:
             future.set_result(None)
