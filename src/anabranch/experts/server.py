@@ -270,7 +270,10 @@ class ExpertServer:
             raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
         rows = wire.check_layout(header.tensors, wire.request_layout(backend.schema, header))
         pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
-        pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
+        nbytes = 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        pool.check_room(rows, nbytes)
 
     def _allocate(self, headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
         if self._pinned:
@@ -337,6 +340,9 @@ class ExpertServer:
         if aside:
             self._round.tasks = None
             of_many = not self._server.on_loop()
+            if len(self._runtimes) == 1:
+                self._runtimes[0].submit(aside, one_of_many=of_many)
+                return
             for runtime in self._runtimes:
                 mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
                 runtime.submit(mine, one_of_many=of_many)
@@ -376,4 +382,7 @@ class ExpertServer:
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> int:
-    return next(tensor.shape[0] for tensor in tensors if tensor is not None)
+    for tensor in tensors:
+        if tensor is not None:
+            return tensor.shape[0]
+    raise AssertionError("a schema without inputs is refused where it is made")
