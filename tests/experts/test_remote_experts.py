@@ -23,7 +23,9 @@ from anabranch.errors import (
     RemoteError,
     SchemaError,
 )
-from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, wire
+from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, Schema, wire
+from anabranch.experts import backend as backend_module
+from anabranch.experts import schema as schema_module
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Client, Request, RequestHeader
@@ -144,6 +146,45 @@ def test_nested_keyword_bool_and_int_inputs_and_integer_outputs() -> None:
         optimizer.step()
     for a, b in zip(here.parameters(), there.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_one_tensor_in_and_out_is_nested_nowhere_and_refused_as_any_other_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    one, nested = (Schema((spec,), {}, spec) for spec in (TensorSpec(2), (TensorSpec(2),)))
+    assert (one.takes_one, one.gives_one) == (True, True)
+    assert (nested.takes_one, nested.gives_one) == (False, False)
+    backend = ExpertBackend("one.0", nn.Linear(2, 3), args_schema=[TensorSpec(2)])
+    x = torch.randn(4, 2)
+    expected = backend.module(x).detach()
+    assert one.flatten_inputs((x,), {})[0] is x  # works the schema out
+
+    def no_flattening(*_: object, **__: object) -> object:
+        raise AssertionError("one tensor has no structure")
+
+    with monkeypatch.context() as patch:
+        for module in (schema_module, backend_module):
+            patch.setattr(module, "flatten", no_flattening)
+        patch.setattr(backend_module, "unflatten", no_flattening)
+        assert one.flatten_inputs((x,), {})[0] is x
+        (answer,) = backend.forward(x)
+    assert answer is not None
+    assert torch.equal(answer, expected)
+    for args, kwargs in (((x, x), {}), (([x],), {}), ((x,), {"by": x}), ((), {}), ((None,), {})):
+        with pytest.raises(SchemaError, match="expected arguments"):
+            one.flatten_inputs(args, kwargs)
+    backend.module = nn.Identity()
+    with pytest.raises(SchemaError, match=r"one\.0's output 0: expected \(rows, 3\) float32, got \(4, 2\)"):
+        backend.forward(x)
+    backend.module = Fork()
+    with pytest.raises(SchemaError, match="another structure"):
+        backend.forward(x)
+
+
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
 
 
 def test_an_expert_of_keywords_alone() -> None:

@@ -179,7 +179,7 @@ class ExpertBackend:
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             outputs = self._call([self._place(tensor) for tensor in inputs])
         return tuple(self._check_outputs(outputs))
 
@@ -329,6 +329,8 @@ class ExpertBackend:
         return answers, moved
 
     def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
+        if self.schema.takes_one and parameters is None:
+            return self.module(leaves[0])
         whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
         if parameters is None:
@@ -336,7 +338,9 @@ class ExpertBackend:
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
+        if tensor is None or tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
 
     def _as_leaf(self, tensor: Tensor | None, spec: TensorSpec | None) -> Tensor | None:
         placed = self._place(tensor)
@@ -345,6 +349,9 @@ class ExpertBackend:
         return placed.detach().requires_grad_()
 
     def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
+        if self.schema.gives_one and isinstance(outputs, Tensor):
+            cast(TensorSpec, self.schema.outputs).check(outputs, f"{self.uid}'s output 0")
+            return [outputs]
         leaves, came = flatten(outputs)
         expected = self.schema.output_structure
         if came != expected:

@@ -92,7 +92,7 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
 
 def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
     """The rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
-    return check_parts(headers, [spec for _, spec in layout], [name for name, _ in layout])
+    return check_parts(headers, layout)
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
