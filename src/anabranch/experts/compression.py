@@ -14,6 +14,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tensors import TensorSpec, from_blocks, to_blocks
 from anabranch.transport import TensorHeader
+from anabranch.transport.tensor_memory import DTYPES
 
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
 
@@ -69,7 +70,11 @@ def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, Ten
     rows = headers[0].shape[0] if headers and headers[0].shape else 0
     if len(headers) == len(layout):
         for header, (_, spec) in zip(headers, layout, strict=True):
-            if spec.compression is not None or header.dtype is not spec.dtype or header.shape != (rows, *spec.shape):
+            if (
+                spec.compression is not None
+                or DTYPES[header.code] is not spec.dtype
+                or header.shape != (rows, *spec.shape)
+            ):
                 break
         else:
             return rows
