@@ -98,6 +98,7 @@ class ExpertBackend:
         max_queue_bytes: int = 1 << 30,
     ) -> None:
         self.uid = check_uid(uid)
+        self._output_name = f"{uid}'s output 0"
         if gradient_reduction not in ("sum", "mean"):
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -172,6 +173,7 @@ class ExpertBackend:
 
     def _prepare_copies(self) -> None:
         self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
+        self._is_here = self.device.type == "cpu"
         for pool in self.get_pools():
             pool.copies = self.copies
 
@@ -180,7 +182,8 @@ class ExpertBackend:
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
         with torch.set_grad_enabled(False):
-            outputs = self._call([self._place(tensor) for tensor in inputs])
+            placed = inputs if self._is_here else [self._place(tensor) for tensor in inputs]
+            outputs = self._call(placed)
         return tuple(self._check_outputs(outputs))
 
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -349,8 +352,9 @@ class ExpertBackend:
         return placed.detach().requires_grad_()
 
     def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
-        if self.schema.gives_one and isinstance(outputs, Tensor):
-            cast(TensorSpec, self.schema.outputs).check(outputs, f"{self.uid}'s output 0")
+        spec = self.schema.outputs
+        if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
+            spec.check(outputs, self._output_name)
             return [outputs]
         leaves, came = flatten(outputs)
         expected = self.schema.output_structure

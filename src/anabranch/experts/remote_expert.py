@@ -135,7 +135,7 @@ class RemoteExpert(nn.Module):
                 found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
             return found.known
 
-    def _may_have_changed(self, error: Exception | None, deadline: Deadline) -> bool:
+    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
         """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
@@ -179,7 +179,7 @@ class _There:
         expert = self._expert
         deadline = self._deadline or Deadline.after(expert.forward_timeout)
         crossed, error = self._ask(inputs, wants, deadline)
-        if not deadline.expired() and expert._may_have_changed(error, deadline):
+        if error is not None and not deadline.expired() and expert._may_have_changed(error, deadline):
             expert._found.known = None
             crossed, error = self._ask(inputs, wants, deadline)
         if error is not None:

@@ -136,29 +136,30 @@ class Runtime:
             for pool, its_tasks in tasks.items():
                 pool.put_all(its_tasks, declined)
             now = time.monotonic()
-            helps = not (one_of_many and self._threads > 1) and self._may_help(now)
-            if not helps and not self._helped and any(pool.due_at() < self._sleeps_until for pool in tasks):
+            quick = None if one_of_many and self._threads > 1 else self._find_quick(now)
+            if quick is None and not self._helped and any(pool.due_at() < self._sleeps_until for pool in tasks):
                 self._changed.notify_all()
         try:
             for task, reason in declined:
                 task.finish(reason)
         finally:
-            if helps:
-                self._help(now + _QUICK)
+            if quick is not None:
+                self._help(quick, now + _QUICK)
 
-    def _may_help(self, now: float) -> bool:
-        """Whether this thread is to run what is due; then the device thread leaves it alone, and nobody pauses it."""
+    def _find_quick(self, now: float) -> TaskPool | None:
+        """What this thread is to run; then the device thread leaves it alone, and nobody pauses it."""
         if self._stopped or self._helped or not self._sleeps_until:
-            return False
+            return None
         pool = self._most_urgent(now)
         if pool is None or pool.copies is not None or pool.expected_seconds() > _QUICK:
-            return False
+            return None
         self._helped = self._batch.acquire(blocking=False)
-        return self._helped
+        return pool if self._helped else None
 
-    def _help(self, until: float) -> None:
+    def _help(self, first: TaskPool, until: float) -> None:
         try:
             self._prepare_thread()
+            self._run_batch(first)
             while self._filled:
                 with self._lock:
                     now = time.monotonic()

@@ -18,9 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -48,8 +49,7 @@ class Unrepeatable(RuntimeError):
     """A batch failed after it had changed something, so its tasks are not to be run again one by one."""
 
 
-@dataclass(slots=True, eq=False)
-class Task:
+class Task(msgspec.Struct, eq=False):
     """One request, or a part of one that was too large for a batch.
 
     Attributes:
@@ -68,11 +68,11 @@ class Task:
     rows: int
     deadline: Deadline
     finish: Callable[[Sequence[Tensor | None] | BaseException], None]
-    unwanted: Callable[[], bool] = field(default=lambda: False)
-    arrived: float = field(default_factory=time.monotonic)
+    unwanted: Callable[[], bool] = lambda: False
+    arrived: float = msgspec.field(default_factory=time.monotonic)
     ticket: bytes = b""
     copied: torch.cuda.Event | None = None
-    nbytes: int = field(init=False, default=0)
+    nbytes: int = 0
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -177,8 +177,10 @@ class TaskPool:
 
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raises ``Overloaded`` if a request of so many rows and bytes finds no room now."""
-        with self.lock:
-            self._check_room(rows, nbytes)
+        # Looked at again, with the lock held, when the task is queued.
+        if self._queue or self._closed:
+            with self.lock:
+                self._check_room(rows, nbytes)
 
     def _check_room(self, rows: int, nbytes: int) -> None:
         if self._closed:
@@ -220,7 +222,8 @@ class TaskPool:
                 declined.append((task, error))
 
     def _put(self, task: Task) -> None:
-        self._check_room(task.rows, task.nbytes)
+        if self._queue or self._closed:
+            self._check_room(task.rows, task.nbytes)
         self._tasks += 1
         self._rows += task.rows
         self._bytes += task.nbytes

@@ -79,7 +79,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """What a forward or backward request with ``header`` has to carry."""
-    layout = input_layout(schema)
+    layout = schema.input_layout
     if header.verb == BACKWARD:
         present, ticket = read_backward(header.payload)
         gradients = gradient_layout(schema.output_specs, present, "output")
@@ -100,7 +100,10 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
     parts: list[Tensor] = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if tensor is not None and spec is not None:
-            parts += compress(tensor, spec)
+            if spec.compression is None:
+                parts.append(tensor)
+            else:
+                parts += compress(tensor, spec)
     return parts
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError
 from anabranch.transport.streams import Stream
-from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES, bytes_of, check_bools, dense_on_cpu
+from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES, bytes_of, check_bools, dense_on_cpu, plain_bytes
 
 __all__ = [
     "Accept",
@@ -202,9 +202,11 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
     for tensor in tensors:
         if tensor.ndim > limits.dimensions:
             raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {tuple(tensor.shape)}")
-        plain = dense_on_cpu(tensor)
-        described.append(TensorHeader(DTYPE_CODES[plain.dtype], tuple(plain.shape), offset, plain.nbytes))
-        memory = bytes_of(plain)
+        memory = plain_bytes(tensor)
+        if memory is None:
+            tensor = dense_on_cpu(tensor)
+            memory = bytes_of(tensor)
+        described.append(TensorHeader(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), offset, len(memory)))
         offset += len(memory)
         if memory:
             bodies.append(memory)

@@ -294,7 +294,7 @@ class Server:
         verb = self._verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
-        if not peer.may(verb.roles):
+        if verb.roles is not None and not peer.may(verb.roles):
             raise Unauthorized(f"role {peer.role!r} may not ask {verb.name!r}; roles {sorted(verb.roles or ())} may")
         if verb.once and len(header.epoch) != 16:
             raise ProtocolError(f"{verb.name} is done exactly once: number its requests (once=True)")
@@ -312,7 +312,10 @@ class Server:
                 verb.check(header)
             except BaseException:
                 with self._lock:
-                    self._release(nbytes)
+                    self._calls -= 1
+                    self._bytes -= nbytes
+                    if self._draining:
+                        self._state.notify_all()
                 raise
         self._requests[verb.name] += 1
         return verb
@@ -323,13 +326,10 @@ class Server:
             self._served += 1
             self._received += nbytes
             self._sent += answered
-            self._release(nbytes)
-
-    def _release(self, nbytes: int) -> None:
-        self._calls -= 1
-        self._bytes -= nbytes
-        if self._draining and not self._calls:
-            self._state.notify_all()
+            self._calls -= 1
+            self._bytes -= nbytes
+            if self._draining:
+                self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
         """A request or a connection was turned away."""
