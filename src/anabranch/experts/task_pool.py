@@ -149,12 +149,12 @@ class TaskPool:
         self.timeout = timeout
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
-        self.share(RLock(), {})
         self.copies: DeviceCopies | None = None
         """To and from the device on which ``process`` computes, if its memory is not this one's."""
         self.tasks_in_batch = 1
         """How many tasks the running batch is made of, for ``process``."""
         self._queue: deque[Task] = deque()
+        self.share(RLock(), {})
         self._rows = self._bytes = 0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
         # Seconds that batches of so many rows (by powers of two) have taken lately.
@@ -169,7 +169,7 @@ class TaskPool:
             filled: the pools that have tasks, so that nobody has to look at the others.
             changed: over ``lock``; notified when a task arrives.
         """
-        if getattr(self, "_queue", None):
+        if self._queue:
             filled[self] = None
         self.lock = lock
         self.changed = changed or threading.Condition(lock)

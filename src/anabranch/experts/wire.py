@@ -29,7 +29,6 @@ __all__ = [
     "check_layout",
     "from_wire",
     "gradient_layout",
-    "input_layout",
     "output_layout",
     "pack_backward",
     "pack_present",
@@ -48,11 +47,6 @@ _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes])
 _unpack_present = unpacker(list[bool])
-
-
-def input_layout(schema: Schema) -> Layout:
-    """What a forward request carries."""
-    return schema.input_layout
 
 
 def output_layout(schema: Schema) -> Layout:
