@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
 from anabranch.parameter_server import Cache, RowCache
+from anabranch.parameter_server.cache import SPARE
 from anabranch.parameter_server.messages import WITH_STATE
 
 UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
@@ -87,10 +89,22 @@ class Workers(RuleBasedStateMachine):
         workers=st.integers(2, 3),
         kind=st.sampled_from(["compiled", "plain"]),
         states=st.booleans(),
+        spare=st.booleans(),
     )
     def start(
-        self, policy: str, capacity: int, pull_bound: int, push_bound: int, workers: int, kind: str, states: bool
+        self,
+        policy: str,
+        capacity: int,
+        pull_bound: int,
+        push_bound: int,
+        workers: int,
+        kind: str,
+        states: bool,
+        spare: bool,
     ) -> None:
+        # As if bounds of 2 steps had one to spare, which takes too many steps to get to otherwise.
+        self.patch = mock.patch("anabranch.parameter_server.cache.SPARE", 2 if spare else SPARE)
+        self.patch.start()
         self.cache = Cache(policy, capacity, pull_bound, push_bound)
         self.server = Server()
         states = states and push_bound > 0
@@ -130,20 +144,26 @@ class Workers(RuleBasedStateMachine):
         for peer in self.peers:
             peer.deliver()
 
-    @rule(batches=st.lists(IDS, min_size=3, max_size=3), ahead=st.lists(IDS, min_size=3, max_size=3))
-    def one_step_with_prefetching(self, batches: list[list[int]], ahead: list[list[int]]) -> None:
-        """What the next step will miss is asked for before this step's pushes, and put in after them."""
+    @rule(
+        batches=st.lists(IDS, min_size=3, max_size=3),
+        ahead=st.lists(IDS, min_size=3, max_size=3),
+        flushed=st.booleans(),
+    )
+    def one_step_with_prefetching(self, batches: list[list[int]], ahead: list[list[int]], flushed: bool) -> None:
+        """What the next step will ask about is asked before this step's pushes, and taken in after them."""
         coming = []
         asked_at = self.step
 
         def ask() -> None:
-            for cache, ids in zip(self.caches, ahead, strict=False):
-                missing = cache.missing(torch.tensor(ids))
-                coming.append((cache, missing, self.peers[0].pull(missing, torch.full((len(missing),), -1))))
+            for cache, peer, wanted in zip(self.caches, self.peers, ahead, strict=False):
+                ids, asked = cache.ahead(torch.tensor(wanted), asked_at)
+                coming.append((cache, torch.tensor(wanted), ids, asked, peer.pull(ids, asked)))
 
         self.run_step(batches, between=ask)
-        for cache, missing, (positions, versions, rows) in coming:
-            cache.put(missing[positions], versions, rows, asked_at)
+        if flushed:
+            self.flush(0, forget=False)
+        for cache, wanted, ids, asked, came in coming:
+            cache.take_in(wanted, ids, asked, *came, asked_at)
         self.deliver()  # who left for them may be read in the next step
 
     @rule(worker=st.integers(0, 2), ids=IDS)
@@ -172,6 +192,7 @@ class Workers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "caches"):
+            self.patch.stop()
             self.deliver()
             for cache in self.caches:
                 self.server.push(*cache.waiting())
@@ -293,3 +314,48 @@ def test_a_cache_that_cannot_be_is_refused(fault: dict[str, object]) -> None:
 def test_waiting_pushes_without_a_way_to_read_them_are_refused() -> None:
     with pytest.raises(ValueError, match="own writes"):
         RowCache(Cache(push_bound=1), 2, torch.float32, Server(2))
+
+
+def test_what_the_next_step_reads_does_not_leave_for_what_comes() -> None:
+    server = Server(1)
+    cache = RowCache(Cache(capacity=4, pull_bound=50), 1, torch.float32, server, move=add)
+    cache.read(torch.tensor([1, 2]), 0)
+    cache.read(torch.tensor([3, 4]), 1)
+    wanted = torch.tensor([1, 5, 6])
+    ids, asked = cache.ahead(wanted, 1)
+    assert ids.tolist() == [5, 6]
+    cache.take_in(wanted, ids, asked, *server.pull(ids, asked), 1)
+    cache.read(wanted, 2)
+    assert server.sent == 4 + 2
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_own_gradients_that_were_flushed_meanwhile_stay_in_the_row(flushed: bool) -> None:
+    """The answer that is on its way lacks them, and they wait no more to be added to it."""
+    server = Server(3)
+    cache = RowCache(Cache(capacity=4, pull_bound=1, push_bound=9), 3, torch.float32, server, move=add)
+    ids = torch.tensor([1])
+    cache.read(ids, 0)
+    cache.write(ids, torch.tensor([[1.0, 0.0, 0.0]]), 0)
+    server.push(ids, torch.tensor([[0.0, 1.0, 0.0]]))  # another worker's
+    cache.read(torch.tensor([2]), 1)
+    asked = cache.ahead(ids, 1)
+    came = server.pull(*asked)
+    if flushed:
+        server.push(*cache.waiting())
+    cache.take_in(ids, *asked, *came, 1)
+    assert cache.read(ids, 2).tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_a_row_in_the_place_of_one_that_was_asked_about_waits_for_nothing() -> None:
+    server = Server(2)
+    cache = RowCache(
+        Cache(capacity=1, pull_bound=9, push_bound=9), 2, torch.float32, Later(server, states=True),
+        move=add_with_state, held=3,
+    )  # fmt: skip
+    cache.read(torch.tensor([1]), 0)
+    _, asked = cache.ahead(torch.tensor([1]), 0)
+    assert asked.tolist() == [WITH_STATE]
+    cache.read(torch.tensor([2]), 1)
+    ids, _, _ = cache.write(torch.tensor([2]), torch.ones(1, 2), 1)
+    assert ids.tolist() == [2]

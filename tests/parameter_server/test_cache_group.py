@@ -97,13 +97,15 @@ def run(make: object, cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> l
         read(ids, training=True)
         if chance(4):
             read(some_ids(), training=False)
-        ahead = caches.missing(some_ids()) if chance(2) else {}
-        came = servers.pull(ahead, {name: torch.full((len(some),), -1) for name, some in ahead.items()})
+        ahead = caches.ahead(some_ids(), step, training=not chance(5)) if chance(2) else None
+        came = servers.pull(ahead.ids, ahead.known) if ahead else {}
         grads = {name: (some, torch.randn(len(some), WIDTH, generator=draw, dtype=dtype)) for name, some in ids.items()}
         note("due", caches.write(grads, step))
+        if chance(10):
+            note("waited", caches.waiting())
         if ahead:
-            log.append(ahead)
-            note("left", caches.put(ahead, came, step))
+            log.extend([ahead.ids, ahead.known])
+            note("left", caches.take_in(ahead, came))
         for name in NAMES:
             others = torch.unique(torch.randint(ROWS, (3,), generator=draw))
             servers.change(name, others, torch.full((len(others), servers.wide), 0.25, dtype=dtype))
@@ -133,7 +135,7 @@ def same(found: object, wanted: object) -> None:
         assert found == wanted
 
 
-@pytest.mark.parametrize("bounds", [(0, 0), (3, 0), (0, 4), (3, 4)])
+@pytest.mark.parametrize("bounds", [(0, 0), (3, 0), (0, 4), (3, 4), (9, 8)])
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "LFUOpt"])
 @pytest.mark.parametrize("rule", RULES)
 def test_caches_in_one_call_are_the_caches_one_by_one(policy: str, bounds: tuple[int, int], rule: str) -> None:

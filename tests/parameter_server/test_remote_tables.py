@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch.errors import NotFound
+from anabranch.errors import DeadlineExceeded, NonFinite, NotFound
 from anabranch.events import Event, subscribe
 from anabranch.parameter_server import (
     Cache,
     ParameterClient,
     ParameterServer,
+    Pulled,
     RemoteEmbedding,
     RemoteTables,
     RowWiseAdagrad,
@@ -332,7 +336,7 @@ def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: 
                 assert torch.equal(found, wanted)
                 fetched.clear()
                 ((caches, coming),) = tables._by_cache({"0.weight": torch.unique(batches[step + 1])})
-                if not caches.missing(coming):
+                if not caches.ahead(coming, step, training=True).ids:
                     fetched.set()
                 tables.prefetch({"0.weight": batches[step + 1]})
                 Wait.apply(found).square().sum().backward()
@@ -381,3 +385,232 @@ def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: boo
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(steps, range(2)))
         assert torch.equal(-bare.sparse_pull("t", ids), torch.full((1, 2), 1.0 if mean else 2.0))
+
+
+class _Gate:
+    """A client whose pushes do not leave before they are let."""
+
+    def __init__(self, client: ParameterClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.failure: Exception | None = None
+        self._push = client.push_many
+        monkeypatch.setattr(client, "push_many", self.push_many)
+
+    def push_many(self, *args: Any, **options: Any) -> None:
+        assert self.opened.wait(timeout=30)
+        if self.failure is not None:
+            raise self.failure
+        self._push(*args, **options)
+
+
+def _table_and_its_twin(
+    make: Callable[..., torch.optim.Optimizer],
+) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    plain = nn.Embedding(ROWS, WIDTH)
+    model = nn.Sequential(copy.deepcopy(plain))
+    return model, plain, [make(model.parameters()), make(plain.parameters())]
+
+
+def _one_step(model: nn.Module, plain: nn.Module, own: torch.optim.Optimizer, ids: Tensor) -> None:
+    """Compares what both read, and has both go back; only the twin moves here."""
+    torch.testing.assert_close(model(ids), plain(ids), rtol=1e-5, atol=1e-6)
+    for one in (model, plain):
+        one(ids).square().sum().backward()
+    own.step()
+    own.zero_grad()
+
+
+def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    everyone = torch.arange(ROWS)
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, monkeypatch)
+        tables.begin(0)
+        _one_step(model, plain, own, everyone)
+        gate.opened.set()
+        tables.push()  # of nothing yet
+        tables.begin(1)
+        _one_step(model, plain, own, everyone)
+        tables._arrive()
+        gate.opened.clear()
+        tables.push()  # of both steps, which returns though nothing leaves
+        tables.begin(2)
+        _one_step(model, plain, own, everyone)
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        gate.opened.set()
+        tables.push()
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == ROWS
+        tables.close()
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The push leaves when the read has begun to wait for it: who does not wait reads too early, or nothing."""
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache("LFUOpt", capacity=1, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, monkeypatch)
+        arrive = tables._arrive
+
+        def let() -> None:
+            gate.opened.set()
+            arrive()
+
+        monkeypatch.setattr(tables, "_arrive", let)
+        for step in range(4):
+            tables.begin(step)
+            _one_step(model, plain, own, torch.tensor([1, 2, 3]))
+            gate.opened.clear()
+            tables.push()
+        tables.close()
+
+
+def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, monkeypatch)
+        gate.opened.set()
+        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
+        tables.begin(0)
+        _one_step(model, plain, own, ids)
+        tables.push()
+        for call in (tables.push, tables.flush, lambda: model(torch.tensor([5]))):
+            with pytest.raises(DeadlineExceeded, match="gone"):
+                call()
+        gate.failure = None
+        tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
+        tables.begin(1)
+        assert torch.equal(model(ids), client.pull("0.weight")[ids])
+        tables.close()
+
+
+def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a push from before would move what a checkpoint has put back."""
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, monkeypatch)
+        tables.begin(0)
+        _one_step(model, plain, own, torch.tensor([1, 2]))
+        tables.push()
+        dropped = thread.submit(tables.drop_caches)
+        assert not futures.wait([dropped], timeout=0.2).done
+        gate.opened.set()
+        dropped.result(timeout=30)
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
+        tables.close()
+
+
+def test_gradients_that_are_no_numbers_are_refused_and_spoil_no_cached_row() -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            for step in range(3):
+                tables.begin(step)
+                _one_step(model, plain, own, ids)
+                tables.push()
+            tables.begin(3)
+            (model(ids) * torch.tensor(math.nan)).sum().backward()
+            with pytest.raises(NonFinite, match="0.weight"):
+                tables.push()
+            tables.begin(3)
+            _one_step(model, plain, own, ids)
+            tables.push()
+        assert sum(client.statistics()[0].refused_values.values()) == 1
+        torch.testing.assert_close(client.pull("0.weight")[ids], plain.weight[ids], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
+def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS[name])
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, ROWS, (3,), generator=draw).unique() for _ in range(60)]
+    reads: list[int] = []
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=9, push_bound=9)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            pull = client.pull_many
+
+            def noted(*args: Any, ahead: bool = False, **options: Any) -> dict[str, Pulled]:
+                reads.extend([] if ahead else [tables._step])
+                return pull(*args, ahead=ahead, **options)
+
+            monkeypatch.setattr(client, "pull_many", noted)
+            for step, ids in enumerate(batches[:-1]):
+                tables.begin(step)
+                found = model(ids)
+                tables.prefetch({"0.weight": batches[step + 1]})
+                if name == "sgd":  # of the others a sum of gradients is no sum of steps
+                    torch.testing.assert_close(found, plain(ids), rtol=1e-4, atol=1e-5)
+                for rows in (found, plain(ids)):
+                    rows.sum().backward()
+                tables.push()
+                own.step()
+                own.zero_grad()
+            assert reads == [0]
+        if name == "sgd":
+            torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_a_row_whose_state_was_asked_for_wait_for_it() -> None:
+    """Else its first gradient is pushed, and the state that comes is too old to be of use."""
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            for step in range(4):
+                tables.begin(step)
+                found = model(ids)
+                tables.prefetch({"0.weight": ids})
+                torch.testing.assert_close(found, plain(ids), rtol=1e-5, atol=1e-6)
+                for rows in (found, plain(ids)):
+                    rows.square().sum().backward()
+                tables.push()
+                own.step()
+                own.zero_grad()
+            tables.begin(4)
+            assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
+
+
+def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
+    """Asked before the other worker's push of the step before, it is answered after it."""
+    network = MemoryTransport()
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        server = enter(ParameterServer(transport=network))
+        sides = []
+        for rank in range(2):
+            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
+            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            cache = Cache(capacity=ROWS, pull_bound=50, push_bound=50) if rank == 0 else None
+            sides.append((table, RemoteTables(client, cache=cache)))
+            sides[-1][1].adopt_modules(table)
+        (table, tables), (other, others) = sides
+        tables.begin(0)
+        tables.push(mean=False)
+        tables.begin(1)
+        tables.prefetch({"t": torch.tensor([7])})
+        assert tables._coming is not None
+        # However long it is waited for: the other one has not pushed.
+        assert not futures.wait([tables._coming[1]], timeout=0.2).done
+        others.begin(0)
+        other(torch.tensor([7])).sum().backward()
+        others.push(mean=False)
+        others.begin(1)
+        others.push(mean=False)
+        tables.push(mean=False)
+        tables.begin(2)
+        assert torch.equal(table(torch.tensor([7])), torch.full((1, 2), -1.0))
+        tables.close()

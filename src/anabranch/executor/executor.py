@@ -81,7 +81,7 @@ class Executor:
         row_compression: how rows of tables, and their gradients, are rounded on their way from and to the servers:
             ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids and
             dense parameters never are.
-        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also its missing rows.
+        prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also ask for its rows.
         use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.
         process_group: the workers; the job's by default, initialised here when nobody has.

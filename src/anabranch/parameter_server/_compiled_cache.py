@@ -36,10 +36,11 @@ class Held(NamedTuple):
     checked: Any
     due_at: Any
     stated: Any
+    coming: Any
     rows: Any
     waiting: Any
     energy: Any
-    fresh: Any  # rows that the ``put`` that runs has filled
+    pushed: Any  # since what is taken in was asked for
     counters: Any
 
 
@@ -88,19 +89,57 @@ def _use(
             _take(held, t, slot, width, left[k], due, at)
             at += 1
         held.versions[t, slot] = -1
+        held.coming[t, slot] = False
     return at
 
 
 @_kernel
-def missing(held: Any, members: Any, ids: Any, starts: Any, out: Any) -> None:
-    """Whether each id is not here."""
+def ahead(
+    held: Any,
+    members: Any,
+    ids: Any,
+    starts: Any,
+    step: int,
+    bound: int,
+    waits: bool,
+    spare: int,
+    asks: Any,
+    asked: Any,
+    ask_starts: Any,
+) -> None:
+    """Which ids of the next step to ask about, as ``ask`` says it; ``waits`` says whether own gradients do."""
+    count = 0
+    others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
-        t = U(members[k])
-        keys, slots, versions = held.keys[t], held.slots[t], held.versions[t]
-        for i in range(starts[k], starts[k + 1]):
+        t, begin, end = U(members[k]), starts[k], starts[k + 1]
+        keys, slots = held.keys[t], held.slots[t]
+        later = 0
+        for i in range(begin, end):
             _look_ahead(keys, slots, ids, i)
             slot = slots[_place(keys, slots, ids[i])]
-            out[i] = slot < 0 or versions[slot] < 0
+            version = held.versions[t, slot] if slot >= 0 else -1
+            if version >= 0:
+                used = held.last_use[t, slot] == step
+                stale = step + 1 - held.checked[t, slot] > bound - spare
+                if not waits:
+                    again = stale and not used
+                elif held.stated[t, slot]:
+                    again = stale and held.due_at[t, slot] > step - spare
+                else:
+                    again = stale or used
+                if not again or bound == 0:
+                    continue
+                held.coming[t, slot] = True
+                if not held.stated[t, slot]:
+                    asks[count], asked[count] = i, WITH_STATE
+                    count += 1
+                    continue
+            others[later], known[later] = i, version
+            later += 1
+        for n in range(later):
+            asks[count], asked[count] = others[n], known[n]
+            count += 1
+        ask_starts[k + 1] = count
 
 
 @_kernel
@@ -229,65 +268,108 @@ def answer(
 
 
 @_kernel
-def put(
+def admit(
     held: Any,
     by_frequency: bool,
     settled: int,
     width: int,
-    stateless: bool,
     members: Any,
     ids: Any,
     starts: Any,
-    versions: Any,
-    came: Any,
     step: int,
     leaving: Any,
 ) -> None:
-    """Takes in rows ahead of their use, and marks them as ``fresh``."""
+    """Gives all ``ids`` of ``step`` a slot, before any of them is read."""
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):
         t, begin, end = U(members[k]), starts[k], starts[k + 1]
-        left = _use(held, t, ids[begin:end], step + 1, by_frequency, settled, width, found[begin:end], leaving, left)
+        left = _use(held, t, ids[begin:end], step, by_frequency, settled, width, found[begin:end], leaving, left)
         leaving.starts[k + 1] = left
-        for i in range(begin, end):
-            slot = found[i]
-            if slot < 0 or held.versions[t, slot] >= 0:
-                continue
-            for j in range(U(held.rows.shape[2])):
-                held.rows[t, U(slot), j] = came[U(i), j]
-            held.versions[t, slot] = versions[i]
-            held.stated[t, slot] = stateless
-            held.checked[t, slot] = step
-            held.fresh[t, slot] = True
-            held.counters[t, MISSES] += 1
 
 
 @_kernel
-def distrust(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """Rows among ``fresh`` ones are asked about when they are next read: ``ids`` were pushed meanwhile."""
+def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
+    """``ids`` were pushed since what is taken in was asked for."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
+            _look_ahead(held.keys[t], held.slots[t], ids, i)
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
-            if slot >= 0 and held.fresh[t, slot]:
-                held.checked[t, slot] = LONG_AGO
+            if slot >= 0:
+                held.pushed[t, slot] = True
 
 
 @_kernel
-def pass_on(held: Any, members: Any, ids: Any, starts: Any, sent: Any, sent_starts: Any) -> None:
-    """``write`` without a ``push_bound``: rows here are asked about when they are next read; ``sent`` are not here."""
-    count = 0
+def take_in(
+    held: Any,
+    width: int,
+    stateless: bool,
+    members: Any,
+    step: int,
+    ids: Any,
+    asked: Any,
+    starts: Any,
+    positions: Any,
+    came_starts: Any,
+    versions: Any,
+    came: Any,
+    dirty: Any,
+) -> int:
+    """``RowCache.take_in`` of ids that were admitted; ``dirty`` and what is returned are as ``answer`` has them."""
+    again = 0
+    for k in range(members.size):
+        t, p = U(members[k]), came_starts[k]
+        for i in range(starts[k], starts[k + 1]):
+            _look_ahead(held.keys[t], held.slots[t], ids, i)
+            here = p < came_starts[k + 1] and starts[k] + positions[p] == i
+            at = p
+            p += here
+            slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
+            if slot < 0:
+                continue
+            held.coming[t, slot] = False
+            version = held.versions[t, slot]
+            whole = held.rows.shape[2]
+            if asked[i] == -1:
+                if not here or version >= 0:
+                    continue
+                held.stated[t, slot] = stateless
+                held.checked[t, slot] = LONG_AGO if held.pushed[t, slot] else step
+            else:
+                if version < 0 or held.pushed[t, slot]:
+                    continue
+                if not here:
+                    if version == asked[i]:
+                        held.checked[t, slot] = step
+                    continue
+                if not stateless:
+                    if asked[i] >= 0 and held.stated[t, slot]:
+                        whole = width  # its state is here already
+                    else:
+                        held.stated[t, slot] = asked[i] == WITH_STATE
+                held.checked[t, slot] = step
+                held.counters[t, REFRESHED] += 1
+                if held.due_at[t, slot] < NEVER:
+                    dirty[again, 0], dirty[again, 1] = t, slot
+                    again += 1
+            for j in range(U(whole)):
+                held.rows[t, U(slot), j] = came[U(at), j]
+            held.versions[t, slot] = versions[at]
+            held.counters[t, MISSES] += 1
+    return again
+
+
+@_kernel
+def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
+    """``write`` without a ``push_bound``: rows here are asked about when they are next read."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
+            _look_ahead(held.keys[t], held.slots[t], ids, i)
             slot = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
             if slot >= 0 and held.versions[t, slot] >= 0:
                 held.checked[t, slot] = LONG_AGO
-            else:
-                sent[count] = ids[i]
-                count += 1
-        sent_starts[k + 1] = count
         held.counters[t, PUSHED] += starts[k + 1] - starts[k]
 
 
@@ -326,16 +408,15 @@ def write(
     grads: Any,
     step: int,
     push_bound: int,
+    spare: int,
     constants: Any,
     due: Any,
-    sent: Any,
-    sent_starts: Any,
 ) -> None:
     """Moves the rows here by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 
     ``kind`` is as ``step_all`` has it. Of row-wise Adagrad a row's last number is its sum.
     """
-    at = count = 0
+    at = 0
     wide, stride = U(width), U(held.rows.shape[2])
     own = np.empty(width, grads.dtype)
     slots = np.empty(ids.size, np.int64)
@@ -354,12 +435,10 @@ def write(
                 _prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
             slot = slots[i]
             here = slot >= 0 and held.versions[t, slot] >= 0
-            if not here:
-                sent[count] = ids[i]
-                count += 1
-            elif not held.stated[t, slot]:
+            stated = here and held.stated[t, slot]
+            if here and not stated:
                 held.checked[t, slot] = LONG_AGO
-                here = False
+                here = held.coming[t, slot]
             if not here:
                 due.ids[at], due.squares[at] = ids[i], 1
                 for j in range(U(width)):
@@ -373,14 +452,14 @@ def write(
                 own[j] = value
                 held.waiting[t, U(slot), j] += value
                 energy += np.float32(value) * np.float32(value)
-            row = (base + U(slot)) * stride
-            move(kind, storage, row, wide, storage, row + wide, own, constants[k])
+            if stated:
+                row = (base + U(slot)) * stride
+                move(kind, storage, row, wide, storage, row + wide, own, constants[k])
             held.energy[t, slot] += energy
             if held.due_at[t, slot] == NEVER:
-                held.due_at[t, slot] = step + push_bound
+                held.due_at[t, slot] = step + push_bound - spare
         for slot in range(U(held.due_at.shape[1])):
-            if held.due_at[t, slot] <= step:
+            if held.due_at[t, slot] <= step - spare * held.coming[t, slot]:
                 _take(held, t, slot, width, held.ids_of[t, slot], due, at)
                 at += 1
         due.starts[k + 1] = at
-        sent_starts[k + 1] = count

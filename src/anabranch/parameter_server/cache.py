@@ -12,6 +12,16 @@ Own gradients can only move a row here whose optimizer's state is here, and most
 comes without it. Its first gradient is pushed with the step; used again, it comes with its state, which from then on is
 moved here and comes no more.
 
+What the next step reads is asked about while this one goes on, as of the pushes before this step::
+
+    ahead(ids, step):  not here, soon too old, or used again and without its state ──> ask; gradients of the latter wait
+    take_in(...):      as it was at ``step``, with the own gradients that wait; what was pushed since is left as it is,
+                       and asked about when it is read, for own writes are read
+
+So that a row need not be asked about twice, or by a read that must wait for the answer, bounds of ``SPARE`` steps and
+more are used up but for one: a row is asked about ahead a step before it is too old, and gradients are pushed a step
+before they have waited too long, unless an answer is on its way to which they must be added.
+
 An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
 misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
 
@@ -36,9 +46,10 @@ from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.messages import WITH_STATE
 
-__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache", "SETTLED"]
+__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache", "SETTLED", "spare_of"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
+SPARE = 8  # steps from which on a bound has one to spare
 SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 _LONG_AGO = -(1 << 40)
 _NEVER = 1 << 40
@@ -148,8 +159,9 @@ class RowCache:
         self.cache = cache
         self._peer, self._move = peer, move
         self._kind: Literal["compiled", "plain"] = kind or ("plain" if kernels() is kernels("plain") else "compiled")
-        self._width, self._dtype, self._held = width, dtype, held or width
-        self._stateless = self._held == self._width
+        self._width, self._dtype, self.held = width, dtype, held or width
+        self._spare = spare_of(cache)
+        self._stateless = self.held == self._width
         self._hits = self._misses = self._refreshed = self._evictions = self._pushed = 0
         self._begin()
 
@@ -161,14 +173,16 @@ class RowCache:
             by_frequency=self.cache.policy != "LRU",
             settled=SETTLED if self.cache.policy == "LFUOpt" else 1 << 62,
         )
-        self._rows = torch.zeros(capacity, self._held, dtype=self._dtype)
+        self._rows = torch.zeros(capacity, self.held, dtype=self._dtype)
         self._versions = torch.full((capacity,), -1)
         self._checked = torch.full((capacity,), _LONG_AGO)
         self._waiting = torch.zeros(capacity if self.cache.push_bound else 0, self._width, dtype=self._dtype)
         self._energy = torch.zeros(len(self._waiting))  # the sum of squares of the gradients that wait
         self._due_at = torch.full((capacity,), _NEVER)  # when the gradients that wait are pushed, if any do
         self._stated = torch.full((capacity,), self._stateless)  # whether a row has its state, if any, here
-        self._sent: list[tuple[int, Tensor]] = []  # ids pushed from rows that are not here, by step; of the last steps
+        self._coming = torch.zeros(capacity, dtype=torch.bool)  # whether it was asked about ahead
+        self._sent: list[tuple[int, Tensor]] = []  # ids that were pushed, by step; of the last steps
+        self._clock = 0  # of the last step that was asked about ahead, or written
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +199,7 @@ class RowCache:
         if len(ask):
             self._fetch(ids, slots, known, ask, out, step)
         self._hits += len(ids) - len(ask)
-        return out if self._held == self._width else out[:, : self._width].contiguous()
+        return out if self.held == self._width else out[:, : self._width].contiguous()
 
     def stale(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
         """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
@@ -211,24 +225,75 @@ class RowCache:
         order = torch.argsort((asked != WITH_STATE).to(torch.int8), stable=True)
         return ask[order], asked[order]
 
-    def missing(self, ids: Tensor) -> Tensor:
-        """Those of distinct ``ids`` that are not here."""
-        slots = self._find(ids)
-        return ids[(slots < 0) | (self._versions[slots.clamp(min=0)] < 0)]
+    def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
+        """Those of the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
 
-    def put(self, ids: Tensor, versions: Tensor, rows: Tensor, step: int) -> None:
-        """Takes in rows as they were at ``step``, ahead of their use in the next; what is here stays as it is."""
-        slots = self._use(ids, step + 1)
-        new = (slots >= 0) & (self._versions[slots.clamp(min=0)] < 0)
-        into, which = slots[new], torch.nonzero(new)[:, 0]
-        self._rows.index_copy_(0, into, rows.index_select(0, which).to(self._dtype))
-        self._versions.index_copy_(0, into, versions[new])
-        self._stated.index_fill_(0, into, self._stateless)
-        # What was pushed since these rows were asked for may not be in them, and own writes are read.
-        pushed = torch.cat([some for at, some in self._sent if at >= step] or [ids[:0]])
-        since = torch.where(torch.isin(ids[new], pushed), _LONG_AGO, step)
-        self._checked.index_copy_(0, into, since)
-        self._misses += int(new.sum())
+        What this step will push is left out, for the answer would lack it. Evaluation asks for what is not here.
+        """
+        slots = self._find(ids)
+        at = slots.clamp(min=0)
+        known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
+        ask = known < 0
+        bound = self.cache.pull_bound if training else 0
+        if bound:
+            last_use = torch.from_numpy(np.append(self._index.entries()[2], 0))
+            used = last_use[at.clamp(max=len(last_use) - 1)] == step
+            stale = step + 1 - self._checked[at] > bound - self._spare
+            if not self.cache.push_bound:
+                again = stale & ~used
+            else:
+                again = torch.where(self._stated[at], stale & (self._due_at[at] > step - self._spare), stale | used)
+            ask |= again
+        chosen, asked = self._asked(torch.nonzero(ask)[:, 0], slots, known)
+        self._coming[slots[chosen[asked != -1]]] = True
+        self._clock = step
+        return ids[chosen], asked
+
+    def take_in(
+        self,
+        wanted: Tensor,
+        ids: Tensor,
+        asked: Tensor,
+        positions: Tensor,
+        versions: Tensor,
+        rows: Tensor,
+        step: int,
+    ) -> None:
+        """Takes in what ``ahead`` asked about at ``step``: rows at ``positions`` of ``ids``; the others are unchanged.
+
+        ``wanted`` are all ids of the next step: none of them leaves for what comes.
+        """
+        self._use(wanted, step + 1)
+        slots = self._find(ids)
+        at = slots.clamp(min=0)
+        held = torch.where(slots >= 0, self._versions[at], -1)
+        pushed = torch.isin(ids, torch.cat([some for when, some in self._sent if when >= step] or [ids[:0]]))
+        came = torch.full((len(ids),), -1)
+        came[positions] = torch.arange(len(positions))
+        self._coming[slots[slots >= 0]] = False
+
+        new = torch.nonzero((asked == -1) & (came >= 0) & (slots >= 0) & (held < 0))[:, 0]
+        into = slots[new]
+        self._rows[into] = rows[came[new]].to(self._dtype)
+        self._versions[into] = versions[came[new]]
+        self._stated[into] = self._stateless
+        self._checked[into] = torch.where(pushed[new], _LONG_AGO, step)
+
+        again = (asked != -1) & (held >= 0) & ~pushed
+        self._checked[slots[again & (came < 0) & (held == asked)]] = step
+        changed = torch.nonzero(again & (came >= 0))[:, 0]
+        into = slots[changed]
+        everyone = torch.ones(len(changed), dtype=torch.bool)
+        fresh = rows[came[changed]].to(self._dtype)
+        if not self._stateless and len(into):
+            fresh = self._with_states(fresh, everyone, into, asked[changed])
+        if self.cache.push_bound and len(into):
+            fresh = self._with_own_writes(fresh, everyone, into)
+        self._rows[into] = fresh
+        self._versions[into] = versions[came[changed]]
+        self._checked[into] = step
+        self._misses += len(new) + len(changed)
+        self._refreshed += len(changed)
 
     def _use(self, ids: Tensor, step: int) -> Tensor:
         before = self._index.entries()[0].copy()
@@ -239,6 +304,7 @@ class RowCache:
             dirty = leaving[self._due_at[leaving] < _NEVER]
             self._push_slots(dirty, torch.from_numpy(before)[dirty], step)
             self._versions[leaving] = -1
+            self._coming[leaving] = False
         return torch.from_numpy(found)
 
     def _find(self, ids: Tensor) -> Tensor:
@@ -299,29 +365,34 @@ class RowCache:
         held = slots >= 0
         held &= self._versions.index_select(0, slots.clamp(min=0)) >= 0
         mine = slots[held]
+        self._clock = step
         self._sent = [(at, some) for at, some in self._sent if at >= step - 1]
-        self._sent.append((step, ids[~held]))
         if not self.cache.push_bound:
             self._checked.index_fill_(0, mine, _LONG_AGO)
             self._pushed += len(ids)
+            self._sent.append((step, ids))
             return ids, grads, None
         stated = self._stated.index_select(0, mine)
         self._checked.index_fill_(0, mine[~stated], _LONG_AGO)
-        held[torch.nonzero(held)[:, 0][~stated]] = False
-        mine = mine[stated]
+        waits = stated | self._coming.index_select(0, mine)
+        held[torch.nonzero(held)[:, 0][~waits]] = False
+        mine, stated = mine[waits], stated[waits]
         assert self._move is not None
         own = grads.index_select(0, torch.nonzero(held)[:, 0])
-        self._rows.index_copy_(0, mine, self._move(self._rows.index_select(0, mine), own, None))
+        moved = self._move(self._rows.index_select(0, mine[stated]), own[stated], None)
+        self._rows.index_copy_(0, mine[stated], moved)
         clean = self._due_at.index_select(0, mine) == _NEVER
-        self._due_at.index_fill_(0, mine[clean], step + self.cache.push_bound)
+        self._due_at.index_fill_(0, mine[clean], step + self.cache.push_bound - self._spare)
         self._waiting.index_add_(0, mine, own.to(self._dtype))
         self._energy.index_add_(0, mine, _energies(own))
-        due_slots = torch.nonzero(self._due_at <= step)[:, 0]
+        due_slots = torch.nonzero(self._due_at <= step - self._spare * self._coming.long())[:, 0]
         due_ids, due_grads, due_squares = self._take(due_slots)
         rest = torch.nonzero(~held)[:, 0]
         self._pushed += len(rest)
         squares = torch.cat([torch.ones(len(rest)), due_squares])
-        return torch.cat([ids[rest], due_ids]), torch.cat([grads.index_select(0, rest), due_grads]), squares
+        pushed = torch.cat([ids[rest], due_ids])
+        self._sent.append((step, pushed))
+        return pushed, torch.cat([grads.index_select(0, rest), due_grads]), squares
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """No ids and no gradients: what is written in a step that has none."""
@@ -329,7 +400,9 @@ class RowCache:
 
     def waiting(self) -> Due:
         """All that waits here, which counts as pushed: for saving and closing."""
-        return self._take(torch.nonzero(self._due_at < _NEVER)[:, 0])
+        taken = self._take(torch.nonzero(self._due_at < _NEVER)[:, 0])
+        self._sent.append((self._clock, taken[0]))
+        return taken
 
     def _take(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.cache.push_bound:
@@ -361,6 +434,11 @@ class RowCache:
     def statistics(self) -> CacheStatistics:
         """Counts since it was made."""
         return CacheStatistics(self._hits, self._misses, self._refreshed, self._evictions, self._pushed)
+
+
+def spare_of(cache: Cache) -> int:
+    """Of how many steps the bounds are kept free."""
+    return int(cache.pull_bound >= SPARE and (cache.push_bound >= SPARE or not cache.push_bound))
 
 
 def _energies(grads: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.parameter_server.cache import SETTLED, Cache, CacheStatistics, Due, RowCache
+from anabranch.parameter_server.cache import SETTLED, Cache, CacheStatistics, Due, RowCache, spare_of
 from anabranch.parameter_server.client import Pulled
 from anabranch.parameter_server.row_optimizers import RowOptimizer
 from anabranch.parameter_server.row_step import move_rows
@@ -56,11 +56,11 @@ class Caches(Protocol):
     def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
         """The second half: the rows of all that was wanted, and what has left meanwhile."""
 
-    def missing(self, wanted: Ids) -> dict[str, Tensor]:
-        """Those of the ids that are not here; nothing of a table of which all are."""
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        """What to ask about during ``step`` so that the next one, which wants these ids, need not."""
 
-    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
-        """Takes in the rows of all ``ids``, and says what left for them."""
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        """Takes in what ``ahead`` asked about, and says what left for it."""
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Takes the gradients of distinct ids; what is due at the servers."""
@@ -151,15 +151,21 @@ class CachesOneByOne:
         left = {name: self._caches[name][1].left() for name in names}
         return {name: due for name, due in left.items() if due is not None}
 
-    def missing(self, wanted: Ids) -> dict[str, Tensor]:
-        found = {name: self._caches[name][0].missing(ids) for name, ids in wanted.items()}
-        return {name: ids for name, ids in found.items() if len(ids)}
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        found = {name: self._caches[name][0].ahead(ids, step, training=training) for name, ids in wanted.items()}
+        asked = {name: some for name, some in found.items() if len(some[0])}
+        ids = {name: some for name, (some, _) in asked.items()}
+        return Question(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
 
-    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
-        for name, some in ids.items():
-            pulled = came[name]
-            self._caches[name][0].put(some[pulled.positions], pulled.versions, pulled.rows, step)
-        return self._left(ids)
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+        nothing = torch.empty(0, dtype=torch.int64)
+        for name, ids in wanted.items():
+            cache = self._caches[name][0]
+            asked, known = question.ids.get(name, nothing), question.known.get(name, nothing)
+            came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held))
+            cache.take_in(ids if training else asked, asked, known, came.positions, came.versions, came.rows, step)
+        return self._left(wanted)
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         due = {}
@@ -195,6 +201,20 @@ class _Asked:
     rows: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What ``CacheGroup.ahead`` has found out."""
+
+    names: list[str]
+    members: Array
+    wanted: Tensor
+    starts: Array
+    step: int
+    ids: Tensor
+    asked: Array
+    ask_starts: Array
+
+
 class CacheGroup:
     """Caches of tables of one width and dtype and, if own writes wait, one kind of optimizer. Needs Numba.
 
@@ -219,6 +239,7 @@ class CacheGroup:
         self.names = list(names)
         self._numbers = {name: number for number, name in enumerate(self.names)}
         self._cache, self._width, self._dtype, self._rules = cache, width, dtype, list(rules)
+        self._spare = spare_of(cache)
         rule = self._rules[0]()
         self._wide = rule.row_width(width) if cache.push_bound else width
         self._kind = _compiled_group.kind_of(rule.family, rule.states)
@@ -247,13 +268,15 @@ class CacheGroup:
             checked=np.full(whole, self._kernels.LONG_AGO, np.int64),
             due_at=np.full(whole, none, np.int64),
             stated=np.full(whole, self._stateless),
+            coming=np.zeros(whole, np.bool_),
             rows=np.zeros((*whole, self._wide), numbers),
             waiting=np.zeros((tables, waiting, self._width), numbers),
             energy=np.zeros((tables, waiting), np.float32),
-            fresh=np.zeros(whole, np.bool_),
+            pushed=np.zeros(whole, np.bool_),
             counters=self._counters,
         )
-        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: of rows that are not here
+        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed lately
+        self._clock = 0  # of the last step that was asked about ahead, or written
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -284,27 +307,32 @@ class CacheGroup:
         assert isinstance(asked, _Asked)
         names = asked.names
         if len(asked.asks):
-            came = [found.get(name) for name in names]
-            starts = np.zeros(len(names) + 1, np.int64)
-            np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
-            there = [one for one in came if one is not None]
-            rows = side_by_side([_wide(one.rows.to(self._dtype), self._wide) for one in there])
-            positions, versions = (
-                side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
-            )
-            assert len(positions) == len(versions) == len(rows) == starts[-1]
-            dirty = np.empty((len(rows), 3), np.int64)
+            came = self._side_by_side(names, found)
+            dirty = np.empty((len(came[-1]), 3), np.int64)
             again = self._kernels.answer(
                 self._held, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
-                asked.asks, asked.asked, asked.ask_starts, positions, starts, versions, rows.numpy(),
-                asked.rows.numpy(), dirty,
+                asked.asks, asked.asked, asked.ask_starts, *came, asked.rows.numpy(), dirty,
             )  # fmt: skip
             if again:
-                self._apply_again(dirty[:again], asked.rows, asked.step)
+                places, moved = self._apply_again(dirty[:again], asked.step)
+                asked.rows[places] = moved[:, : self._width]
         return _parts(names, asked.rows, asked.starts, empty=True), {}
 
-    def _apply_again(self, dirty: Array, out: Tensor, step: int) -> None:
-        """Applies the gradients that still wait to rows that came."""
+    def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
+        """Of all that came the positions, where each table's begin, the versions and the rows."""
+        came = [found.get(name) for name in names]
+        starts = np.zeros(len(names) + 1, np.int64)
+        np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
+        there = [one for one in came if one is not None]
+        rows = side_by_side([_wide(one.rows.to(self._dtype), self._wide) for one in there])
+        positions, versions = (
+            side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
+        )
+        assert len(positions) == len(versions) == len(rows) == starts[-1]
+        return positions, starts, versions, rows.numpy()
+
+    def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
+        """Applies the gradients that still wait to rows that came; returns their places, and what they are now."""
         tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
         at = tables * self._cache.capacity + slots
         rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
@@ -314,40 +342,55 @@ class CacheGroup:
         alike: dict[RowOptimizer, list[int]] = {}
         for table in np.unique(dirty[:, 0]).tolist():
             alike.setdefault(self._rules[table](), []).append(table)
+        moved = rows[at]
         for rule, some in alike.items():
             mine = torch.nonzero(torch.isin(tables, torch.tensor(some)))[:, 0]
-            moved = move_rows(rows[at[mine]], grads[mine], rule, step + 1, squares[mine])
-            rows[at[mine]] = moved
-            out[places[mine]] = moved[:, : self._width]
+            moved[mine] = move_rows(moved[mine], grads[mine], rule, step + 1, squares[mine])
+        rows[at] = moved
+        return places, moved
 
-    def missing(self, wanted: Ids) -> dict[str, Tensor]:
-        """Those of the ids that are not here."""
+    # --- reading ahead ----------------------------------------------------------------------------------------------
+
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
         names, members, starts = self._lookups(wanted)
         ids = side_by_side([wanted[name] for name in names])
-        out = np.empty(len(ids), np.bool_)
-        self._kernels.missing(self._held, members, ids.numpy(), starts, out)
-        counts = np.add.reduceat(np.append(out, False), starts[:-1], dtype=np.int64) * (np.diff(starts) > 0)
-        return _parts(names, ids[torch.from_numpy(out)], np.append(0, np.cumsum(counts)))
-
-    def put(self, ids: Ids, came: Mapping[str, Pulled], step: int) -> dict[str, Due]:
-        """Takes in rows ahead of their use."""
-        given = {name: some[came[name].positions] for name, some in ids.items()}
-        names, members, starts = self._lookups(given)
-        flat = side_by_side([given[name] for name in names])
-        rows = side_by_side([_wide(came[name].rows.to(self._dtype), self._wide) for name in names])
-        versions = side_by_side([came[name].versions for name in names])
-        assert len(flat) == len(rows) == len(versions)
-        leaving = self._room(len(flat), len(names))
-        self._kernels.put(
-            self._held, *self._policy, self._width, self._stateless, members, flat.numpy(), starts, versions.numpy(),
-            rows.numpy(), step, leaving,
+        asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
+        ask_starts = np.zeros(len(names) + 1, np.int64)
+        self._kernels.ahead(
+            self._held, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
+            self._cache.push_bound > 0, self._spare, asks, asked, ask_starts,
         )  # fmt: skip
-        left = self._left(names, members, leaving, step + 1)
-        # What was pushed since these rows were asked for may not be in them, and own writes are read.
+        self._clock = step
+        total = ask_starts[-1]
+        some, known = ids.index_select(0, torch.from_numpy(asks[:total])), asked[:total]
+        if not training:  # which is no use of what is here
+            ids, starts = some, ask_starts
+        state = _Ahead(names, members, ids, starts, step, some, known, ask_starts)
+        return Question(_parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state)
+
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        asked = question.state
+        assert isinstance(asked, _Ahead)
+        leaving = self._room(len(asked.wanted), len(asked.names))
+        self._kernels.admit(
+            self._held, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
+            leaving,
+        )  # fmt: skip
+        left = self._left(asked.names, asked.members, leaving, asked.step + 1)
+        if not len(asked.ids):
+            return left
+        self._held.pushed.fill(False)
         for at, *pushed in self._sent:
-            if at >= step:
-                self._kernels.distrust(self._held, *pushed)
-        self._held.fresh.fill(False)
+            if at >= asked.step:
+                self._kernels.mark(self._held, *pushed)
+        came = self._side_by_side(asked.names, found)
+        dirty = np.empty((len(came[-1]), 3), np.int64)
+        again = self._kernels.take_in(
+            self._held, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
+            asked.ask_starts, *came, dirty,
+        )  # fmt: skip
+        if again:
+            self._apply_again(dirty[:again], asked.step)
         return left
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -361,24 +404,22 @@ class CacheGroup:
             return {}
         names, members, starts = self._lookups({name: ids for name, (ids, _) in given.items()})
         ids = side_by_side([given[name][0] for name in names]).numpy()
+        self._clock = step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
-        sent, sent_starts = np.empty(ids.size, np.int64), np.zeros(len(names) + 1, np.int64)
         if not self._cache.push_bound:
-            self._kernels.pass_on(self._held, members, ids, starts, sent, sent_starts)
-            due: dict[str, Due] = {name: (*given[name], None) for name in names}
-        else:
-            grads = side_by_side([given[name][1].to(self._dtype) for name in names])
-            room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
-            rules = [self._rules[k]() for k in members.tolist()]
-            found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
-            constants = np.stack([found[rule] for rule in rules])
-            self._kernels.write(
-                self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
-                constants, room, sent, sent_starts,
-            )  # fmt: skip
-            due = self._due(names, room, empty=True)
-        self._sent.append((step, members, sent[: sent_starts[-1]], sent_starts))
-        return due
+            self._kernels.pass_on(self._held, members, ids, starts)
+            self._sent.append((step, members, ids, starts))
+            return {name: (*given[name], None) for name in names}
+        grads = side_by_side([given[name][1].to(self._dtype) for name in names])
+        room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
+        rules = [self._rules[k]() for k in members.tolist()]
+        found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+        constants = np.stack([found[rule] for rule in rules])
+        self._kernels.write(
+            self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
+            self._spare, constants, room,
+        )  # fmt: skip
+        return self._left(names, members, room, step, empty=True)
 
     def waiting(self) -> dict[str, Due]:
         """All that waits, which counts as pushed."""
@@ -388,7 +429,7 @@ class CacheGroup:
         limit = self._kernels.NEVER - 1
         room = self._room(self._kernels.count_due(self._held.due_at, members, limit), len(members))
         self._kernels.take_due(self._held, self._width, members, limit, room)
-        return self._due(self.names, room)
+        return self._left(self.names, members, room, self._clock)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Counts since it was made."""
@@ -415,13 +456,10 @@ class CacheGroup:
             np.zeros(tables + 1, np.int64),
         )
 
-    def _left(self, names: list[str], members: Array, room: Any, step: int) -> dict[str, Due]:
-        if not room.starts[-1]:
-            return {}
-        self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
-        return self._due(names, room)
-
-    def _due(self, names: list[str], room: Any, *, empty: bool = False) -> dict[str, Due]:
+    def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
+        """What goes to the servers with the push of ``step``."""
+        if room.starts[-1]:
+            self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
         ids, grads, squares = (
             _parts(names, torch.from_numpy(some[: room.starts[-1]]), room.starts, empty=empty)
             for some in (room.ids, room.grads, room.squares)

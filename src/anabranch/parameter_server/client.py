@@ -496,6 +496,7 @@ class ParameterClient:
         hold: bool = False,
         squares: Mapping[str, Tensor] | None = None,
         beside: bool = False,
+        awaited: bool = True,
     ) -> None:
         """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
 
@@ -508,6 +509,7 @@ class ParameterClient:
             hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
             squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
             beside: of a worker, applied at once like a bare client's, but by the worker's share in the last step.
+            awaited: whether anybody waits for it, for the books.
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
             raise ValueError(
@@ -540,8 +542,9 @@ class ParameterClient:
         self._gather(requests, deadline)
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
+        waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
-            self._count(name, deadline.elapsed() / len(gradients), size, pushes=1)
+            self._count(name, waited, size, pushes=1)
 
     def squared_norm(self, step: int) -> float:
         """The sum of squares of the merged gradients that are held of ``step``, over all shards."""

@@ -4,13 +4,22 @@
 
     begin(step) ──> forward: lookups read rows, through the cache ──> backward: gradients are collected
                 ──> push(weight): all of the step's gradients, one message a shard
+
+With a cache whose gradients may wait (``push_bound``), nothing of a step waits for the servers if it need not: its push
+is on its way while the next step runs, and what the next step reads is asked about while this one runs::
+
+    step 5    read ─ forward ─ backward ─ push ┐      read ─ forward ─ backward ─ push ┐      step 6
+                  └ ahead of 6 ─────────────── │ ─────┘   └ ahead of 7 ─────           └ 6 ──────
+                                               └ 5 ──────────────
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -25,6 +34,7 @@ from anabranch.parameter_server.client import ParameterClient, Pulled
 from anabranch.parameter_server.distinct_ids import Distinct, distinct_ids, unique_of
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.optimizer_state import from_torch
+from anabranch.parameter_server.packing import all_finite
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
 from anabranch.parameter_server.remote_weight import RemoteWeight
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
@@ -74,7 +84,8 @@ class RemoteTables:
         self._reads = self._usual_reads = 0
         self._between: Callable[[], None] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
-        self._coming: tuple[dict[str, Tensor], Future[dict[str, Pulled]], int] | None = None
+        self._coming: tuple[list[tuple[Caches, Question]], Future[dict[str, Pulled]]] | None = None
+        self._leaves: Future[None] | None = None  # the push that is on its way, or has failed
 
     @property
     def names(self) -> list[str]:
@@ -270,8 +281,9 @@ class RemoteTables:
     def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
         """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
 
-        They are read as they are now, before this step's pushes, and are cached rows when the next step begins: as old
-        as that, so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed.
+        They are read as of this step, before its pushes, and are cached rows when the next step begins: as old as that,
+        so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed. With a
+        larger one cached rows that will be too old then are asked about as well.
 
         Args:
             wanted: ids by table; those that a table does not have are left to the lookup that names them.
@@ -287,29 +299,29 @@ class RemoteTables:
             name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
             for name, ids in wanted.items()
         }
-        missing: dict[str, Tensor] = {}
-        for caches, some in self._by_cache(distinct):
-            missing |= caches.missing(some)
-        if missing:
+        questions = [
+            (caches, caches.ahead(some, self._step, training=self._training))
+            for caches, some in self._by_cache(distinct)
+        ]
+        asked = {name: ids for _, question in questions for name, ids in question.ids.items()}
+        known = {name: versions for _, question in questions for name, versions in question.known.items()}
+        if asked:
             if self._fetcher is None:
                 self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
-            self._coming = (missing, self._fetcher.submit(self._fetch, missing), self._step)
+            self._coming = (questions, self._fetcher.submit(self._fetch, asked, known))
 
-    def _fetch(self, missing: Mapping[str, Tensor]) -> dict[str, Pulled]:
-        report("tables.prefetch", tables=list(missing))
-        known = {name: torch.full((len(ids),), -1) for name, ids in missing.items()}
-        return self._client.pull_many(
-            missing, training=self._training, known=known, widths=self._widths(missing), ahead=True
-        )
+    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Pulled]:
+        report("tables.prefetch", tables=list(asked))
+        return self._pull_many(asked, known, ahead=True)
 
     def _collect(self) -> None:
         """Puts what was prefetched into the caches."""
         if self._coming is None:
             return
-        (missing, future, step), self._coming = self._coming, None
+        (questions, future), self._coming = self._coming, None
         came = future.result(timeout=self._client.timeout)
-        for caches, some in self._by_cache(missing):
-            self._leave(caches.put(some, came, step))
+        for caches, question in questions:
+            self._leave(caches.take_in(question, came))
         # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
@@ -325,11 +337,14 @@ class RemoteTables:
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends the thread that prefetches, and lets go of what waits: after a failure."""
+        """Ends the threads that prefetch and push, and lets go of what waits: after a failure."""
         self._coming = None
         if self._fetcher is not None:
             self._fetcher.shutdown()
             self._fetcher = None
+        if self._leaves is not None:
+            wait([self._leaves], timeout=self._client.timeout)
+            self._leaves = None
 
     def __enter__(self) -> RemoteTables:
         return self
@@ -358,6 +373,9 @@ class RemoteTables:
     ) -> None:
         """Sends the step's gradients to the servers, all that concerns one of them in one message.
 
+        With a cache whose gradients wait it returns while they are on their way; should they not arrive, the next call
+        that needs them there raises what this one would have.
+
         Args:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
@@ -372,7 +390,13 @@ class RemoteTables:
             raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
         self._weight, self._mean = weight or self._weight, mean
         given = self.take() if given is None else given
+        self._arrive()
         due: dict[str, Due] = {}
+        waits = self._cache is not None and self._cache.push_bound > 0
+        if waits and not all_finite([grads for _, grads in given.values()]):
+            refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
+            self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays as it is
+            return
         if self._cache is None:
             due = {name: (*some, None) for name, some in given.items()}
         else:
@@ -387,7 +411,16 @@ class RemoteTables:
         if mean and not weight and waited:  # what waited has weight though this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        self._send(due, weight, mean, hold, beside or {})
+        send = self._sender(due, weight, mean, hold, beside or {}, awaited=not waits or bool(beside))
+        if waits and not beside:
+            self._leaves = _in_a_thread(send)
+        else:
+            send()
+
+    def _arrive(self) -> None:
+        """Returns once the last step's push has arrived, or raises what it has met."""
+        if self._leaves is not None:
+            self._leaves.result(timeout=self._client.timeout)
 
     def squared_norm(self) -> float:
         """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
@@ -399,6 +432,7 @@ class RemoteTables:
 
     def flush(self) -> None:
         """Pushes what waits in the caches, at once and beside the order of steps: before saving and closing."""
+        self._arrive()
         waiting: dict[str, Due] = {}
         for caches, _ in self._caches:
             waiting |= caches.waiting()
@@ -410,6 +444,7 @@ class RemoteTables:
 
     def _push_at_once(self, due: Mapping[str, Due]) -> None:
         if due:
+            self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
             self._client.push_many(
                 _without_squares(due), rules=rules, squares=_squares_of(due), weight=self._weight, mean=self._mean,
@@ -419,8 +454,11 @@ class RemoteTables:
             self._sources[name].leaving.clear()
 
     def drop_caches(self) -> None:
-        """Forgets all cached and prefetched rows, for the servers' have been replaced."""
-        self._collect()
+        """Forgets all cached and prefetched rows and what is on its way, for the servers' have been replaced."""
+        for future in (self._leaves, None if self._coming is None else self._coming[1]):
+            if future is not None:
+                future.exception(timeout=self._client.timeout)  # whatever became of it no longer counts
+        self._leaves = self._coming = None
         for caches, _ in self._caches:
             caches.drop()
 
@@ -428,14 +466,18 @@ class RemoteTables:
         """What each table's cache has done; nothing without caches."""
         return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
 
-    def _send(self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside) -> None:
+    def _sender(
+        self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
+    ) -> Callable[[], None]:
+        """What sends gradients with the numbers that optimizers have now."""
         rules = {name: self._sources[name].rule() for name in due}
         rules |= {name: rule for name, (_, _, rule) in beside.items()}
         given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
         step = self._step if self._client.worker is not None else None
-        self._client.push_many(
-            given, rules=rules, step=step, weight=weight, mean=mean, hold=hold, squares=_squares_of(due)
-        )
+        return partial(
+            self._client.push_many, given, rules=rules, step=step, weight=weight, mean=mean, hold=hold,
+            squares=_squares_of(due), awaited=awaited,
+        )  # fmt: skip
 
     def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
         """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
@@ -443,13 +485,19 @@ class RemoteTables:
             return None
         return {name: self._sources[name].held for name in names}
 
-    def _pull_many(self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None) -> dict[str, Pulled]:
+    def _pull_many(
+        self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead: bool = False
+    ) -> dict[str, Pulled]:
+        worker = self._client.worker
+        if not ahead or worker is None or worker.consistency != "bsp":
+            self._arrive()  # own writes are read; ahead of a step bsp's servers see to it
         return self._client.pull_many(
             ids,
             training=self._training,
-            step=self._step if self._client.worker is not None else None,
+            step=None if worker is None else self._step,
             known=known,
             widths=None if known is None else self._widths(ids),
+            ahead=ahead,
         )
 
 
@@ -504,6 +552,22 @@ class _Source:
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
+
+
+def _in_a_thread(run: Callable[[], None]) -> Future[None]:
+    """A thread for each push, so that none is left behind by tables that nobody closes."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name="anabranch-push").start()
+    return future
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
