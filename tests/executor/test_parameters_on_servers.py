@@ -399,9 +399,9 @@ def test_rounded_rows_are_fewer_bytes_and_learn_as_well(compression: str, share:
     exact_loss, exact, rows = run(None)
     rounded_loss, rounded, _ = run(compression)
     assert rounded_loss == pytest.approx(exact_loss, rel=0.01)
-    if cache is None:  # beside the numbers: 4 bytes of an id each way, and 8 of a version
-        assert exact == rows * (16 + 2 * 64)
-        assert rounded <= rows * (16 + 2 * 64 * share)
+    if cache is None:  # beside the numbers: 4 bytes of an id each way
+        assert exact == rows * (8 + 2 * 64)
+        assert rounded <= rows * (8 + 2 * 64 * share)
     assert rounded < 0.6 * exact
 
 

@@ -26,6 +26,8 @@ from anabranch.parameter_server import (
     TableSpec,
     Worker,
 )
+from anabranch.parameter_server.messages import WITH_STATE
+from anabranch.parameter_server.packing import Compression
 from anabranch.parameter_server.push_log import PushLog, Record
 from anabranch.testing import MemoryTransport, faults
 
@@ -242,6 +244,28 @@ def test_pushes_that_wait_for_another_worker_survive_a_checkpoint(tmp_path: Path
     with serve() as server, ParameterClient([server.endpoint], worker=Worker(1, 2), transport=network) as second:
         second.push_many({"t": (ids, 3 * grad)}, step=0)
         assert second.sparse_pull("t", ids).tolist() == [[-2.0, -2.0]]
+
+
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
+    compression: Compression | None, tmp_path: Path
+) -> None:
+    """A shard's log could once be written with 8-bit rows, or with versions asked about, and then not be read."""
+    network = MemoryTransport()
+    serve = functools.partial(ParameterServer, transport=network, durability="log")
+    ids, grads = draw(0)
+    with serve(checkpoint_dir=tmp_path / "state") as server:
+        with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
+            make(client)
+            known = {"dynamic": torch.tensor([-1, 0, WITH_STATE, -1])}
+            client.pull_many({"dynamic": ids}, training=True, known=known, widths={"dynamic": 12})
+            client.push_many({"dynamic": (ids, grads), "fixed": (ids, grads)}, squares={"fixed": torch.rand(4)})
+            wanted = state(client)
+        shutil.copytree(tmp_path / "state", tmp_path / "aside")
+    with serve(checkpoint_dir=tmp_path / "aside") as server:
+        assert server.statistics().replayed
+        with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
+            assert same(state(client), wanted)
 
 
 def records(directory: Path) -> list[str]:

@@ -30,6 +30,7 @@ from anabranch.parameter_server.messages import (
     NormMessage,
     Part,
     PullMessage,
+    PullPart,
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
@@ -80,7 +81,7 @@ def test_a_worker_that_comes_again_pushes_its_step_anew() -> None:
     shard.join(JoinMessage(0, 2, "bsp", 0))  # started again, at the same step
     shard.push(PushMessage([Part("t", 1)], [], 0, 0), [ids, torch.full((2,), 4.0)])
     shard.push(PushMessage([Part("t", 1)], [], 1, 0), [ids, torch.full((2,), 2.0)])
-    _, (_, _, rows) = shard.pull(PullMessage([Part("t", 1)]), [ids])
+    _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
     assert rows.tolist() == [1 - 3.0, 1 - 3.0]
 
 
@@ -121,7 +122,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
     """
     chance = random.Random(0)
     network = MemoryTransport()
-    ids, versions = torch.tensor([1, 2]), torch.tensor([0, 0])
+    ids, ages = torch.tensor([1, 2]), torch.tensor([1], dtype=torch.int16)
     nothing = [torch.empty(0), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 12, dtype=torch.float64)]
     bad_tensors = [
         torch.tensor([-1, 2]), torch.tensor([1, 10]), torch.tensor([1]), torch.ones(4), torch.full((4,), float("inf")),
@@ -129,7 +130,7 @@ def test_mutated_messages_are_refused_change_nothing_and_leave_no_record(tmp_pat
     ]  # fmt: skip
     messages = {
         "push": (PushMessage([Part("t", 2)], [SGD.to_dict()]), [ids, torch.zeros(4)]),
-        "pull": (PullMessage([Part("t", 2)], checked=True), [ids, versions]),
+        "pull": (PullMessage([PullPart("t", 2, 1, 1, 3)]), [ids, ages]),
         "init": (InitMessage("t", SGD.to_dict(), SPEC.to_dict()), []),
         "join": (JoinMessage(0, 1, "bsp"), []),
         "restore": (RestoreMessage("t", 1), [ids, torch.zeros(2, 2), ids, *nothing]),
@@ -223,7 +224,7 @@ def test_what_lies_beside_the_steps_counts_by_its_workers_share_also_after_a_res
     again.load(state, lambda name: groups[name])
     for one in (shard, again):
         one.push(PushMessage([Part("t", 1)], [], 1, -1, 3.0), [ids, grad])
-        _, (_, _, rows) = one.pull(PullMessage([Part("t", 1)]), [ids])
+        _, (rows,) = one.pull(PullMessage([PullPart("t", 1)]), [ids])
         assert rows.tolist() == [1.0 - 1.0 - 0.75] * 2
     with pytest.raises(SchemaError, match="has not joined"):
         shard.push(PushMessage([Part("t", 1)], [], 2, -1), [ids, grad])
@@ -242,5 +243,5 @@ def test_what_lies_beside_the_steps_waits_until_its_worker_s_share_is_known() ->
         shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
     shard.push(PushMessage([Part("t", 1)], [], 1, 0, 3.0), [ids, grad])
     shard.push(beside, [ids, grad], deadline=Deadline.after(0.01))
-    _, (_, _, rows) = shard.pull(PullMessage([Part("t", 1)]), [ids])
+    _, (rows,) = shard.pull(PullMessage([PullPart("t", 1)]), [ids])
     assert rows.tolist() == [1.0 - 1.0 - 0.25] * 2

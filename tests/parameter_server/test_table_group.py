@@ -52,6 +52,21 @@ def draw(tables: Sequence[RowTable], number: int, many: int = 40) -> torch.Tenso
     return torch.from_numpy(np.stack(rows))
 
 
+def same_answers(group: TableGroup, alone: list[RowTable], seed: int) -> None:
+    """Of a question in which some rows come with their state, and some only if they have changed."""
+    chance = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(table.spec.rows or 1, (12,), generator=chance) for table in alone]
+    stated, known = (torch.randint(7, (len(alone),), generator=chance).tolist() for _ in range(2))
+    since = [
+        torch.randint(-1, table.step + 1, (few,), generator=chance) for table, few in zip(alone, known, strict=True)
+    ]
+    *found, counts = group.answer(torch.cat(ids), [12] * len(alone), stated, known, torch.cat(since))
+    wanted = [table.answer(*asked) for table, *asked in zip(alone, ids, stated, since, strict=True)]
+    assert counts == [len(places) for _, _, places in wanted]
+    for one, others in zip(found, zip(*wanted, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(others))
+
+
 @pytest.mark.parametrize("every_row_moves", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RULES)
@@ -77,10 +92,7 @@ def test_a_group_of_tables_moves_as_its_tables_do_alone(name: str, dtype: torch.
             for k, table in enumerate(alone):
                 assert torch.equal(found[k], table.pull(ids[k]))
                 table.push(ids[k], grads[:, k])
-    if group.holds_states:
-        found = group.pull_with_state(torch.cat([torch.arange(5)] * 3), [5] * 3)
-        assert torch.equal(found, torch.cat([table.pull_with_state(torch.arange(5)) for table in alone]))
-    assert group.holds_states == (name != "row-wise")
+            same_answers(group, alone, step)
     for mine, theirs in zip(together, alone, strict=True):
         everyone = torch.arange(theirs.spec.rows or 0)
         assert mine.step == theirs.step

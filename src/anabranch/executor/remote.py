@@ -36,6 +36,7 @@ from anabranch.parameter_server import (
     to_torch,
     users_of,
 )
+from anabranch.parameter_server.warming_caches import compile_cache_kernels
 
 __all__ = ["Moved", "RemotePart"]
 
@@ -123,6 +124,9 @@ class RemotePart:
                 self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
             self._meet()
             self._take_over(steps)
+            if cache is not None:
+                for spec, table_rule in self.client.made:
+                    compile_cache_kernels(cache, table_rule, spec.dtype)
             self._meet()
         except BaseException:
             self.client.close()

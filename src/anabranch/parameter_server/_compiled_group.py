@@ -173,6 +173,98 @@ def gather_all(
                 out[target + j] = storage[source + j]
 
 
+@_kernel
+def changed_all(
+    stamps_at: Any,
+    sizes: Any,
+    rows: Any,
+    starts: Any,
+    needed: Any,
+    steps: Any,
+    since: Any,
+    since_starts: Any,
+    changed: Any,
+    counts: Any,
+    behind: Any,
+    first: int,
+    last: int,
+) -> None:
+    """Whether each of a table's last ``since_starts[t + 1] - since_starts[t]`` rows has changed after ``since``.
+
+    Tables of which one row is below ``needed`` are marked in ``behind`` and left. ``steps`` has the step of those whose
+    rows all move in every one, else -1. ``counts`` takes how many have changed.
+    """
+    for t in range(first, last):
+        stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
+        begin, end = starts[t], starts[t + 1]
+        known, count = since_starts[t], 0
+        asked = end - (since_starts[t + 1] - known)
+        for i in range(begin, end):
+            if i + _AHEAD < end:
+                _prefetch(stamps, U(rows[i + _AHEAD]))
+            stamp = stamps[U(rows[i])]
+            if stamp < needed[t]:
+                behind[t] = True
+                break
+            if i >= asked:
+                version = steps[t] if steps[t] >= 0 else stamp - 1
+                is_new = version > since[known + i - asked]
+                changed[known + i - asked] = is_new
+                count += is_new
+        counts[t] = count
+
+
+@_kernel
+def pick_all(
+    values_at: Any,
+    sizes: Any,
+    stride: int,
+    width: int,
+    rows: Any,
+    starts: Any,
+    stated: Any,
+    since_starts: Any,
+    changed: Any,
+    states: Any,
+    states_at: Any,
+    out: Any,
+    out_at: Any,
+    places: Any,
+    places_at: Any,
+    first: int,
+    last: int,
+) -> None:
+    """Copies a table's first rows with their states, unless there is no room for any; then those that come without.
+
+    Those are all but the known ones, and of the known ones those that have ``changed``, whose ``places`` are said.
+    """
+    wide, step = U(width), U(stride)
+    for t in range(first, last):
+        storage = carray(_memory_at(values_at[t], out), (sizes[t] * stride,))
+        begin, end = starts[t], starts[t + 1]
+        known = since_starts[t]
+        asked = end - (since_starts[t + 1] - known)
+        whole, target, place = U(states_at[t]) * step, U(out_at[t]) * wide, places_at[t]
+        for i in range(begin, end):
+            if i + _AHEAD < end:
+                _prefetch(storage, U(rows[i + _AHEAD]) * step)
+            source = U(rows[i]) * step
+            if i < begin + stated[t]:
+                if states.size:
+                    for j in range(step):
+                        states[whole + j] = storage[source + j]
+                    whole += step
+                continue
+            if i >= asked:
+                if not changed[known + i - asked]:
+                    continue
+                places[place] = i - asked
+                place += 1
+            for j in range(wide):
+                out[target + j] = storage[source + j]
+            target += wide
+
+
 @_inline
 def _chain(
     rows: Any,

@@ -38,15 +38,16 @@ from anabranch.parameter_server.messages import (
     NormMessage,
     Part,
     PullMessage,
+    PullPart,
     PullReply,
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
-    short_versions,
 )
 from anabranch.parameter_server.optimizer_state import Kept
-from anabranch.parameter_server.packing import Compression, Share, check_compression, join, split
+from anabranch.parameter_server.packing import Compression, Share, check_compression
 from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.row_messages import Clock, Layout, Pull, Pulled, Push, Routed
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.shard import ShardStatistics
@@ -58,7 +59,7 @@ __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 _CHUNK = 1 << 16  # rows of a whole table in one message
-_SHORT = 1 << 31  # rows of a table whose ids fit into 32 bits
+_REMEMBERED = 64  # messages of different tables
 _AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
 _BLOCK = ("ids", "values", "stamps", "sums", "usage")
 
@@ -75,29 +76,6 @@ class Worker:
     rank: int
     world: int
     consistency: str = "bsp"
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """Rows of one table as they came.
-
-    Attributes:
-        positions: which of the ids that were asked for these are; int64.
-        versions: the step at which each row last changed; int64.
-        rows: ``[len(positions), width]``.
-    """
-
-    positions: Tensor
-    versions: Tensor
-    rows: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """What one shard has sent of one table or parameter, and how many bytes that were."""
-
-    pulled: Pulled
-    nbytes: int
 
 
 @dataclass(slots=True)
@@ -166,6 +144,7 @@ class ParameterClient:
 
     Attributes:
         in_process: whether the one shard is in this process, and ends with this client.
+        made: the tables that this client has made, or has found to be there, and the optimizers it said they have.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
@@ -197,7 +176,8 @@ class ParameterClient:
         self._watch = watch
         self._look_every = heartbeat
         self._holdings: dict[str, _Holding] = {}
-        self._numbered = torch.empty(0, dtype=torch.int64)
+        self.made: list[tuple[TableSpec, RowOptimizer]] = []
+        self._layouts: dict[tuple[str, ...], Layout] = {}
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
         found = list(job().servers if endpoints is None else endpoints)
@@ -206,6 +186,7 @@ class ParameterClient:
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
             self.in_process = True
         self._endpoints = found
+        self._clocks = [Clock() for _ in found]
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -275,7 +256,8 @@ class ParameterClient:
             compile_kernels(spec.dtype)
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
         self._all([self._request(shard, "init", message) for shard in range(self.shards)])
-        self._holdings[spec.name] = self._holding_of(spec, row_shape)
+        self._hold(spec.name, self._holding_of(spec, row_shape))
+        self.made.append((spec, rule))
 
     def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> _Holding:
         placement = Placement(spec.rows, self.shards, table_key(spec.seed, spec.name))
@@ -341,8 +323,8 @@ class ParameterClient:
         everything = torch.empty(rows, row_width, dtype=holding.dtype)
         for first in range(0, rows, _CHUNK):
             ids = torch.arange(first, min(first + _CHUNK, rows))
-            unknown = torch.full((len(ids),), WITH_STATE)
-            found = self.pull_many({name: ids}, known={name: unknown}, widths={name: row_width}, exact=True)[name]
+            with_state = torch.full((len(ids),), WITH_STATE)
+            found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
             everything[first + found.positions] = found.rows
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         values = everything[:, :width].reshape(holding.shape)
@@ -363,11 +345,11 @@ class ParameterClient:
         """Makes the dense parameter ``name`` with ``value`` on its shard; one that is there stays as it is."""
         message = pack(InitMessage(name, rule.to_dict()))
         self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
-        self._holdings[name] = _Holding(None, value.dtype, tuple(value.shape))
+        self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
 
     def expect_dense(self, name: str, like: Tensor) -> None:
         """Counts on a dense parameter of the shape and dtype of ``like``, which another client makes."""
-        self._holdings[name] = _Holding(None, like.dtype, tuple(like.shape))
+        self._hold(name, _Holding(None, like.dtype, tuple(like.shape)))
 
     def drop(self, names: Iterable[str] | None) -> None:
         """Forgets those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
@@ -443,8 +425,9 @@ class ParameterClient:
             wanted: flat int64 ids by table; for a dense parameter none.
             training: admits ids to dynamic tables.
             step: of the worker, whose turn is waited for; ``None`` reads what is there.
-            known: for each table the version that is held of each id, -1 for none; only rows of another version come.
-            widths: those whose known version is ``WITH_STATE`` come with their optimizer's state, and this is how many
+            known: for each table the version that is held of each id, as ``Pulled`` had it, -1 for none; of those with
+                one only rows that have changed since come.
+            widths: rows said to be known as ``WITH_STATE`` come with their optimizer's state, and this is how many
                 numbers that is a row; the state of the others is left zero.
             ahead: nobody waits for the answer yet.
             exact: rows are not rounded on the way, whatever ``compression`` says.
@@ -452,33 +435,42 @@ class ParameterClient:
         compression = None if exact else self._compression
         began = time.monotonic()
         deadline = Deadline.after(self._timeout)
-        plans = [self._plan(name, ids) for name, ids in wanted.items()]
-        kind = self._ids_travel_as(wanted)
-        requests: list[tuple[int, Request, list[tuple[str, Tensor]]]] = []
+        layout = self._layout(wanted)
+        with self._counting:
+            clocks = [(clock.generation, clock.base) for clock in self._clocks]
+        pull = Pull(
+            Routed(layout, [wanted[name] for name in layout.tables], self.shards),
+            None if known is None else [known[name] for name in layout.tables],
+            [(widths or {}).get(name) for name in layout.tables],
+            clocks,
+            compression,
+        )
+        requests: list[tuple[int, Request, dict[str, Share]]] = []
         for shard in range(self.shards):
-            asked = [(name, where[shard]) for name, where in zip(wanted, plans, strict=True) if shard in where]
-            if asked:
-                parts = [Part(name, len(where)) for name, where in asked]
-                message = PullMessage(
-                    parts, training, known is not None, widths is not None, *self._turn(step), compression
-                )
-                tensors = [_joined([_of(wanted[name], where) for name, where in asked]).to(kind)]
-                if known is not None:
-                    tensors.append(short_versions(_joined([_of(known[name], where) for name, where in asked])))
-                requests.append((shard, self._request(shard, "pull", pack(message), tensors, step=step), asked))
+            dense = self._dense_of(layout, shard)
+            parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
+            if parts:
+                message = PullMessage(parts, training, clocks[shard][0], *self._turn(step), compression)
+                request = self._request(shard, "pull", pack(message), pull.tensors(shard), step=step)
+                requests.append((shard, request, dense))
         answers = self._in_turn([request for _, request, _ in requests], deadline)
-        arrived: dict[str, list[_Arrived]] = {name: [] for name in wanted}
-        for answer, (_, _, asked) in zip(answers, requests, strict=True):
-            self._sort_in(answer, asked, arrived, widths or {}, known or {}, compression)
-        found = {
-            name: self._in_order(name, [part.pulled for part in parts], ids)
-            for (name, ids), parts in zip(wanted.items(), arrived.values(), strict=True)
-        }
+        for answer, (shard, _, dense) in zip(answers, requests, strict=True):
+            reply = unpack(answer.payload, PullReply)
+            with self._counting:
+                base = self._clocks[shard].read(reply.generation, reply.steps)
+            pull.take(shard, reply, answer.tensors, base, dense)
+        found = pull.pulled()
         waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
-        for name, ids in wanted.items():
-            size = ids.numel() * kind.itemsize + sum(part.nbytes for part in arrived[name])
-            self._count(name, waited, size + (0 if known is None else 4 * ids.numel()), pulls=1)
-        return found
+        sizes = dict(zip(layout.tables, pull.bytes(), strict=True))
+        sizes |= {name: share.bytes(compression) for _, _, dense in requests for name, share in dense.items()}
+        for name, size in sizes.items():
+            self._count(name, waited, size, pulls=1)
+        return {name: found[name] for name in wanted}
+
+    def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
+        """Those parameters of a message that lie on this shard."""
+        mine = [name for name in layout.dense if self._home(name) == shard]
+        return {name: Share(self._holdings[name].dtype, self._holdings[name].shape) for name in mine}
 
     def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
         with self._counting:
@@ -492,59 +484,6 @@ class ParameterClient:
         """What this client has asked so far, by table and parameter."""
         with self._counting:
             return {name: replace(traffic) for name, traffic in self._traffic.items()}
-
-    def _sort_in(
-        self,
-        answer: Answer,
-        asked: list[tuple[str, Tensor]],
-        arrived: dict[str, list[_Arrived]],
-        widths: Mapping[str, int],
-        known: Mapping[str, Tensor],
-        compression: Compression | None,
-    ) -> None:
-        counts = unpack(answer.payload, PullReply).counts
-        shares: list[Share] = []
-        for (name, where), count in zip(asked, counts, strict=True):
-            holding = self._holdings[name]
-            if holding.placement is None:
-                shares.append(Share(holding.dtype, holding.shape))
-                continue
-            if name in widths:
-                stated = int((known[name].reshape(-1)[where] == WITH_STATE).sum())
-                shares.append(Share(holding.dtype, (stated, widths[name]), "states"))
-                count -= stated
-            shares.append(Share(holding.dtype, (count, holding.width), "rows"))
-        positions, versions, *flat = answer.tensors
-        numbers = iter(zip(split(flat, shares, compression), shares, strict=True))
-        everything = not len(positions)
-        said = versions.itemsize if everything else versions.itemsize + positions.itemsize
-        found = [positions] * len(counts) if everything else torch.split(positions.long(), counts)
-        for (name, where), at, version in zip(asked, found, torch.split(versions.long(), counts), strict=True):
-            rows, share = next(numbers)
-            size = share.bytes(compression) + said * len(version)
-            if self._holdings[name].placement is None:
-                arrived[name].append(_Arrived(Pulled(at, version, rows), size))
-                continue
-            if name in widths:
-                others, share = next(numbers)
-                rows, size = torch.cat([rows, _padded(others, widths[name])]), size + share.bytes(compression)
-            at = where[: len(version)] if everything else where[at]
-            arrived[name].append(_Arrived(Pulled(at, version, rows), size))
-
-    def _in_order(self, name: str, parts: list[Pulled], ids: Tensor) -> Pulled:
-        if not parts:
-            holding = self._holdings[name]
-            none = torch.empty(0, dtype=torch.int64)
-            return Pulled(none, none, torch.empty(0, holding.width, dtype=holding.dtype))
-        if len(parts) == 1:
-            return parts[0]
-        positions = torch.cat([part.positions for part in parts])
-        order = positions.argsort()
-        return Pulled(
-            positions[order],
-            torch.cat([part.versions for part in parts])[order],
-            torch.cat([part.rows for part in parts])[order],
-        )
 
     def push_many(
         self,
@@ -577,43 +516,32 @@ class ParameterClient:
                 "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
             )
         deadline = Deadline.after(self._timeout)
-        kinds = list(dict.fromkeys((rules or {}).values()))
-        numbers = [rule.to_dict() for rule in kinds]
-        # A table's step is counted on every shard, also on those where none of its rows changes.
-        plans = {name: self._plan(name, ids, everywhere=True) for name, (ids, _) in gradients.items()}
-        short = self._ids_travel_as(gradients)
+        kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
+        layout = self._layout(gradients)
+        routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
+        squares = squares or {}
+        push = Push(
+            routed,
+            [gradients[name][1] for name in layout.tables],
+            [squares.get(name) for name in layout.tables],
+            self._compression,
+        )
+        rule_of = {name: kinds[rules[name]] if rules else 0 for name in gradients}
         requests = []
-        sizes = dict.fromkeys(gradients, 0)
         for shard in range(self.shards):
-            parts, ids, grads, shares, summed = [], [], [], list[Share](), []
-            for name, (some, rows) in gradients.items():
-                if shard not in plans[name]:
-                    continue
-                holding, where = self._holdings[name], plans[name][shard]
-                if holding.placement is not None:
-                    self._check_rows(name, holding, some, rows)
-                    rows = rows.detach().reshape(-1, holding.width)
-                    rows = rows if len(where) == len(rows) else rows[where]
-                parts.append(Part(name, len(where), kinds.index(rules[name]) if rules else 0))
-                ids.append(_of(some, where))
-                grads.append(rows.detach().to("cpu", holding.dtype))
-                kind: Literal["exact", "rows"] = "exact" if holding.placement is None else "rows"
-                shares.append(Share(holding.dtype, tuple(grads[-1].shape), kind))
-                sizes[name] += ids[-1].numel() * short.itemsize + shares[-1].bytes(self._compression)
-                if squares:
-                    own = squares.get(name)
-                    if own is not None and own.shape != (some.numel(),):
-                        raise SchemaError(f"table {name}: {some.numel()} ids have squares {tuple(own.shape)}")
-                    summed.append(torch.ones(len(where)) if own is None else _of(own, where))
-                    sizes[name] += 2 * len(where)
+            shares = self._dense_of(layout, shard)
+            values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
+            dense = [(value, Share(value.dtype, tuple(value.shape))) for value in values]
+            parts = push.parts(shard, [rule_of[name] for name in layout.tables])
+            parts += [Part(name, 0, rule_of[name]) for name in shares]
             if parts or step is not None:
                 turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
-                message = PushMessage(parts, numbers, *turn, weight, mean, hold, bool(squares), self._compression)
-                tensors = [_joined(ids).to(short), *join(grads, shares, self._compression)]
-                if squares:
-                    tensors.insert(1, torch.cat([torch.empty(0), *summed]).bfloat16())
-                requests.append(self._request(shard, "push", pack(message), tensors, step=step))
+                numbers = [rule.to_dict() for rule in kinds]
+                message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
+                requests.append(self._request(shard, "push", pack(message), push.tensors(shard, dense), step=step))
         self._gather(requests, deadline)
+        sizes = dict(zip(layout.tables, push.bytes(), strict=True))
+        sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
         waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
             self._count(name, waited, size, pushes=1)
@@ -632,12 +560,6 @@ class ParameterClient:
         message = pack(ReleaseMessage(rank, step, scale))
         self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
 
-    def _check_rows(self, name: str, holding: _Holding, ids: Tensor, rows: Tensor) -> None:
-        if rows.numel() != ids.numel() * holding.width:
-            raise SchemaError(
-                f"table {name}: {ids.numel()} ids need {holding.width} numbers each, got gradients {tuple(rows.shape)}"
-            )
-
     # --- the job ----------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> None:
@@ -649,7 +571,7 @@ class ParameterClient:
 
     def wait_for_turn(self, step: int) -> None:
         """Returns once the job's consistency lets this worker read at ``step``: for a step that reads nothing here."""
-        message = pack(PullMessage([], False, False, False, *self._turn(step)))
+        message = pack(PullMessage([], False, 0, *self._turn(step)))
         request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
         self._in_turn([request], Deadline.after(self._timeout))
 
@@ -754,10 +676,12 @@ class ParameterClient:
                 self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
 
     def _restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
-        plan = self._plan(name, parts[0], everywhere=True)
+        routed = Routed(self._layout([name]), parts[:1], self.shards)
+        routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
         message = pack(RestoreMessage(name, step))
         requests = []
-        for shard, where in plan.items():
+        for shard in range(self.shards):
+            where = torch.from_numpy(routed.order[routed.of(shard)])
             mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
             requests.append(self._request(shard, "restore", message, [*mine, history]))
         self._all(requests)
@@ -782,6 +706,25 @@ class ParameterClient:
             raise SchemaError(f"{name} is a dense parameter; use pull and push")
         return holding
 
+    def _hold(self, name: str, holding: _Holding) -> None:
+        self._holdings[name] = holding
+        self._layouts.clear()
+
+    def _layout(self, names: Iterable[str]) -> Layout:
+        """That of a message about ``names``."""
+        key = tuple(names)
+        found = self._layouts.get(key)
+        if found is None:
+            tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
+            for name in key:
+                holding = self._holding(name)
+                if holding.placement is not None:
+                    tables[name] = (holding.placement, holding.dtype, holding.width)
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            found = self._layouts[key] = Layout.of(tables, [name for name in key if name not in tables])
+        return found
+
     def _learn(self) -> None:
         for shard, described in enumerate(self._describe()):
             for table in described["tables"]:
@@ -791,37 +734,6 @@ class ParameterClient:
                 if parameter["name"] not in self._holdings:
                     _, parts = self._export(shard, ExportMessage(parameter["name"]))
                     self._holdings[parameter["name"]] = _Holding(None, parts[0].dtype, tuple(parts[0].shape))
-
-    def _plan(self, name: str, ids: Tensor, *, everywhere: bool = False) -> dict[int, Tensor]:
-        """For each shard that is concerned, which of ``ids`` lie there."""
-        holding = self._holding(name)
-        if holding.placement is None:
-            return {self._home(name): torch.empty(0, dtype=torch.int64)}
-        if ids.dtype != torch.int64:
-            raise SchemaError(f"table {name}: ids are int64, got {ids.dtype}; convert with ids.long()")
-        flat = np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
-        if holding.placement.rows is not None:
-            bad = holding.placement.kernels.first_outside(flat, holding.placement.rows)
-            if bad >= 0:
-                last = holding.placement.rows - 1
-                raise NotFound(f"table {name} has ids 0 to {last}; ids[{bad}] is {flat[bad]}")
-        if self.shards == 1:
-            return {0: self._everyone(flat.size)} if flat.size or everywhere else {}
-        owners = holding.placement.owners(flat)
-        where = {shard: np.flatnonzero(owners == shard) for shard in range(self.shards)}
-        return {shard: torch.from_numpy(mine) for shard, mine in where.items() if mine.size or everywhere}
-
-    def _ids_travel_as(self, names: Iterable[str]) -> torch.dtype:
-        """Half as long as they are, if none of the tables has an id that needs more."""
-        rows = [self._holdings[name].shape[0] for name in names if self._holdings[name].placement is not None]
-        return torch.int32 if all(0 <= count <= _SHORT for count in rows) else torch.int64
-
-    def _everyone(self, count: int) -> Tensor:
-        """``torch.arange(count)``, to be read only."""
-        found = self._numbered
-        if len(found) < count:
-            found = self._numbered = torch.arange(2 * count)
-        return found[:count]
 
     def _home(self, name: str) -> int:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.shards
@@ -916,23 +828,6 @@ def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
             found.append([])
         found[-1].append(block)
     return found
-
-
-def _of(tensor: Tensor, where: Tensor) -> Tensor:
-    """The chosen numbers of a tensor; itself, flat, where all are chosen: ``where`` ascends and names none twice."""
-    flat = tensor.detach().reshape(-1)
-    return flat if len(where) == len(flat) else flat[where]
-
-
-def _padded(rows: Tensor, width: int) -> Tensor:
-    """``rows`` with zeros after their numbers."""
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    if not tensors:
-        return torch.empty(0, dtype=torch.int64)
-    return (tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))).cpu().contiguous()
 
 
 def _first_value(

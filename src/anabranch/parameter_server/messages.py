@@ -3,6 +3,17 @@
 A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
 ids travel in one tensor, of int32 where every id of all its tables fits and else of int64, and their numbers as
 ``packing.py`` has it, each part's one after the other, so the count of tensors never grows with the count of tables.
+
+Ids of one part that differ in kind are ordered by it, and the part says how many there are of each, so nothing is said
+of an id that its kind does not need::
+
+    pull   with state │ not known │ known        ages of the known ones only
+    push   of one step │ sums over several       squares of the sums only
+
+Whether a known row has changed is found by steps, not by versions of rows: rows are read as of the table's step, and
+whoever has them asks again with that step. A row has changed if its last step is later. Steps say nothing where a shard
+did not go on from where it was: one that was started anew, or that took rows or let tables go. It then has another
+``generation``, and under another than the asker's every known row has changed.
 """
 
 from __future__ import annotations
@@ -10,9 +21,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import torch
-from torch import Tensor
 
+from anabranch.errors import SchemaError
 from anabranch.parameter_server.packing import Compression
 
 __all__ = [
@@ -22,17 +32,20 @@ __all__ = [
     "InitMessage",
     "JoinMessage",
     "NormMessage",
+    "OLDEST",
     "Part",
     "PullMessage",
+    "PullPart",
     "PullReply",
     "PushMessage",
     "ReleaseMessage",
     "RestoreMessage",
     "WITH_STATE",
-    "short_versions",
+    "check_kinds",
 ]
 
-WITH_STATE = -2  # the version of a row that is asked for whatever its version is, and its optimizer's state with it
+WITH_STATE = -2  # said as known of a row: it comes whatever is known of it, and its optimizer's state with it
+OLDEST = (1 << 15) - 1  # steps; the age of a row is said in 16 bits
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -40,11 +53,29 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One table's or parameter's share of a message: how many ids it has (0 for a dense parameter), and its rule."""
+    """One table's or parameter's share of a push: how many ids it has (0 for a dense parameter), and its rule.
+
+    The last ``sums`` of the ids have gradients that are sums over several steps.
+    """
 
     name: str
     count: _Count = 0
     rule: int = 0
+    sums: _Count = 0
+
+
+class PullPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One table's or parameter's share of a pull: how many ids it has (0 for a dense parameter).
+
+    The first ``stated`` of them come with their optimizer's state, as ``RowTable.pull_with_state`` gives it. The last
+    ``known`` come only if they have changed since the table's step ``since``, less each one's age.
+    """
+
+    name: str
+    count: _Count = 0
+    stated: _Count = 0
+    known: _Count = 0
+    since: _Count = 0
 
 
 class InitMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -112,34 +143,39 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Reads rows and parameters. Tensors: all ids; and, if ``checked``, the short version that the asker has of each.
+    """Reads rows and parameters. Tensors: all ids; and, if any are known, the age of each that is, int16.
 
-    With ``states`` each row whose version is asked as ``WITH_STATE`` comes with its optimizer's state, as
-    ``RowTable.pull_with_state`` gives it, before the others of its part, which come without. ``rank`` is -1
-    for one who belongs to no job; others are answered as of ``step``, as the job's consistency says.
+    ``generation`` is the shard's that the known rows are of. ``rank`` is -1 for one who belongs to no job; others are
+    answered as of ``step``, as the job's consistency says.
     """
 
-    parts: list[Part]
+    parts: list[PullPart]
     training: bool = False
-    checked: bool = False
-    states: bool = False
+    generation: _Count = 0
     rank: _Number = -1
     step: _Number = -1
     compression: Compression | None = None
 
+    def knows(self) -> int:
+        """How many ids are known."""
+        return sum(part.known for part in self.parts)
+
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How many rows of each part were sent. Tensors: their positions among the part's ids, their versions, numbers.
+    """The shard's generation, and of each part the step as of which its rows are, and how many known ones have changed.
 
-    No positions are said of rows that all come, in order. If versions were asked about, those and positions are short:
-    int32.
+    Tensors: if any ids were known, the places of those that have changed among the known ones of their part, int32,
+    ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
+    come without, in the order of their ids, or the parameter.
     """
 
-    counts: list[_Count]
+    generation: _Count
+    steps: list[_Count]
+    changed: list[_Count]
 
 
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Gradients of one step. Tensors: all ids; with ``squares`` those of each, bfloat16; then the numbers.
+    """Gradients of one step. Tensors: all ids; if any are sums, the squares of those, bfloat16; then the numbers.
 
     ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
     A worker's push with ``step`` -1 lies beside the order of steps: it is done at once, by the worker's share in the
@@ -153,14 +189,21 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     weight: float = 1.0
     mean: bool = True
     hold: bool = False
-    squares: bool = False
     compression: Compression | None = None
 
+    def sums(self) -> int:
+        """How many gradients are sums over several steps."""
+        return sum(part.sums for part in self.parts)
 
-def short_versions(versions: Tensor) -> Tensor:
-    """Versions as they travel, to be compared and no more: int32, in which -1 and ``WITH_STATE`` stay what they are.
 
-    >>> short_versions(torch.tensor([7, (1 << 31) + 7, -1]))
-    tensor([ 7,  7, -1], dtype=torch.int32)
-    """
-    return torch.where(versions < 0, versions, versions & 0x7FFFFFFF).to(torch.int32)
+def check_kinds(message: PullMessage | PushMessage) -> None:
+    """Raises ``SchemaError`` if a part has more ids of some kinds than it has ids."""
+    for part in message.parts:
+        if isinstance(part, PullPart):
+            if part.stated + part.known > part.count:
+                raise SchemaError(
+                    f"{part.name} has {part.count} ids, of which {part.stated} are to come with state and "
+                    f"{part.known} are known"
+                )
+        elif part.sums > part.count:
+            raise SchemaError(f"{part.name} has {part.count} ids, of which {part.sums} have sums of several steps")

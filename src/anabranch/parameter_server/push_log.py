@@ -38,7 +38,11 @@ __all__ = ["PushLog", "Record"]
 
 _FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
-_DTYPES = {"int64": torch.int64, "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+# Of all that changes of a shard may come with; rounded rows are int8 with scales of uint8.
+_DTYPES = {
+    "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
+}  # fmt: skip
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):

@@ -230,6 +230,35 @@ class RowTable:
         self.pull(ids, training=training, out=out)
         return self._versions_of(self._located)
 
+    def answer(
+        self, ids: Tensor, stated: int, since: Tensor, *, training: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of which some need not come.
+
+        Args:
+            ids: the first ``stated`` of them come with what their optimizer keeps; the last ``len(since)`` come only if
+                they have changed after the steps ``since``, int64.
+            stated: how many.
+            since: the table's step as of which each of them is known.
+            training: as in ``pull``.
+
+        Returns:
+            Rows with their state, as ``pull_with_state`` has them; the rows that come without; and places of those that
+            have changed among the known ones, ascending.
+        """
+        known = len(ids) - len(since)
+        everyone = torch.empty(len(ids), self.spec.width, dtype=self.spec.dtype)
+        versions = self.read(ids, everyone, training=training)[known:]
+        changed = versions > since
+        if not self.spec.stays:
+            # An id that has lost its row reads as what it began with, at whatever step.
+            changed |= torch.full_like(changed, True) if self.moves_as_one else versions == 0
+        places = torch.nonzero(changed)[:, 0]
+        rows = everyone[stated:known]
+        if len(places):
+            rows = torch.cat([rows, everyone[known:].index_select(0, places)])
+        return self.pull_with_state(ids[:stated]), rows, places
+
     def pull_with_state(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` with what their optimizer keeps: ``[len(ids), rule.row_width(width)]``."""
         wanted = self._ids(ids)

@@ -34,6 +34,7 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
+    check_kinds,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
 from anabranch.parameter_server.warming import compile_kernels
@@ -243,13 +244,16 @@ class ParameterServer:
             if verb not in kinds:
                 return
             message = unpack(header.payload, kinds[verb])
+            check_kinds(message)
             count = sum(part.count for part in message.parts)
             expected = [(torch.int64, count)]
             if verb == "push":
-                expected += [(torch.bfloat16, count)] * message.squares
+                sums = message.sums()
+                expected += [(torch.bfloat16, sums)] * (sums > 0)
                 expected += self._shard.numbers_of(message)
-            elif message.checked:
-                expected += [(torch.int32, count)]
+            else:
+                known = message.knows()
+                expected += [(torch.int16, known)] * (known > 0)
             came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
             if came[:1] == [(torch.int32, (count,))]:  # ids that fit
                 expected[0] = (torch.int32, count)

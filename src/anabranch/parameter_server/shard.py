@@ -17,15 +17,16 @@ more than K steps behind.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,19 +36,20 @@ from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.kernels import Crew
 from anabranch.parameter_server.messages import (
-    WITH_STATE,
     BarrierMessage,
     DropMessage,
     ExportMessage,
     InitMessage,
     JoinMessage,
     NormMessage,
+    Part,
     PullMessage,
+    PullPart,
     PullReply,
     PushMessage,
     ReleaseMessage,
     RestoreMessage,
-    short_versions,
+    check_kinds,
 )
 from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
@@ -190,6 +192,7 @@ class Shard:
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
         self._replayed = 0
+        self._generation = _new_generation()
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ class Shard:
         """Rows and parameters, once the job's consistency allows them to be read.
 
         Returns:
-            The reply and its tensors: positions and versions of the rows that were sent, then all numbers.
+            The reply and its tensors, as ``PullReply`` describes them.
 
         Raises:
             NotFound: a table, parameter or id that is not there.
@@ -246,11 +249,11 @@ class Shard:
         """
         tensors = _with_long_ids(tensors)
         with self._state:
-            ids, versions = self._check_pull(message, tensors)
+            ids, ages = self._check_pull(message, tensors)
             self._wait_for_turn(message, deadline)
             if message.training and any(self._admits(part.name) for part in message.parts):
-                self._journal("pull", _encode(message), tensors)
-            return self._read(message, ids, versions)
+                self._journal("pull", _encode(_without_kinds(message)), tensors[:1])
+            return self._read(message, ids, ages)
 
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
@@ -379,17 +382,19 @@ class Shard:
         self._counts[message.name] = _Counts()
 
     def _check_parts(self, message: PullMessage | PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
-        names = [part.name for part in message.parts]
+        parts: Sequence[PullPart | Part] = message.parts
+        names = [part.name for part in parts]
         if len(set(names)) != len(names):
             raise SchemaError("a message names a table twice; merge its ids")
         for name in names:
             self._check_name(name)
-        counts = [part.count for part in message.parts]
+        check_kinds(message)
+        counts = [part.count for part in parts]
         if not tensors or tensors[0].dtype != torch.int64 or tensors[0].shape != (sum(counts),):
             raise SchemaError(f"{sum(counts)} int64 ids expected as the first tensor")
         ids = list(torch.split(tensors[0], counts))
         wanted: dict[str, Tensor] = {}
-        for part, some in zip(message.parts, ids, strict=True):
+        for part, some in zip(parts, ids, strict=True):
             if part.name in self._tables:
                 # A fixed table checks ids when it reads them, and reading changes nothing of what others see.
                 if isinstance(message, PushMessage) or self._admits(part.name):
@@ -406,17 +411,18 @@ class Shard:
         return ids
 
     def _groups(self, ids: Mapping[str, Tensor]) -> list[tuple[TableGroup | None, list[str]]]:
-        return self._grouping.of(self._tables, {name: len(some) for name, some in ids.items()})
+        return self._grouping.of(self._tables, {name: some.shape[0] for name, some in ids.items()})
 
-    def _check_pull(self, message: PullMessage, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _check_pull(self, message: PullMessage, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         ids = self._check_parts(message, tensors)
-        if len(tensors) != 1 + message.checked:
-            raise SchemaError(f"{1 + message.checked} tensors expected, got {len(tensors)}")
-        if not message.checked:
+        known = message.knows()
+        if len(tensors) != 1 + (known > 0):
+            raise SchemaError(f"{1 + (known > 0)} tensors expected, got {len(tensors)}")
+        if not known:
             return ids, None
-        if tensors[1].dtype != torch.int32 or tensors[1].shape != tensors[0].shape:
-            raise SchemaError("as many int32 versions as ids expected")
-        return ids, list(torch.split(tensors[1], [part.count for part in message.parts]))
+        if tensors[1].dtype != torch.int16 or tensors[1].shape != (known,):
+            raise SchemaError(f"int16 ages of {known} known rows expected, got {_told(tensors[1])}")
+        return ids, tensors[1]
 
     def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> None:
         self._check_parts(message, tensors)
@@ -448,20 +454,21 @@ class Shard:
 
     def _check_numbers(self, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors that hold the numbers, if they and the squares are as many as the message says."""
-        flat = tensors[1 + message.squares :]
+        sums = message.sums()
+        flat = tensors[1 + (sums > 0) :]
         came, wanted = [(one.dtype, one.numel()) for one in flat], self.numbers_of(message)
         if came != wanted or any(one.ndim != 1 for one in flat):
             raise SchemaError(f"numbers of {wanted} expected, got {came}")
-        if message.squares:
+        if sums:
             squares = tensors[1]
-            if squares.dtype != torch.bfloat16 or squares.shape != tensors[0].shape:
-                raise SchemaError("as many bfloat16 squares as ids expected")
+            if squares.dtype != torch.bfloat16 or squares.shape != (sums,):
+                raise SchemaError(f"bfloat16 squares of {sums} sums expected, got {_told(squares)}")
             if not bool((squares >= 0).all()) or not all_finite([squares]):
                 raise NonFinite("squares are finite numbers >= 0; nothing was changed")
         return flat
 
     def _gradients(self, message: PushMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return split(tensors[1 + message.squares :], self._shares_of(message), message.compression)
+        return split(tensors[1 + (message.sums() > 0) :], self._shares_of(message), message.compression)
 
     def _shares_of(self, message: PullMessage | PushMessage) -> list[Share]:
         """What each part's numbers are."""
@@ -528,8 +535,7 @@ class Shard:
         elif verb == "join":
             self._do_join(message)
         elif verb == "pull":
-            ids, versions = self._check_pull(message, tensors)
-            self._read(message, ids, versions)
+            self._read(message, *self._check_pull(message, tensors))
         elif verb == "push":
             self._do_push(message, tensors)
         elif verb == "restore":
@@ -594,7 +600,7 @@ class Shard:
             share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
             counts = [part.count for part in message.parts]
             ids = torch.split(tensors[0], counts)
-            squares = torch.split(tensors[1], counts) if message.squares else [None] * len(counts)
+            squares = _squares_of(message, tensors)
             for part, some, grad, own in zip(
                 message.parts, ids, self._gradients(message, tensors), squares, strict=True
             ):
@@ -626,7 +632,7 @@ class Shard:
                 grads[name] = side_by_side([grad for _, grad, _ in given])
                 if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
                     squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
-                self._counts[name].rows_pushed += len(ids[name])
+                self._counts[name].rows_pushed += ids[name].shape[0]
             else:
                 total_grad = given[0][1]
                 for _, grad, _ in given[1:]:
@@ -644,126 +650,93 @@ class Shard:
                 counts = [len(ids[name]) for name in names]
                 group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
 
-    def _read(
-        self, message: PullMessage, ids: Sequence[Tensor], known: Sequence[Tensor] | None
-    ) -> tuple[PullReply, list[Tensor]]:
-        """What is asked for: all of it, or the rows whose version is not the ``known`` one."""
-        room = self._room(message)
-        versions = self._fill(room, message, ids)
+    def _read(self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None) -> tuple[PullReply, list[Tensor]]:
+        """What is asked for, less the known rows that have not changed."""
         for part in message.parts:
             self._counts[part.name].pulls += 1
-        if known is not None:
-            return self._choose(message, ids, room, versions, side_by_side(known) if known else versions)
+        if ages is not None or any(part.stated for part in message.parts):
+            return self._choose(message, ids, ages)
+        room = self._room(message)
+        self._fill(room, message, ids)
         for part in message.parts:
             self._counts[part.name].rows_pulled += part.count
         numbers = room.flat
         if message.compression is not None:
             numbers = join(room.parts, self._shares_of(message), message.compression)
-        nothing = torch.empty(0, dtype=torch.int64)  # all rows come, so no positions are said
-        return PullReply([part.count for part in message.parts]), [nothing, versions, *numbers]
+        return self._reply(message, [0] * len(message.parts)), numbers
+
+    def _reply(self, message: PullMessage, changed: list[int]) -> PullReply:
+        tables = [self._tables.get(part.name) for part in message.parts]
+        return PullReply(self._generation, [table.step if table else 0 for table in tables], changed)
 
     def _choose(
-        self, message: PullMessage, ids: Sequence[Tensor], room: _Room, versions: Tensor, known: Tensor
+        self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
     ) -> tuple[PullReply, list[Tensor]]:
-        """The answer of those rows in ``room`` that are not known; before them those that come with their state."""
-        current = short_versions(versions)
-        where = torch.nonzero(current != known)[:, 0]
-        stated = known.index_select(0, where) == WITH_STATE
-        starts = list(itertools.accumulate((part.count for part in message.parts), initial=0))
-        bounds = torch.searchsorted(where, torch.tensor(starts)).tolist()
-        whole = torch.cat([torch.zeros(1, dtype=torch.int64), stated.cumsum(0)])[bounds].diff().tolist()
-        counts, numbers, shares = list[int](), list[Tensor](), list[Share]()
-        positions = self._positions(message, where, stated, starts, bounds, whole)
-        with_states = self._states(
-            {
-                part.name: ids[at].index_select(0, positions[at][: whole[at]])
-                for at, part in enumerate(message.parts)
-                if message.states and part.name in self._tables
-            }
-        )
-        places = list[Tensor]()
-        for at, part in enumerate(message.parts):
-            holder = self._holder(part.name)
-            if isinstance(holder, DenseParameter):
-                counts.append(0)
-                numbers.append(room[at])
-                shares.append(Share(holder.value.dtype, tuple(holder.value.shape)))
+        """The answer where some rows come with their state, or only if they have changed."""
+        parts = {part.name: part for part in message.parts}
+        wanted = {part.name: some for part, some in zip(message.parts, ids, strict=True) if part.name in self._tables}
+        since = self._since(message, ages)
+        states, rows, places = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        for group, names in self._groups(wanted):
+            if group is None:
+                for name in names:
+                    states[name], rows[name], places[name] = self._tables[name].answer(
+                        wanted[name], parts[name].stated, since[name], training=message.training
+                    )
                 continue
-            first = 0
-            if message.states:
-                first, rows = whole[at], with_states[part.name]
-                numbers.append(rows)
-                shares.append(Share(rows.dtype, tuple(rows.shape), "states"))
-            mine = positions[at]
-            rows = room[at].index_select(0, mine[first:])
-            numbers.append(rows)
-            shares.append(Share(rows.dtype, tuple(rows.shape), "rows"))
-            counts.append(len(mine))
-            places.append(mine + starts[at])
-            self._counts[part.name].rows_pulled += len(mine)
-        empty = torch.empty(0, dtype=torch.int64)
-        chosen = torch.cat([empty, *positions])
-        there = torch.cat([empty, *places])
-        said = current.index_select(0, there)
-        if len(chosen) == len(current) and torch.equal(there, torch.arange(len(current))):
-            chosen = empty
-        return PullReply(counts), [chosen.to(torch.int32), said, *join(numbers, shares, message.compression)]
-
-    @staticmethod
-    def _positions(
-        message: PullMessage, where: Tensor, stated: Tensor, starts: Sequence[int], bounds: Sequence[int],
-        whole: Sequence[int],
-    ) -> list[Tensor]:  # fmt: skip
-        """Of each part the ids whose rows come, those with their states first."""
-        found = []
-        for at in range(len(message.parts)):
-            mine = where[bounds[at] : bounds[at + 1]] - starts[at]
-            if message.states and whole[at]:
-                own = stated[bounds[at] : bounds[at + 1]]
-                if not own[: whole[at]].all():
-                    mine = torch.cat([mine[own], mine[~own]])
-            found.append(mine)
-        return found
-
-    def _states(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows with what their optimizer keeps, as ``RowTable.pull_with_state`` gives them."""
-        found: dict[str, Tensor] = {}
-        for group, names in self._groups(ids):
-            if group is None or not group.holds_states:
-                found |= {name: self._tables[name].pull_with_state(ids[name]) for name in names}
+            stated, known = [parts[name].stated for name in names], [parts[name].known for name in names]
+            counts = [parts[name].count for name in names]
+            some_ids, some_since = (side_by_side([of[name] for name in names]) for of in (wanted, since))
+            *came, found = group.answer(some_ids, counts, stated, known, some_since)
+            others = (np.array(counts) - stated - known + found).tolist()
+            for into, whole, sizes in zip((states, rows, places), came, (stated, others, found), strict=True):
+                into |= zip(names, torch.split(whole, sizes), strict=True)
+        numbers, shares = list[Tensor](), list[Share]()
+        for name in wanted:
+            if parts[name].stated:
+                numbers.append(states[name])
+                shares.append(Share(states[name].dtype, tuple(states[name].shape), "states"))
+        for name in parts:
+            if name in rows:
+                numbers.append(rows[name])
+                shares.append(Share(rows[name].dtype, tuple(rows[name].shape), "rows"))
+                self._counts[name].rows_pulled += parts[name].stated + len(rows[name])
             else:
-                counts = [len(ids[name]) for name in names]
-                rows = group.pull_with_state(torch.cat([ids[name] for name in names]), counts)
-                found |= dict(zip(names, torch.split(rows, counts), strict=True))
-        return found
+                numbers.append(self._dense[name].value)
+                shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape)))
+        said = join(numbers, shares, message.compression)
+        if ages is not None:
+            said.insert(0, side_by_side([places[name] for name in wanted]).to(torch.int32))
+        return self._reply(message, [len(places[name]) if name in places else 0 for name in parts]), said
 
-    def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> Tensor:
-        """Puts everything that is asked for, with as little copying as can be, into ``room``; returns the versions."""
+    def _since(self, message: PullMessage, ages: Tensor | None) -> dict[str, Tensor]:
+        """Of each part's known rows the step as of which they are known; -1, so all have changed, if nobody knows."""
+        known = [part.known for part in message.parts]
+        if ages is None or message.generation != self._generation:
+            steps = torch.full((sum(known),), -1)
+        else:
+            since = np.repeat([part.since for part in message.parts], known)
+            steps = torch.from_numpy(since.astype(np.int64)) - ages
+        return dict(zip((part.name for part in message.parts), torch.split(steps, known), strict=True))
+
+    def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
+        """Puts everything that is asked for, with as little copying as can be, into ``room``."""
         wanted: dict[str, Tensor] = {}
         places: dict[str, Tensor] = {}
-        found: dict[str, Tensor] = {}
-        versions = torch.empty(sum(len(some) for some in ids), dtype=torch.int64)
-        for part, some, place, current in zip(
-            message.parts, ids, room.parts, torch.split(versions, [len(some) for some in ids]), strict=True
-        ):
+        for part, some, place in zip(message.parts, ids, room.parts, strict=True):
             holder = self._holder(part.name)
             if isinstance(holder, DenseParameter):
                 place.copy_(holder.value)
             else:
-                wanted[part.name], places[part.name], found[part.name] = some, place, current
+                wanted[part.name], places[part.name] = some, place
         for group, names in self._groups(wanted):
             flat = None if group is None else side_by_side([places[name] for name in names])
             if group is None or flat is None or flat.data_ptr() != places[names[0]].data_ptr():
                 for name in names:
-                    found[name].copy_(self._tables[name].read(wanted[name], places[name], training=message.training))
+                    self._tables[name].pull(wanted[name], out=places[name], training=message.training)
             else:
-                current = side_by_side([found[name] for name in names])
                 everyone = side_by_side([wanted[name] for name in names])
-                group.pull(everyone, [len(wanted[name]) for name in names], out=flat, versions=current)
-                if current.data_ptr() != found[names[0]].data_ptr():
-                    for name, some in zip(names, torch.split(current, [len(found[n]) for n in names]), strict=True):
-                        found[name].copy_(some)
-        return versions
+                group.pull(everyone, [len(wanted[name]) for name in names], out=flat)
 
     def _room(self, message: PullMessage) -> _Room:
         shares = self._shares_of(message)
@@ -771,6 +744,7 @@ class Shard:
         return _Room(flat, split(flat, shares))
 
     def _do_restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
+        self._generation = _new_generation()
         holder = self._holder(message.name)
         if isinstance(holder, RowTable):
             *block, history = tensors
@@ -821,6 +795,7 @@ class Shard:
 
     def _do_drop(self, message: DropMessage) -> None:
         self._grouping.forget()
+        self._generation = _new_generation()
         if message.name:
             self._tables.pop(message.name, None)
             self._dense.pop(message.name, None)
@@ -956,6 +931,32 @@ def _squares(given: Sequence[_Given]) -> float:
     grads = torch.cat([grad for _, grad, _ in given]).double()
     distinct, inverse = torch.unique(ids, return_inverse=True)
     return float(grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, inverse, grads).square().sum())
+
+
+def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Of each part the squares of its gradients, 1 for those of one step; ``None`` if all gradients are."""
+    counts = [part.count for part in message.parts]
+    if not message.sums():
+        return [None] * len(counts)
+    sums = np.array([part.sums for part in message.parts])
+    everyone = torch.ones(sum(counts))
+    kinds = np.repeat(np.tile([False, True], len(counts)), np.stack([np.array(counts) - sums, sums], 1).reshape(-1))
+    everyone[torch.from_numpy(kinds)] = tensors[1].float()
+    return torch.split(everyone, counts)
+
+
+def _without_kinds(message: PullMessage) -> PullMessage:
+    """What a pull admits, which does not depend on what its asker knows."""
+    return PullMessage([PullPart(part.name, part.count) for part in message.parts], message.training)
+
+
+def _new_generation() -> int:
+    """Unlike those before, also in a process that takes this one's place."""
+    return 1 + secrets.randbelow((1 << 32) - 1)
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

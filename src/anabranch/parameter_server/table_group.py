@@ -112,17 +112,61 @@ class TableGroup:
                     versions[int(starts[k]) : int(starts[k + 1])] = table.step
         return out
 
-    @property
-    def holds_states(self) -> bool:
-        """Whether ``pull_with_state`` gives all that the rule keeps: of row-wise Adagrad it cannot."""
-        return self.tables[0].rule.family is not Family.ROW_WISE_ADAGRAD
+    def answer(
+        self, ids: Tensor, counts: Sequence[int], stated: Sequence[int], known: Sequence[int], since: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Rows of flat ids of which some need not come; ``RowTable.answer`` says which, and is what this does to each.
 
-    def pull_with_state(self, ids: Tensor, counts: Sequence[int]) -> Tensor:
-        """The rows of flat ids with what their optimizer keeps, ``[len(ids), rule.row_width(width)]``."""
+        Args:
+            ids: flat, of all tables.
+            counts: how many each table has.
+            stated: how many of each table's ids, the first, come with their state.
+            known: how many of each table's ids, the last, come only if they have changed.
+            since: of those the step as of which each is known, int64.
+
+        Returns:
+            Rows with state; those without; places among each table's known ones; and how many each table has of these.
+        """
         flat, starts, _ = self._lookups(ids, counts)
-        out = torch.empty(flat.size, self._stride, dtype=self._dtype)
-        self._gather(flat, starts, self._stride, as_array(out), starts[:-1] * self._stride, self._stride, _NONE)
-        return out
+        rows = self._locate(flat, starts)
+        stated_starts, since_starts = (np.append(0, np.cumsum(some)) for some in (stated, known))
+        if since_starts[-1] != len(since) or (np.add(stated, known) > counts).any():
+            raise SchemaError(f"of {list(counts)} ids {list(stated)} and {list(known)} with {len(since)} steps")
+        changed, found = np.empty(len(since), np.bool_), np.zeros(len(self.tables), np.int64)
+        behind = np.zeros(len(self.tables), np.bool_)
+        needed = np.array([table.needed for table in self.tables])
+        steps = np.array([table.step if table.moves_as_one else -1 for table in self.tables])
+
+        def look(part: int, first: int, last: int) -> None:
+            self._kernels.changed_all(
+                self._stamps_at, self._sizes, rows, starts, needed, steps, since.numpy(), since_starts, changed, found,
+                behind, first, last,
+            )  # fmt: skip
+
+        self._share_out(look, starts)
+        for k in np.flatnonzero(behind).tolist():
+            some = slice(int(starts[k]), int(starts[k + 1]))
+            self.tables[k].prepare(rows[some], flat[some])
+            look(0, k, k + 1)
+        places_at = np.append(0, np.cumsum(found))
+        out_at = np.append(0, np.cumsum(np.diff(starts) - stated - known + found))
+        holds_states = self.tables[0].rule.family is not Family.ROW_WISE_ADAGRAD
+        states = torch.empty(int(stated_starts[-1]) if holds_states else 0, self._stride, dtype=self._dtype)
+        out = torch.empty(int(out_at[-1]), self._width, dtype=self._dtype)
+        places = torch.empty(int(places_at[-1]), dtype=torch.int64)
+
+        def pick(part: int, first: int, last: int) -> None:
+            self._kernels.pick_all(
+                self._values_at, self._sizes, self._stride, self._width, rows, starts, np.asarray(stated), since_starts,
+                changed, as_array(states), stated_starts, as_array(out), out_at, places.numpy(), places_at, first, last,
+            )  # fmt: skip
+
+        self._share_out(pick, starts)
+        if not holds_states:
+            at = starts[:-1].tolist()
+            parts = zip(self.tables, at, stated, strict=True)
+            states = torch.cat([table.pull_with_state(ids[first : first + n]) for table, first, n in parts])
+        return states, out, places, found.tolist()
 
     def _gather(self, flat: Array, starts: Array, width: int, out: Array, at: Array, apart: int, stamps: Array) -> None:
         """The first ``width`` numbers of each row."""
@@ -306,12 +350,14 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     True
     """
     first = tensors[0]
+    if len(tensors) == 1:
+        return first.contiguous()
     end, rows = first.data_ptr(), 0
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.numel() and tensor.data_ptr() != end):
             return torch.cat(list(tensors))
         end += tensor.nbytes
-        rows += len(tensor)
+        rows += tensor.shape[0]
     begun = next((tensor for tensor in tensors if tensor.numel()), first)
     if begun.untyped_storage().nbytes() < begun.storage_offset() * begun.itemsize + end - begun.data_ptr():
         return torch.cat(list(tensors))  # neighbours by chance, in memory of different owners

@@ -1,0 +1,43 @@
+"""What cached tables run on is compiled when they are made, so that no step waits for a compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import types
+import torch
+from torch import nn
+import anabranch as ab
+from anabranch.parameter_server import _compiled_cache, _compiled_group, _compiled_routing
+
+def made():
+    modules = (_compiled_cache, _compiled_routing, _compiled_group)
+    kernels = {f"{m.__name__}.{name}": k for m in modules for name, k in vars(m).items() if hasattr(k, "signatures")}
+    return {name: len(kernel.signatures) for name, kernel in kernels.items()}
+
+model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)
+batches = [torch.randint(50, (9, 2)) for _ in range(8)]
+with ab.Executor(step, "Hybrid", cache=ab.Cache("LFU", 10, BOUNDS), dataloaders={"default": batches}) as executor:
+    before = made()
+    assert before["anabranch.parameter_server._compiled_cache.ask"] == 1, before
+    assert before["anabranch.parameter_server._compiled_routing.arrange"] == 1, before
+    for _ in batches:
+        executor.run()
+    after = made()
+assert after == before, {name: (before[name], after[name]) for name in after if after[name] != before[name]}
+"""
+
+
+@pytest.mark.parametrize("bounds", ["0, 0", "3, 2"])
+def test_no_cached_step_compiles_anything(bounds: str) -> None:
+    """In a process of its own, for in this one the tests before have compiled everything."""
+    pytest.importorskip("numba")
+    script = SCRIPT.replace("BOUNDS", bounds)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,356 @@
+"""What passes between worker and shard: what is asked comes, what is known does not, and nothing more is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFinite, NotFound, ProtocolError, SchemaError
+from anabranch.parameter_server import (
+    Constant,
+    Family,
+    Normal,
+    ParameterClient,
+    ParameterServer,
+    RowOptimizer,
+    TableSpec,
+)
+from anabranch.parameter_server import kernels as kernels_module
+from anabranch.parameter_server import row_messages as row_messages_module
+from anabranch.parameter_server.messages import WITH_STATE, InitMessage, Part, PullMessage, PullPart, PushMessage
+from anabranch.parameter_server.row_messages import Clock, Layout, Pull, PullReply, Routed
+from anabranch.parameter_server.row_table import RowTable
+from anabranch.parameter_server.shard import Shard
+from anabranch.testing import MemoryTransport
+
+SGD = RowOptimizer(Family.SGD, lr=0.5)
+ADAGRAD = RowOptimizer(Family.ADAGRAD, lr=0.5, eps=1e-10)
+ROW_WISE = RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=0.5, eps=1e-10)
+ADAM = RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+TABLES = {
+    "alike": [(TableSpec(f"t{k}", 40 + k, 3), ADAGRAD) for k in range(4)],
+    "mixed": [
+        (TableSpec("a", 40, 3), ADAGRAD),
+        (TableSpec("b", 50, 5), ADAGRAD),
+        (TableSpec("c", 60, 3, torch.float64), ROW_WISE),
+        (TableSpec("d", 30, 3), ADAGRAD),
+        (TableSpec("e", None, 3), ADAM),
+        (TableSpec("f", 30, 4, torch.bfloat16), SGD),
+        (TableSpec("g", 30, 3, torch.float64), ROW_WISE),
+    ],
+}
+
+
+@contextmanager
+def shards(count: int) -> Iterator[ParameterClient]:
+    network = MemoryTransport()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ParameterServer(k, count, transport=network)) for k in range(count)]
+        endpoints = [server.endpoint for server in servers]
+        yield stack.enter_context(ParameterClient(endpoints, transport=network))
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, None), (3, None), (3, "plain")])
+@pytest.mark.parametrize("which", TABLES)
+def test_what_is_asked_comes_and_what_is_known_does_not(
+    which: str, count: int, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against whole tables with their states, and a book of which row was changed when; with and without Numba."""
+    if kind == "plain":
+        monkeypatch.setattr(kernels_module, "_has_numba", lambda: False)
+    specs = {spec.name: (spec, rule) for spec, rule in TABLES[which]}
+    draw = torch.Generator().manual_seed(count)
+    held = {name: torch.full((60,), -1) for name in specs}  # the version that is held of each row
+    there: dict[str, dict[int, Tensor]] = {name: {} for name in specs}  # rows that are held, as they came
+    changed = {name: torch.zeros(60, dtype=torch.bool) for name in specs}  # since they came
+    with shards(count) as client:
+        client.init("bias", (3,), init=2.0)
+        for spec, rule in specs.values():
+            client.init_table(spec, rule)
+        widths = {name: rule.row_width(spec.width) for name, (spec, rule) in specs.items()}
+        for step in range(12):
+            wanted, known = {}, {}
+            for name, (spec, _) in specs.items():
+                ids = torch.randperm(spec.rows or 60, generator=draw)[: int(torch.randint(25, (), generator=draw))]
+                kind = torch.rand(len(ids), generator=draw)
+                wanted[name] = ids
+                known[name] = torch.where(kind < 0.2, -1, torch.where(kind < 0.4, WITH_STATE, held[name][ids]))
+            some = widths if step % 3 else None
+            nothing = {"bias": torch.empty(0, dtype=torch.int64)}
+            found = client.pull_many(wanted | nothing, known=known | nothing, widths=some)
+            assert list(found) == [*wanted, "bias"]
+            assert found["bias"].rows.tolist() == [2.0] * 3
+            for name, (spec, _) in specs.items():
+                ids, came = wanted[name], found[name]
+                everything = torch.full_like(ids, WITH_STATE)
+                whole = client.pull_many({name: ids}, known={name: everything}, widths=widths)[name].rows
+                expected = (known[name] < 0) | changed[name][ids]
+                assert came.positions.tolist() == torch.nonzero(expected)[:, 0].tolist(), (name, step)
+                rows = whole[came.positions].clone()
+                if some is None:
+                    rows = rows[:, : spec.width]
+                else:
+                    rows[known[name][came.positions] != WITH_STATE, spec.width :] = 0
+                assert torch.equal(came.rows, rows)
+                for at, known_id in enumerate(ids.tolist()):
+                    if not expected[at]:
+                        assert torch.equal(there[name][known_id], whole[at, : spec.width])
+                for at, known_id in enumerate(ids[came.positions].tolist()):
+                    there[name][known_id] = rows[at, : spec.width]
+                held[name][ids[came.positions]] = came.versions
+                changed[name][ids[came.positions]] = False
+            pushed = {}
+            for name, (spec, _) in specs.items():
+                ids = torch.randint(spec.rows or 60, (6,), generator=draw)
+                pushed[name] = (ids, torch.randn(6, spec.width, generator=draw).to(spec.dtype))
+                changed[name][ids] = True
+            client.push_many(pushed)
+
+
+@pytest.mark.parametrize("every_row_moves", [False, True])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_a_row_that_left_and_came_again_never_looks_unchanged(capacity: int | None, every_row_moves: bool) -> None:
+    spec = TableSpec("any", None, 2, initial=Constant(1.0), capacity=capacity, every_row_moves=every_row_moves)
+    one, others = torch.tensor([7]), torch.tensor([8, 9])
+    with shards(1) as client:
+        client.init_table(spec, RowOptimizer(Family.SGD, lr=0.5, momentum=0.9 if every_row_moves else 0.0))
+        client.push_many({"any": (one, torch.ones(1, 2))})
+        first = client.pull_many({"any": one}, known={"any": torch.tensor([-1])})["any"]
+        assert first.rows.tolist() == [[0.5, 0.5]]
+        client.pull_many({"any": others}, training=True)  # takes its row, if there is no other
+        now = client.sparse_pull("any", one)
+        assert now.tolist() == ([[0.5, 0.5]] if capacity is None else [[1.0, 1.0]])
+        for training in (False, True):
+            found = client.pull_many({"any": one}, known={"any": first.versions}, training=training)["any"]
+            assert len(found.rows) == (0 if capacity is None else 1)
+            assert all(row == [1.0, 1.0] for row in found.rows.tolist())
+
+
+def test_a_shard_that_did_not_go_on_from_where_it_was_knows_of_nothing_known(tmp_path: Path) -> None:
+    """Its steps are those that were lost, counted again: a row that changed in one of them has not changed *since*."""
+    network = MemoryTransport()
+    ids, ones = torch.arange(4), torch.ones(1, 2)
+    spec = TableSpec("t", 4, 2, initial=Constant(0.0))
+
+    def serve(listen: str) -> ParameterServer:
+        return ParameterServer(
+            listen=listen, transport=network, durability="checkpoint", checkpoint_dir=tmp_path / "state"
+        )
+
+    with serve("memory:one") as server, ParameterClient([server.endpoint], transport=network) as client:
+        client.init_table(spec, SGD)
+        client.push_many({"t": (ids[:1], ones)})
+        server.checkpoint()
+        shutil.copytree(tmp_path / "state", tmp_path / "aside")
+        for _ in range(3):
+            client.push_many({"t": (ids[1:2], ones)})
+        first = client.pull_many({"t": ids})["t"]
+        same = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+        assert not len(same.rows)
+    shutil.rmtree(tmp_path / "state")
+    shutil.move(tmp_path / "aside", tmp_path / "state")
+    with serve("memory:two") as server:
+        with ParameterClient([server.endpoint], transport=network) as other:
+            for _ in range(5):  # beyond where it was
+                other.push_many({"t": (ids[2:3], ones)})
+        with ParameterClient([server.endpoint], transport=network) as other:
+            other._clocks, other._holdings = client._clocks, client._holdings  # who was there before
+            again = other.pull_many({"t": ids}, known={"t": first.versions})["t"]
+            assert again.positions.tolist() == [0, 1, 2, 3]
+            assert again.rows[:, 0].tolist() == [-0.5, 0.0, -2.5, 0.0]
+            assert (again.versions > first.versions).all()
+            mixed = torch.tensor([int(again.versions[0]), int(first.versions[1]), -1, int(again.versions[3])])
+            assert other.pull_many({"t": ids}, known={"t": mixed})["t"].positions.tolist() == [1, 2]
+            assert len(other.pull_many({"t": ids}, known={"t": first.versions})["t"].rows) == 4
+
+
+@pytest.mark.parametrize("how", ["drop", "restore"])
+def test_rows_of_a_table_that_was_replaced_are_not_known(how: str, tmp_path: Path) -> None:
+    ids, ones = torch.arange(3), torch.ones(3, 2)
+    with shards(2) as client:
+        client.init_table(TableSpec("t", 3, 2, initial=Constant(0.0)), SGD)
+        client.push_many({"t": (ids, ones)})
+        client.save(tmp_path / "saved")
+        for _ in range(3):
+            client.push_many({"t": (ids, ones)})
+        first = client.pull_many({"t": ids})["t"]
+        if how == "drop":
+            client.drop(["t"])
+            client.init_table(TableSpec("t", 3, 2, initial=Constant(5.0)), SGD)
+        else:
+            client.load(tmp_path / "saved")
+        found = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+        assert found.rows.tolist() == [[5.0 if how == "drop" else -0.5] * 2] * 3
+
+
+def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The table's step is said whole, and an age that is too large for what it travels as makes a row unknown."""
+    ids = torch.arange(4)
+    with shards(1) as client:
+        client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), SGD)
+        state, groups = client.collect()
+        state["tables"][0]["step"] = (1 << 32) + 5  # type: ignore[index]
+        client.restore(state, lambda name: groups[name] if not callable(groups[name]) else groups[name]())
+        held = client.pull_many({"t": ids})["t"].versions
+        assert held.tolist() == [(1 << 32) + 5] * 4
+        for _ in range(5):
+            client.push_many({"t": (ids[:1], torch.ones(1, 2))})
+            found = client.pull_many({"t": ids}, known={"t": held})["t"]
+            assert found.positions.tolist() == [0]
+            held[0] = found.versions[0]
+        monkeypatch.setattr(row_messages_module, "OLDEST", 4)
+        assert client.pull_many({"t": ids}, known={"t": held})["t"].positions.tolist() == [1, 2, 3]
+        monkeypatch.setattr(row_messages_module, "OLDEST", 5)
+        assert not len(client.pull_many({"t": ids}, known={"t": held})["t"].rows)
+
+
+def test_nothing_is_said_of_an_id_that_its_kind_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+    pull, push = Shard.pull, Shard.push
+
+    def pulled(self, message, tensors, *others):
+        reply, sent = pull(self, message, tensors, *others)
+        said.extend(sum(tensor.nbytes for tensor in some) for some in (tensors, sent))
+        return reply, sent
+
+    def pushed(self, message, tensors, **others):
+        said.append(sum(tensor.nbytes for tensor in tensors))
+        push(self, message, tensors, **others)
+
+    monkeypatch.setattr(Shard, "pull", pulled)
+    monkeypatch.setattr(Shard, "push", pushed)
+    ids, row = torch.arange(10), 3 * 4
+    with shards(1) as client:
+        client.init_table(TableSpec("t", 20, 3), ADAGRAD)
+
+        def bytes_of(**options: object) -> list[int]:
+            said.clear()
+            before = client.traffic()["t"].bytes if client.traffic() else 0
+            if "squares" in options:
+                client.push_many({"t": (ids, torch.ones(10, 3))}, **options)  # type: ignore[arg-type]
+            else:
+                client.pull_many({"t": ids}, **options)  # type: ignore[arg-type]
+            assert client.traffic()["t"].bytes - before == sum(said)
+            return list(said)
+
+        assert bytes_of() == [40, 10 * row]
+        assert bytes_of(known={"t": torch.full((10,), -1)}) == [40, 10 * row]
+        states = {"t": torch.full((10,), WITH_STATE)}
+        assert bytes_of(known=states, widths={"t": 6}) == [40, 10 * 2 * row]
+        held = client.pull_many({"t": ids})["t"].versions
+        client.push_many({"t": (ids[:2], torch.ones(2, 3))})
+        held[5], held[6] = WITH_STATE, -1
+        # Eight known ones have an age, the two of them that have changed a place.
+        assert bytes_of(known={"t": held}, widths={"t": 6}) == [40 + 8 * 2, 2 * 4 + 2 * row + 3 * row]
+        squares = torch.ones(10)
+        assert bytes_of(squares={"t": squares}) == [40 + 10 * row]
+        squares[3], squares[4] = 0.5, 1 + 2.0**-10  # rounded, it is 1
+        assert bytes_of(squares={"t": squares}) == [40 + 2 + 10 * row]
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAGRAD, ROW_WISE, ADAM], ids=lambda rule: rule.family)
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOptimizer, count: int) -> None:
+    draw = torch.Generator().manual_seed(3)
+    names = ["a", "b", "c"]
+    specs = [TableSpec(name, 30, 3, initial=Normal()) for name in names]
+    alone = {spec.name: RowTable(spec, rule) for spec in specs}
+    everyone = torch.arange(30)
+    with shards(count) as client:
+        for spec in specs:
+            client.init_table(spec, rule)
+        for _ in range(5):
+            given, squares = {}, {}
+            for name in names:
+                given[name] = (torch.randperm(30, generator=draw)[:9], torch.randn(9, 3, generator=draw))
+                if name != "b":
+                    squares[name] = torch.where(torch.rand(9, generator=draw) < 0.6, 1, torch.rand(9, generator=draw))
+            client.push_many(given, squares=squares)
+            for name, (ids, grads) in given.items():
+                alone[name].push(ids, grads, squares[name].bfloat16() if name in squares else None)
+        widths = dict.fromkeys(names, rule.row_width(3))
+        asked = dict.fromkeys(names, torch.full((30,), WITH_STATE))
+        found = client.pull_many(dict.fromkeys(names, everyone), known=asked, widths=widths)
+        for name in names:
+            assert torch.equal(found[name].rows, alone[name].pull_with_state(everyone))
+
+
+def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    shard = Shard()
+    shard.init(InitMessage("t", ADAGRAD.to_dict(), TableSpec("t", 10, 2, initial=Constant(1.0)).to_dict()))
+    ids, grads = torch.tensor([1, 2, 3]), torch.ones(6)
+
+    def ages(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int16)
+
+    for part, more, said in [
+        (PullPart("t", 3, 2, 2), [ages(2)], "of which 2 are to come with state and 2"),
+        (PullPart("t", 3, 4), [], "of which 4"),
+        (PullPart("t", 3, 0, 2), [], "2 tensors expected"),
+        (PullPart("t", 3, 0, 2), [ages(3)], r"ages of 2 known rows expected, got \(3,\)"),
+        (PullPart("t", 3, 0, 2), [ages(2).int()], "torch.int32"),
+        (PullPart("t", 3), [ages(1)], "1 tensors expected"),
+    ]:
+        with pytest.raises(SchemaError, match=said):
+            shard.pull(PullMessage([part]), [ids, *more])
+    half = torch.full((1,), 0.5).bfloat16()
+    for part, more, said in [
+        (Part("t", 3, 0, 4), [half.repeat(4), grads], "of which 4 have sums"),
+        (Part("t", 3, 0, 2), [half, grads], r"squares of 2 sums expected, got \(1,\)"),
+        (Part("t", 3, 0, 1), [half.float(), grads], "torch.float32"),
+        (Part("t", 3, 0, 1), [grads], "numbers of"),
+        (Part("t", 3), [half, grads], "numbers of"),
+    ]:
+        with pytest.raises(SchemaError, match=said):
+            shard.push(PushMessage([part], []), [ids, *more])
+    with pytest.raises(NonFinite):
+        shard.push(PushMessage([Part("t", 3, 0, 1)], []), [ids, -half, grads])
+    assert shard.statistics().tables["t"].step == 0
+    for part in (["t", 3, -1], ["t", 3, 0, -1], ["t", 3, 0, 0, -1]):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(part, PullPart)
+
+
+def test_answers_that_do_not_fit_are_refused() -> None:
+    placement = TableSpec("t", 10, 2)
+    table = RowTable(placement, SGD)
+    layout = Layout.of({"t": (table.placement, torch.float32, 2)}, [])
+
+    def take(reply: PullReply, places: Tensor, rows: int = 1) -> None:
+        routed = Routed(layout, [torch.arange(4)], 1)
+        pull = Pull(routed, [torch.tensor([3, 3, 3, -1])], [None], [(5, 0)], None)
+        pull.take(0, reply, [places, torch.zeros(2 * rows)], 0, {})
+
+    def said(*places: int) -> Tensor:
+        return torch.tensor(places, dtype=torch.int32)
+
+    take(PullReply(5, [4], [2]), said(0, 2), 3)
+    for reply, places in [
+        (PullReply(5, [4], [4]), said(0, 1, 2, 3)),
+        (PullReply(5, [4, 4], [1, 0]), said(0)),
+        (PullReply(5, [4], [2]), said(0)),
+        (PullReply(5, [4], [1]), said(3)),
+        (PullReply(5, [4], [1]), said(-1)),
+        (PullReply(5, [4], [2]), said(2, 0)),
+        (PullReply(5, [4], [2]), said(1, 1)),
+        (PullReply(5, [4], [1]), said(0).long()),
+    ]:
+        with pytest.raises(ProtocolError):
+            take(reply, places, 1 + reply.changed[0])
+    with pytest.raises(SchemaError):
+        take(PullReply(5, [4], [1]), said(0), 5)
+    with pytest.raises(NotFound, match=r"ids\[1\] is 10"):
+        Routed(layout, [torch.tensor([1, 10])], 1)
+
+
+def test_versions_go_on_over_generations() -> None:
+    clock = Clock()
+    answers = [(3, 5), (3, 4), (8, 0), (3, 9), (8, 1)]
+    assert [clock.read(generation, [step, 0]) + step for generation, step in answers] == [5, 4, 6, 16, 18]
