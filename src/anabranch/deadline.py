@@ -52,6 +52,10 @@ class Deadline:
         """Whether the moment has passed."""
         return self._clock() >= self._expires
 
+    def __lt__(self, other: Deadline) -> bool:
+        """Whether this moment comes first; of two deadlines by one clock."""
+        return self._expires < other._expires
+
     def sooner(self, seconds: float) -> Deadline:
         """This deadline or ``seconds`` from now, whichever comes first; ``elapsed`` counts on from this one's start."""
         nearer = Deadline(seconds, self._clock)

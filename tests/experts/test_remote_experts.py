@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff import boundary
 from anabranch.deadline import Deadline
 from anabranch.errors import (
     DeadlineExceeded,
@@ -23,7 +24,9 @@ from anabranch.errors import (
     RemoteError,
     SchemaError,
 )
-from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, wire
+from anabranch.experts import Directory, DirectoryServer, ExpertBackend, ExpertServer, RemoteExpert, Schema, wire
+from anabranch.experts import backend as backend_module
+from anabranch.experts import schema as schema_module
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Client, Request, RequestHeader
@@ -146,6 +149,59 @@ def test_nested_keyword_bool_and_int_inputs_and_integer_outputs() -> None:
         assert torch.equal(a, b)
 
 
+def test_one_tensor_in_and_out_is_nested_nowhere_and_refused_as_any_other_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    one, nested = (Schema((spec,), {}, spec) for spec in (TensorSpec(2), (TensorSpec(2),)))
+    assert (one.takes_one, one.gives_one) == (True, True)
+    assert (nested.takes_one, nested.gives_one) == (False, False)
+    backend = ExpertBackend("one.0", nn.Linear(2, 3), args_schema=[TensorSpec(2)])
+    x = torch.randn(4, 2)
+    expected = backend.module(x).detach()
+    assert one.flatten_inputs((x,), {})[0] is x  # works the schema out
+
+    def no_flattening(*_: object, **__: object) -> object:
+        raise AssertionError("one tensor has no structure")
+
+    with monkeypatch.context() as patch:
+        for module in (schema_module, backend_module):
+            patch.setattr(module, "flatten", no_flattening)
+        patch.setattr(backend_module, "unflatten", no_flattening)
+        assert one.flatten_inputs((x,), {})[0] is x
+        (answer,) = backend.forward(x)
+    assert answer is not None
+    assert torch.equal(answer, expected)
+    for args, kwargs in (((x, x), {}), (([x],), {}), ((x,), {"by": x}), ((), {}), ((None,), {})):
+        with pytest.raises(SchemaError, match="expected "):
+            one.flatten_inputs(args, kwargs)
+    backend.module = nn.Identity()
+    with pytest.raises(SchemaError, match=r"one\.0's output 0: expected \(rows, 3\) float32, got \(4, 2\)"):
+        backend.forward(x)
+    backend.module = Fork()
+    with pytest.raises(SchemaError, match="another structure"):
+        backend.forward(x)
+
+
+def test_an_answer_that_was_received_into_memory_of_its_own_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(2, 2)
+    with served(ExpertBackend("one.0", nn.Identity(), args_schema=[TensorSpec(2)])) as server:
+        expert = RemoteExpert("one.0", server.endpoint)
+        with monkeypatch.context() as patch:
+            patch.setattr(boundary, "_owned", lambda tensor, taken: pytest.fail("nobody has to look"))
+            first, second = expert(x), expert(x)
+    first.detach().mul_(5.0)
+    assert torch.equal(second.detach(), x)
+    assert torch.equal(x, torch.ones(2, 2))
+
+
+class Fork(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
 def test_an_expert_of_keywords_alone() -> None:
     class Scale(nn.Module):
         def forward(self, *, x: Tensor, by: Tensor) -> Tensor:
@@ -156,7 +212,7 @@ def test_an_expert_of_keywords_alone() -> None:
         expert = RemoteExpert("scale.0", server.endpoint)
         assert torch.equal(expert(by=torch.full((3, 2), 2.0), x=torch.ones(3, 2)), torch.full((3, 2), 2.0))
         assert expert.get_info()["keyword_names"] == ("by", "x")
-        with pytest.raises(SchemaError, match="expected arguments"):
+        with pytest.raises(SchemaError, match="expected "):
             expert(torch.ones(3, 2), by=torch.ones(3, 2))
 
 

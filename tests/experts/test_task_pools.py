@@ -145,6 +145,30 @@ def test_no_batch_runs_while_the_runtime_is_paused() -> None:
         assert ran.wait(timeout=10)
 
 
+def test_pools_without_tasks_are_not_looked_at_however_many_there_are() -> None:
+    looked: list[str] = []
+    done = threading.Semaphore(0)
+
+    class Watched(TaskPool):
+        def due_at(self) -> float:
+            looked.append(self.name)
+            return super().due_at()
+
+    pools = [Watched(lambda x: [x], name=str(index)) for index in range(50)]
+
+    def one() -> Task:
+        return Task([torch.ones(1, 1)], 1, Deadline.after(20.0), lambda outcome: done.release())
+
+    pools[3].submit(one())  # before there is a runtime
+    with Runtime(pools) as runtime:
+        assert done.acquire(timeout=10)
+        runtime.submit({pools[7]: [one()], pools[9]: [one()]})
+        pools[8].submit(one())
+        for _ in range(3):
+            assert done.acquire(timeout=10)
+    assert set(looked) == {"3", "7", "8", "9"}
+
+
 def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_the_device_thread() -> None:
     ran: list[tuple[str, int]] = []
     done = threading.Semaphore(0)

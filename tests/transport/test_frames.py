@@ -33,7 +33,7 @@ from anabranch.transport.frame import (
     pack,
     unpack,
 )
-from anabranch.transport.tensor_memory import DTYPES
+from anabranch.transport.tensor_memory import DTYPES, bytes_of, dense_on_cpu, plain_bytes
 
 
 class Bytes:
@@ -299,3 +299,39 @@ def test_a_payload_of_another_type_is_a_protocol_error() -> None:
         unpack(pack(["one"]), list[int])
     with pytest.raises(ProtocolError):
         unpack(b"\xc1", list[int])
+
+
+ROWS = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "plain"),
+    [
+        (ROWS, True),
+        (ROWS.double(), True),
+        (ROWS[1:], True),
+        (ROWS.reshape(-1)[2], True),
+        (ROWS.t(), False),
+        (ROWS[:, 1], False),
+        (ROWS[:0], False),
+        (torch.ones(1).expand(1, 1), True),
+        (ROWS.clone().requires_grad_(), False),
+        (ROWS.bool(), False),
+        (ROWS.bfloat16(), False),
+        (torch.complex(ROWS, ROWS).conj().imag, False),
+        (torch.complex(ROWS, ROWS).conj(), False),
+    ],
+)
+def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor: Tensor, plain: bool) -> None:
+    short, long = plain_bytes(tensor), bytes_of(dense_on_cpu(tensor))
+    assert (short is not None) == plain
+    if short is not None:
+        assert bytes(short) == bytes(long)
+    frame = read(b"".join(encode(ReplyHeader(), [tensor])))
+    assert frame.tensors is not None
+    assert torch.equal(frame.tensors[0], tensor)
+
+
+def test_what_cannot_cross_is_told_though_the_short_way_does_not_ask() -> None:
+    with pytest.raises(TypeError, match="only strided tensors cross"):
+        encode(ReplyHeader(), [ROWS.to_sparse()])

@@ -63,11 +63,13 @@ class Crossed:
         outputs: memory of their own, not shared with an input.
         state: what backward needs beside the inputs; let go when backward has run, or when nobody can ask for it.
         no_gradient: which outputs have none.
+        fresh: the outputs are known to lie in contiguous memory that was made for them: nobody has to look.
     """
 
     outputs: Sequence[Tensor]
     state: object = None
     no_gradient: Sequence[int] = ()
+    fresh: bool = False
 
 
 class Boundary(Protocol):
@@ -174,11 +176,13 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
         CaptureError: somebody else than this package traces the model.
     """
     tracer = _capturing.tracer
-    if tracer is None and any(isinstance(value, FakeTensor) for value in inputs):
-        raise CaptureError(
-            f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's cannot "
-            "record; run the model on the tape, or capture it with ab.capture or an Executor"
-        )
+    if tracer is None:
+        for value in inputs:
+            if isinstance(value, FakeTensor):
+                raise CaptureError(
+                    f"{boundary.kind} {boundary.name!r} lies across a boundary, which a tracer other than anabranch's "
+                    "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
+                )
     if not torch.is_grad_enabled():
         return tuple((go if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
     if entry is None:
@@ -234,6 +238,8 @@ class _CrossingContext(FunctionCtx):
 def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Crosses, forward; the outputs lie in memory of their own, in order, so that whoever reads them may reuse it."""
     crossed = boundary.forward(inputs, wants)
+    if crossed.fresh:
+        return crossed
     taken = _memory_of(inputs)
     crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
     return crossed

@@ -98,6 +98,7 @@ class ExpertBackend:
         max_queue_bytes: int = 1 << 30,
     ) -> None:
         self.uid = check_uid(uid)
+        self._output_name = f"{uid}'s output 0"
         if gradient_reduction not in ("sum", "mean"):
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -172,6 +173,7 @@ class ExpertBackend:
 
     def _prepare_copies(self) -> None:
         self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
+        self._is_here = self.device.type == "cpu"
         for pool in self.get_pools():
             pool.copies = self.copies
 
@@ -179,8 +181,9 @@ class ExpertBackend:
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
-        with torch.no_grad():
-            outputs = self._call([self._place(tensor) for tensor in inputs])
+        with torch.set_grad_enabled(False):
+            placed = inputs if self._is_here else [self._place(tensor) for tensor in inputs]
+            outputs = self._call(placed)
         return tuple(self._check_outputs(outputs))
 
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -329,6 +332,8 @@ class ExpertBackend:
         return answers, moved
 
     def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
+        if self.schema.takes_one and parameters is None:
+            return self.module(leaves[0])
         whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
         if parameters is None:
@@ -336,7 +341,9 @@ class ExpertBackend:
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(self.device, non_blocking=True)
+        if tensor is None or tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
 
     def _as_leaf(self, tensor: Tensor | None, spec: TensorSpec | None) -> Tensor | None:
         placed = self._place(tensor)
@@ -345,6 +352,10 @@ class ExpertBackend:
         return placed.detach().requires_grad_()
 
     def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
+        spec = self.schema.outputs
+        if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
+            spec.check(outputs, self._output_name)
+            return [outputs]
         leaves, came = flatten(outputs)
         expected = self.schema.output_structure
         if came != expected:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 from torch import Tensor
 
 from anabranch.autodiff.boundary import Crossed, Form, cross
@@ -34,8 +34,7 @@ __all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "outpu
 _TICKET_BYTES = 16
 
 
-@dataclass(slots=True, eq=False)
-class ExpertCall:
+class ExpertCall(msgspec.Struct, eq=False):
     """One expert, what it is asked, and what became of it.
 
     Attributes:
@@ -59,14 +58,16 @@ class ExpertCall:
     error: Exception | None = None
     gradient_error: Exception | None = None
     ticket: bytes = b""
-    rows: int = field(init=False)
+    rows: int = 0
 
     def __post_init__(self) -> None:
-        self.rows = next(tensor.shape[0] for tensor in self.inputs if tensor is not None)
+        for tensor in self.inputs:
+            if tensor is not None:
+                self.rows = tensor.shape[0]
+                return
 
 
-@dataclass(slots=True, eq=False)
-class Calls:
+class Calls(msgspec.Struct, eq=False):
     """Calls that are made together, and how.
 
     Attributes:
@@ -149,7 +150,8 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
                 outputs.append(output)
         call.outputs = None
         call.inputs = ()
-    return Crossed(outputs, calls, no_gradient)
+    # Received into memory made for them, or copied from there to a device.
+    return Crossed(outputs, calls, no_gradient, fresh=True)
 
 
 def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
@@ -203,8 +205,13 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         report("experts.not_finite", uid=call.uid, what=name)
         call.error = NonFinite(f"{call.uid}: {name} holds NaN or Inf")
         return
-    device = next(tensor.device for tensor in call.inputs if tensor is not None)
-    call.outputs = [None if output is None else output.to(device) for output in outputs]
+    for tensor in call.inputs:
+        if tensor is not None and tensor.device.type != "cpu":
+            outputs = [None if output is None else output.to(tensor.device) for output in outputs]
+            break
+        if tensor is not None:
+            break
+    call.outputs = outputs
     call.answered = True
 
 

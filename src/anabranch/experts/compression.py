@@ -14,6 +14,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tensors import TensorSpec, from_blocks, to_blocks
 from anabranch.transport import TensorHeader
+from anabranch.transport.tensor_memory import DTYPES
 
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
 
@@ -60,20 +61,25 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
     return parts[0].to(spec.dtype)
 
 
-def check_parts(headers: Sequence[TensorHeader], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
-    """The rows of a request whose tensors have these headers; the bodies need not be there yet.
+def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, TensorSpec]]) -> int:
+    """The rows of a message whose tensors have these headers, by their names and specs; the bodies need not be there.
 
     Raises:
         SchemaError: the tensors are not rows of the specs; says what was expected and what came.
     """
     rows = headers[0].shape[0] if headers and headers[0].shape else 0
-    if len(headers) == len(specs):
-        for header, spec in zip(headers, specs, strict=True):
-            if spec.compression is not None or header.dtype is not spec.dtype or header.shape != (rows, *spec.shape):
+    if len(headers) == len(layout):
+        for header, (_, spec) in zip(headers, layout, strict=True):
+            if (
+                spec.compression is not None
+                or DTYPES[header.code] is not spec.dtype
+                or header.shape != (rows, *spec.shape)
+            ):
                 break
         else:
             return rows
-    return _check([(header.dtype, tuple(header.shape)) for header in headers], specs, names)
+    came = [(header.dtype, tuple(header.shape)) for header in headers]
+    return _check(came, [spec for _, spec in layout], [name for name, _ in layout])
 
 
 def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:

@@ -110,24 +110,32 @@ class RemoteExpert(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """The expert's outputs for these inputs."""
         deadline = Deadline.after(self.forward_timeout)
-        with outside_tracing():
-            _, schema = self._find(deadline)
+        known = self._found.known
+        if known is None:
+            with outside_tracing():
+                known = self._find(deadline)
+        schema = known[1]
         inputs = schema.flatten_inputs(args, kwargs)
         # A graph asks again in every run, each with all of its time.
         there = _There(self, schema, deadline if current_tracer() is None else None)
-        outputs = iter(cross(there, *inputs))
+        crossed = cross(there, *inputs)
+        if there.schema.gives_one:
+            return crossed[0]
+        outputs = iter(crossed)
         specs = there.schema.output_specs
         return unflatten(there.schema.output_structure, [None if spec is None else next(outputs) for spec in specs])
 
     def _find(self, deadline: Deadline) -> tuple[str, Schema]:
         found = self._found
+        if (known := found.known) is not None:
+            return known
         with found.lock:
             if found.known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
                 found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
             return found.known
 
-    def _may_have_changed(self, error: Exception | None, deadline: Deadline) -> bool:
+    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
         """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
@@ -171,7 +179,7 @@ class _There:
         expert = self._expert
         deadline = self._deadline or Deadline.after(expert.forward_timeout)
         crossed, error = self._ask(inputs, wants, deadline)
-        if not deadline.expired() and expert._may_have_changed(error, deadline):
+        if error is not None and not deadline.expired() and expert._may_have_changed(error, deadline):
             expert._found.known = None
             crossed, error = self._ask(inputs, wants, deadline)
         if error is not None:

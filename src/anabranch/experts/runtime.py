@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded
+from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
 from anabranch.experts.task_pool import Task, TaskPool
 
@@ -63,9 +63,12 @@ class Runtime:
         answering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._pools = list(pools)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Those that have tasks: a device may have many experts, of which few are asked at a time.
+        self._filled: dict[TaskPool, None] = {}
         for pool in self._pools:
-            pool.changed = self._changed
+            pool.share(self._lock, self._filled, self._changed)
         self._answering = answering
         self._stopped = False
         self._threads = torch.get_num_threads()
@@ -128,44 +131,47 @@ class Runtime:
         """
         if not tasks:
             return
-        with self._changed:
-            declined = [one for pool, its_tasks in tasks.items() for one in pool.put_all(its_tasks)]
+        declined: list[tuple[Task, BoundaryError]] = []
+        with self._lock:
+            for pool, its_tasks in tasks.items():
+                pool.put_all(its_tasks, declined)
             now = time.monotonic()
-            helps = not (one_of_many and self._threads > 1) and self._may_help(now)
-            if not helps and not self._helped and any(pool.due_at() < self._sleeps_until for pool in tasks):
+            quick = None if one_of_many and self._threads > 1 else self._find_quick(now)
+            if quick is None and not self._helped and any(pool.due_at() < self._sleeps_until for pool in tasks):
                 self._changed.notify_all()
         try:
             for task, reason in declined:
                 task.finish(reason)
         finally:
-            if helps:
-                self._help(now + _QUICK)
+            if quick is not None:
+                self._help(quick, now + _QUICK)
 
-    def _may_help(self, now: float) -> bool:
-        """Whether this thread is to run what is due; then the device thread leaves it alone, and nobody pauses it."""
+    def _find_quick(self, now: float) -> TaskPool | None:
+        """What this thread is to run; then the device thread leaves it alone, and nobody pauses it."""
         if self._stopped or self._helped or not self._sleeps_until:
-            return False
+            return None
         pool = self._most_urgent(now)
         if pool is None or pool.copies is not None or pool.expected_seconds() > _QUICK:
-            return False
+            return None
         self._helped = self._batch.acquire(blocking=False)
-        return self._helped
+        return pool if self._helped else None
 
-    def _help(self, until: float) -> None:
+    def _help(self, first: TaskPool, until: float) -> None:
         try:
             self._prepare_thread()
-            while True:
-                with self._changed:
+            self._run_batch(first)
+            while self._filled:
+                with self._lock:
                     now = time.monotonic()
                     pool = self._most_urgent(now)
                     if pool is None or pool.copies is not None or now + pool.expected_seconds() > until:
                         break
                 self._run_batch(pool)
         finally:
-            self._batch.release()
-            with self._changed:
+            with self._lock:
+                self._batch.release()
                 self._helped = False
-                if any(pool.due_at() < self._sleeps_until for pool in self._pools):
+                if self._filled and any(pool.due_at() < self._sleeps_until for pool in self._filled):
                     self._changed.notify_all()
 
     def _prepare_thread(self) -> None:
@@ -190,10 +196,16 @@ class Runtime:
         if not batch:
             return
         started = time.monotonic()
-        self._running = max((task.deadline for task in batch), key=Deadline.remaining)
+        last = batch[0].deadline
+        rows = 0
+        for task in batch:
+            rows += task.rows
+            if last < task.deadline:
+                last = task.deadline
+        self._running = last
         pool.run(batch, self._answering)
         self._running = None
-        pool.note_seconds(sum(task.rows for task in batch), time.monotonic() - started)
+        pool.note_seconds(rows, time.monotonic() - started)
 
     def _next_pool(self) -> TaskPool | None:
         """The pool to serve, as soon as one has a batch due; ``None`` when it is time to end."""
@@ -205,7 +217,7 @@ class Runtime:
             next_due = (
                 now + _LONGEST_NAP
                 if self._helped
-                else min((pool.due_at() for pool in self._pools), default=float("inf"))
+                else min((pool.due_at() for pool in self._filled), default=float("inf"))
             )
             self._sleeps_until = min(next_due, now + _LONGEST_NAP)
             self._changed.wait(timeout=self._sleeps_until - now)
@@ -214,4 +226,8 @@ class Runtime:
 
     def _most_urgent(self, now: float) -> TaskPool | None:
         """Of the pools with a batch due the one whose oldest task has waited longest."""
-        return min((pool for pool in self._pools if pool.due_at() <= now), key=TaskPool.oldest, default=None)
+        found = None
+        for pool in self._filled:
+            if pool.due_at() <= now and (found is None or pool.oldest() < found.oldest()):
+                found = pool
+        return found

@@ -75,6 +75,16 @@ class Schema:
         return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
+    def takes_one(self) -> bool:
+        """Whether it takes one tensor and nothing else, as most do: then there is nothing to flatten."""
+        return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
+
+    @cached_property
+    def gives_one(self) -> bool:
+        """Whether it returns a tensor, and no nesting of them."""
+        return isinstance(self.outputs, TensorSpec)
+
+    @cached_property
     def input_structure(self) -> PyTreeSpec:
         """How inputs nest."""
         return flatten((self.arguments, dict(self.keywords)))[1]
@@ -111,6 +121,8 @@ class Schema:
         Raises:
             SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
         """
+        if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return check_leaves(args, self.inputs, self.input_names)
         leaves, came = flatten((tuple(args), dict(kwargs)))
         if came != self.input_structure:
             raise SchemaError(
@@ -150,7 +162,7 @@ def check_leaves(
             rows, first = leaf.shape[0], name
         elif leaf.shape[0] != rows:
             raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {rows}, {name} has {leaf.shape[0]}")
-    return cast(list[Tensor | None], list(leaves))
+    return list(leaves)  # type: ignore[arg-type]
 
 
 def _pack(node: object, depth: int) -> list[object]:

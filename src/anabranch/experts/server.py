@@ -131,7 +131,8 @@ class ExpertServer:
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
         self._ttl = ttl
-        self._pinned = any(backend.device.type == "cuda" for backend in self._backends.values())
+        any_cuda = any(backend.device.type == "cuda" for backend in self._backends.values())
+        place = _allocate_pinned if any_cuda else allocate
         self._not_finite: Counter[str] = Counter()
         self._round = threading.local()
         pools_by_device = self._pools_by_device()
@@ -147,14 +148,14 @@ class ExpertServer:
         self._server = Server(
             [
                 Verb(wire.INFO, self._info, quick=True),
-                Verb(wire.FORWARD, self._forward, check=self._check, allocate=self._allocate, quick=True),
+                Verb(wire.FORWARD, self._forward, check=self._check, allocate=place, quick=True),
                 Verb(
                     wire.BACKWARD,
                     self._backward,
                     check=self._check,
                     once=True,
                     again=self._backward_again,
-                    allocate=self._allocate,
+                    allocate=place,
                     quick=True,
                 ),
             ],
@@ -270,12 +271,10 @@ class ExpertServer:
             raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
         rows = wire.check_layout(header.tensors, wire.request_layout(backend.schema, header))
         pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
-        pool.check_room(rows, sum(tensor.nbytes for tensor in header.tensors))
-
-    def _allocate(self, headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        if self._pinned:
-            return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
-        return allocate(headers)
+        nbytes = 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        pool.check_room(rows, nbytes)
 
     def _forward(self, call: Call) -> None:
         backend = self._find(call.target)
@@ -292,7 +291,7 @@ class ExpertServer:
                     wire.to_wire(outcome, schema.output_specs), payload=ticket if ticket in backend.kept else b""
                 )
 
-        ticket = wire.read_ticket(call.payload)
+        ticket = call.payload
         rows = _rows(inputs)
         if rows == 0:
             finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
@@ -337,6 +336,9 @@ class ExpertServer:
         if aside:
             self._round.tasks = None
             of_many = not self._server.on_loop()
+            if len(self._runtimes) == 1:
+                self._runtimes[0].submit(aside, one_of_many=of_many)
+                return
             for runtime in self._runtimes:
                 mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
                 runtime.submit(mine, one_of_many=of_many)
@@ -375,5 +377,12 @@ class ExpertServer:
             raise NonFinite(f"{call.target}: {name} holds NaN or Inf")
 
 
+def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
+
+
 def _rows(tensors: Sequence[Tensor | None]) -> int:
-    return next(tensor.shape[0] for tensor in tensors if tensor is not None)
+    for tensor in tensors:
+        if tensor is not None:
+            return tensor.shape[0]
+    raise AssertionError("a schema without inputs is refused where it is made")

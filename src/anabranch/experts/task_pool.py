@@ -18,8 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from threading import RLock
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -47,8 +49,7 @@ class Unrepeatable(RuntimeError):
     """A batch failed after it had changed something, so its tasks are not to be run again one by one."""
 
 
-@dataclass(slots=True, eq=False)
-class Task:
+class Task(msgspec.Struct, eq=False):
     """One request, or a part of one that was too large for a batch.
 
     Attributes:
@@ -67,11 +68,11 @@ class Task:
     rows: int
     deadline: Deadline
     finish: Callable[[Sequence[Tensor | None] | BaseException], None]
-    unwanted: Callable[[], bool] = field(default=lambda: False)
-    arrived: float = field(default_factory=time.monotonic)
+    unwanted: Callable[[], bool] = lambda: False
+    arrived: float = msgspec.field(default_factory=time.monotonic)
     ticket: bytes = b""
     copied: torch.cuda.Event | None = None
-    nbytes: int = field(init=False, default=0)
+    nbytes: int = 0
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -148,23 +149,38 @@ class TaskPool:
         self.timeout = timeout
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
-        self.changed = threading.Condition()
-        """Notified when a task arrives; a runtime gives all its pools one condition."""
         self.copies: DeviceCopies | None = None
         """To and from the device on which ``process`` computes, if its memory is not this one's."""
         self.tasks_in_batch = 1
         """How many tasks the running batch is made of, for ``process``."""
         self._queue: deque[Task] = deque()
+        self.share(RLock(), {})
         self._rows = self._bytes = 0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
         # Seconds that batches of so many rows (by powers of two) have taken lately.
         self._took: dict[int, float] = {}
         self._closed = False
 
+    def share(self, lock: RLock, filled: dict[TaskPool, None], changed: threading.Condition | None = None) -> None:
+        """Gives the pool what it has in common with the others of its runtime.
+
+        Args:
+            lock: held by whoever looks at a queue.
+            filled: the pools that have tasks, so that nobody has to look at the others.
+            changed: over ``lock``; notified when a task arrives.
+        """
+        if self._queue:
+            filled[self] = None
+        self.lock = lock
+        self.changed = changed or threading.Condition(lock)
+        self._filled = filled
+
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raises ``Overloaded`` if a request of so many rows and bytes finds no room now."""
-        with self.changed:
-            self._check_room(rows, nbytes)
+        # Looked at again, with the lock held, when the task is queued.
+        if self._queue or self._closed:
+            with self.lock:
+                self._check_room(rows, nbytes)
 
     def _check_room(self, rows: int, nbytes: int) -> None:
         if self._closed:
@@ -184,33 +200,34 @@ class TaskPool:
             Overloaded: there is no room.
             PeerLost: the pool is closed.
         """
-        with self.changed:
+        with self.lock:
             self._put(task)
             self.changed.notify_all()
 
     def submit_all(self, tasks: Iterable[Task]) -> None:
         """Queues tasks that may share a batch; those that find no room are told so."""
-        with self.changed:
-            declined = self.put_all(tasks)
+        declined: list[tuple[Task, BoundaryError]] = []
+        with self.lock:
+            self.put_all(tasks, declined)
             self.changed.notify_all()
         for task, reason in declined:
             task.finish(reason)
 
-    def put_all(self, tasks: Iterable[Task]) -> list[tuple[Task, BoundaryError]]:
-        """``submit_all`` for whoever holds ``changed`` and wakes the device: returns whom to decline, and why."""
-        declined: list[tuple[Task, BoundaryError]] = []
+    def put_all(self, tasks: Iterable[Task], declined: list[tuple[Task, BoundaryError]]) -> None:
+        """``submit_all`` for whoever holds ``lock`` and wakes the device: adds whom to decline, and why."""
         for task in tasks:
             try:
                 self._put(task)
             except BoundaryError as error:
                 declined.append((task, error))
-        return declined
 
     def _put(self, task: Task) -> None:
-        self._check_room(task.rows, task.nbytes)
+        if self._queue or self._closed:
+            self._check_room(task.rows, task.nbytes)
         self._tasks += 1
         self._rows += task.rows
         self._bytes += task.nbytes
+        self._filled[self] = None
         if task.rows <= self.max_batch_size:
             self._queue.append(task)
         else:
@@ -247,7 +264,7 @@ class TaskPool:
         batch: list[Task] = []
         late: list[Task] = []
         rows = 0
-        with self.changed:
+        with self.lock:
             while self._queue and rows + self._queue[0].rows <= self.max_batch_size:
                 task = self._queue.popleft()
                 self._rows -= task.rows
@@ -260,21 +277,24 @@ class TaskPool:
                 else:
                     batch.append(task)
                     rows += task.rows
+            if not self._queue:
+                self._filled.pop(self, None)
         for task in late:
             task.finish(task.deadline.error(peer="client", operation=self.name))
         return batch
 
     def open(self) -> None:
         """Takes tasks, also after ``close``: a backend may be served again."""
-        with self.changed:
+        with self.lock:
             self._closed = False
 
     def close(self) -> None:
         """Takes no more tasks and fails those that wait."""
-        with self.changed:
+        with self.lock:
             self._closed = True
             left = list(self._queue)
             self._queue.clear()
+            self._filled.pop(self, None)
             self._rows = self._bytes = 0
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
@@ -286,7 +306,9 @@ class TaskPool:
         """
         if not batch:
             return
-        rows = sum(task.rows for task in batch)
+        rows = 0
+        for task in batch:
+            rows += task.rows
         report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
         try:
             self._batches += 1
@@ -301,7 +323,10 @@ class TaskPool:
                 for task in batch:
                     task.finish(error)
             return
-        with answering() if len(batch) > 1 else nullcontext():
+        if len(batch) == 1:
+            batch[0].finish(outputs[0])
+            return
+        with answering():
             for task, its_outputs in zip(batch, outputs, strict=True):
                 task.finish(its_outputs)
 
@@ -319,7 +344,7 @@ class TaskPool:
 
     def statistics(self) -> PoolStatistics:
         """Counts since the pool was made, and what waits."""
-        with self.changed:
+        with self.lock:
             return PoolStatistics(
                 self._tasks,
                 self._batches,

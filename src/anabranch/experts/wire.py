@@ -29,7 +29,6 @@ __all__ = [
     "check_layout",
     "from_wire",
     "gradient_layout",
-    "input_layout",
     "output_layout",
     "pack_backward",
     "pack_present",
@@ -48,11 +47,6 @@ _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes])
 _unpack_present = unpacker(list[bool])
-
-
-def input_layout(schema: Schema) -> Layout:
-    """What a forward request carries."""
-    return schema.input_layout
 
 
 def output_layout(schema: Schema) -> Layout:
@@ -79,7 +73,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """What a forward or backward request with ``header`` has to carry."""
-    layout = input_layout(schema)
+    layout = schema.input_layout
     if header.verb == BACKWARD:
         present, ticket = read_backward(header.payload)
         gradients = gradient_layout(schema.output_specs, present, "output")
@@ -92,7 +86,7 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
 
 def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
     """The rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
-    return check_parts(headers, [spec for _, spec in layout], [name for name, _ in layout])
+    return check_parts(headers, layout)
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
@@ -100,7 +94,10 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
     parts: list[Tensor] = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if tensor is not None and spec is not None:
-            parts += compress(tensor, spec)
+            if spec.compression is None:
+                parts.append(tensor)
+            else:
+                parts += compress(tensor, spec)
     return parts
 
 

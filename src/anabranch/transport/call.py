@@ -106,7 +106,7 @@ class Call:
         self.schema = header.schema
         self.tensors = tensors
         self.peer = peer
-        self.deadline = Deadline.after(min(max(header.seconds, 1e-3), _LONGEST))
+        self.deadline = Deadline(min(max(header.seconds, 1e-3), _LONGEST))
         self.identity: Identity = (header.epoch, header.sequence)
         self.settled = header.settled
         self.once = verb.once and bool(header.epoch)
@@ -114,7 +114,7 @@ class Call:
         """The connections that wait for the answer: more than one where a retry has joined."""
         self._books = books
         self._nbytes = nbytes
-        self._lock = books.once.lock if self.once else threading.RLock()
+        self._lock = books.once.lock if self.once else threading.Lock()
         self._answered = False
 
     @property

@@ -22,10 +22,10 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import TracebackType
 
+import msgspec
 from torch import Tensor
 
 from anabranch.deadline import Deadline
@@ -60,8 +60,7 @@ _PRUNE = 5.0
 _SENT_TOGETHER = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, frozen=True, eq=False):
     """What to ask, and whom.
 
     Attributes:
@@ -87,8 +86,7 @@ class Request:
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, eq=False):
     """What the server answered."""
 
     tensors: Sequence[Tensor]
@@ -213,7 +211,8 @@ class Client:
             self._drive(exchanges, deadline, enough, grace)
         finally:
             for exchange in exchanges:
-                exchange.cancel()
+                if not exchange.done:
+                    exchange.cancel()
         return [exchange.outcome for exchange in exchanges]
 
     def _drive(
@@ -255,9 +254,10 @@ class Client:
             if self._closed:
                 raise PeerLost("this client is closed", peer=endpoint)
             idle = self._idle[endpoint]
+            now = time.monotonic()
             while idle:
                 channel = idle.pop()
-                if not fresh and not channel.stale():
+                if not fresh and (now - channel.released < _FRESH or not channel.stale()):
                     channel.used = True
                     self._busy.add(channel)
                     return channel
@@ -271,22 +271,21 @@ class Client:
     def _release(self, endpoint: str, channel: _Channel, *, reusable: bool) -> None:
         with self._lock:
             self._busy.discard(channel)
-            self._prune()
+            now = time.monotonic()
+            if now >= self._prune_at:
+                self._prune(now)
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
-                channel.released = time.monotonic()
+                channel.released = now
                 idle.append(channel)
                 return
         channel.stream.close()
 
-    def _prune(self) -> None:
+    def _prune(self, now: float) -> None:
         """Closes idle connections to servers that have gone, whom perhaps nobody will ever ask again."""
-        now = time.monotonic()
-        if now < self._prune_at:
-            return
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
-            gone = [channel for channel in idle if channel.stale()]
+            gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
             for channel in gone:
                 idle.remove(channel)
                 channel.stream.close()
@@ -330,6 +329,8 @@ class _Waits:
         """Polls for what ``exchange`` waits for now."""
         if exchange.done:
             self.waiting.pop(exchange, None)
+            if not self.waiting:
+                return
         else:
             self.waiting[exchange] = None
             self._wake = min(self._wake, exchange.wake_at())
@@ -358,8 +359,7 @@ class _Waits:
             if exchange is not None:
                 exchange.advance(readable=bool(events & ~select.POLLOUT))
                 self.update(exchange)
-        now = time.monotonic()
-        if now < wake:
+        if not self.waiting or (now := time.monotonic()) < wake:
             return
         for exchange in list(self.waiting):
             if exchange.wake_at() <= now:
@@ -384,11 +384,9 @@ class _Channel:
     def stale(self) -> bool:
         """Whether a connection that was idle for long has something to say, which can only be its end.
 
-        One that was used just now is not asked: should it be stale all the same, the request finds out, and goes out
-        again on a fresh one.
+        One that was used just now need not be asked: should it be stale all the same, the request finds out, and goes
+        out again on a fresh one.
         """
-        if time.monotonic() - self.released < _FRESH:
-            return False
         poller = select.poll()
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(0))
@@ -408,8 +406,7 @@ class _Phase(Enum):
     DONE = auto()
 
 
-@dataclass(slots=True, eq=False)
-class _Exchange:
+class _Exchange(msgspec.Struct, eq=False):
     """One request, from the first attempt to its outcome."""
 
     client: Client
@@ -426,12 +423,9 @@ class _Exchange:
     heard: bool = False
     answered: bool = False
     polled: int = -1
-    last_error: Exception | None = field(default=None)
-
-    @property
-    def done(self) -> bool:
-        """Whether there is an outcome, or will never be one."""
-        return self.phase is _Phase.DONE
+    last_error: Exception | None = None
+    done: bool = False
+    """Whether there is an outcome, or will never be one."""
 
     def fileno(self) -> int:
         """The descriptor to poll; only with an interest in it."""
@@ -447,7 +441,7 @@ class _Exchange:
             return 0
         if self.phase is _Phase.CONNECTING:
             return select.POLLOUT if self.channel.stream.wants_write() else select.POLLIN
-        return select.POLLIN | (select.POLLOUT if self.channel.writer else 0)
+        return select.POLLIN | (select.POLLOUT if self.channel.writer.waiting else 0)
 
     def wake_at(self) -> float:
         """The moment at which something is to be done though no event came."""
@@ -488,9 +482,8 @@ class _Exchange:
             self._finish(error)
 
     def cancel(self) -> None:
-        """Closes the connection if the answer has not come."""
-        if not self.done:
-            self._finish(None)
+        """Closes the connection: the answer has not come."""
+        self._finish(None)
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -543,7 +536,7 @@ class _Exchange:
         sent = 0
         broken: OSError | None = None
         try:
-            if channel.writer:
+            if channel.writer.waiting:
                 sent = channel.writer.flush(channel.stream)
         except OSError as error:
             # What the server said before it closed may still be read, and tells more.
@@ -554,18 +547,20 @@ class _Exchange:
             and (frame := channel.reader.advance(channel.stream)) is not None
         ):
             self._hear(channel, frame.header, frame.tensors or ())
-        if sent or channel.reader.received != before:
+        if not self.done and (sent or channel.reader.received != before):
             self.progress = time.monotonic()
         if broken is not None and not self.done:
             raise broken
 
     def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
+        if isinstance(header, ReplyHeader):
+            self.heard = self.answered = True
+            self._finish(Answer(tensors, header.payload))
+            return
         self.heard = self.heard or not isinstance(header, Hello)
-        self.answered = isinstance(header, (ReplyHeader, Failure))
+        self.answered = isinstance(header, Failure)
         if isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
-        elif isinstance(header, ReplyHeader):
-            self._finish(Answer(tensors, header.payload))
         elif isinstance(header, Failure):
             self._fail(header)
         elif not isinstance(header, Beat):
@@ -608,8 +603,10 @@ class _Exchange:
         self.outcome = outcome
         channel = self.channel
         # A connection whose question was not answered, or not sent to its end, is good for no other.
-        self._let_go(reusable=self.answered and channel is not None and not channel.writer and channel.reader.idle())
-        self.phase = _Phase.DONE
+        self._let_go(
+            reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
+        )
+        self.phase, self.done = _Phase.DONE, True
         if self.sequence is not None:
             self.client._settle(self.sequence)
 

@@ -146,7 +146,7 @@ class Connection:
         try:
             call = self._call
             waits = call is not None and not call.deadline.expired()
-            serving = self._phase is _Phase.SERVING and not self._writer and not self.closed
+            serving = self._phase is _Phase.SERVING and not self._writer.waiting and not self.closed
             if serving and (waits or not self._reader.idle()):
                 self._write(frame)
         finally:
@@ -165,7 +165,7 @@ class Connection:
         except (OSError, BoundaryError):
             self.stream.abort()
             return
-        if self._writer:
+        if self._writer.waiting:
             self.driver.wake(self)
 
     # On the driver's thread.
@@ -174,22 +174,22 @@ class Connection:
         """The events to poll for."""
         if self._phase is _Phase.SHAKING and self.stream.wants_write():
             return select.POLLOUT | select.POLLRDHUP
-        return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer else 0)
+        return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer.waiting else 0)
 
     def sending(self) -> bool:
         """Whether bytes of an answer have not left yet."""
-        return bool(self._writer) and not self.closed
+        return bool(self._writer.waiting) and not self.closed
 
     def resting(self) -> bool:
         """Whether nothing is on its way in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None
-        return serving and not self._writer and self._reader.idle()
+        return serving and not self._writer.waiting and self._reader.idle()
 
     def patience(self, now: float) -> float:
         """Seconds after which ``give_up`` is to be called, if nothing happens."""
         if self._phase is not _Phase.SERVING:
             return self._progress + _GREETING - now
-        between = not self._writer and self._reader.idle()
+        between = not self._writer.waiting and self._reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> Fate:
@@ -221,7 +221,7 @@ class Connection:
             self._phase, readable = _Phase.GREETING, True
         while True:
             with self._lock:
-                moved = self._writer.flush(self.stream) if self._writer else 0
+                moved = self._writer.flush(self.stream) if self._writer.waiting else 0
                 before = self._reader.received
                 frame = self._reader.advance(self.stream) if readable else None
                 moved += self._reader.received - before
@@ -292,7 +292,7 @@ class Connection:
         call.recipients.append(self)
         self._call = call
         try:
-            serve = self._choose(call, verb, header.settled)
+            serve = self._choose(call, verb, header.settled) if call.once else verb.handler
             if serve is not None:
                 call.deadline.check(peer="client", operation=header.verb)
                 serve(call)
@@ -301,8 +301,6 @@ class Connection:
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
         """What serves the call: its verb's handler, or nothing if the same was asked before and is taken care of."""
-        if not call.once:
-            return verb.handler
         once = self._server.once
         with once.lock:
             found = once.begin(call, settled)

@@ -81,7 +81,7 @@ class Loop:
         self._closed = False
         self._accept_at = 0.0
         # Who drives the connections: a thread that is away for too long is replaced, and leaves when it comes back.
-        self._thread: threading.Thread | None = None
+        self._ident: int | None = None
         self._away_since = float("inf")
         self._poller.register(self._wake, select.EPOLLIN)
 
@@ -106,13 +106,13 @@ class Loop:
         """Drives the connections on a new thread, in place of the one that did."""
         thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
         self._away_since = float("inf")
-        self._thread = thread
+        self._ident = None
         thread.start()
         return thread
 
     def is_here(self) -> bool:
         """Whether the calling thread drives the connections."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._ident
 
     def away(self, now: float) -> bool:
         """Whether the thread has gone to run what its requests asked for, and has been there for suspiciously long."""
@@ -140,6 +140,7 @@ class Loop:
 
     def run(self) -> None:
         """Serves until it is stopped, or replaced."""
+        self._ident = threading.get_ident()
         sweep_at = 0.0
         while not self._stopped:
             now = time.monotonic()
@@ -152,10 +153,12 @@ class Loop:
             until = time.monotonic() + _ROUND
             while found:
                 self._handle(found)
-                self._do_what_was_asked()
-                # Who sends many requests is not done yet when the first is here: they are worth more together.
-                found = self._poller.poll(0) if time.monotonic() < until else []
-            self._do_what_was_asked()
+                if self._answers or self._called:
+                    self._do_what_was_asked()
+                # Who sends many requests is not done yet when the first is here: they are worth more together. One
+                # connection carries one request at a time, so a client that is alone is done.
+                more = len(self._connections) > 1 and time.monotonic() < until
+                found = self._poller.poll(0) if more else []
             self._away_since = time.monotonic()
             self._guard(self._server.round_over)
             if not self.is_here():

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError
 from anabranch.transport.streams import Stream
-from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES, bytes_of, check_bools, dense_on_cpu
+from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES, bytes_of, check_bools, dense_on_cpu, plain_bytes
 
 __all__ = [
     "Accept",
@@ -202,9 +202,11 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
     for tensor in tensors:
         if tensor.ndim > limits.dimensions:
             raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {tuple(tensor.shape)}")
-        plain = dense_on_cpu(tensor)
-        described.append(TensorHeader(DTYPE_CODES[plain.dtype], tuple(plain.shape), offset, plain.nbytes))
-        memory = bytes_of(plain)
+        memory = plain_bytes(tensor)
+        if memory is None:
+            tensor = dense_on_cpu(tensor)
+            memory = bytes_of(tensor)
+        described.append(TensorHeader(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), offset, len(memory)))
         offset += len(memory)
         if memory:
             bodies.append(memory)
@@ -221,7 +223,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
 
 def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
     """New tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
-    return [torch.empty(header.shape, dtype=header.dtype) for header in headers]
+    return [torch.empty(header.shape, dtype=DTYPES[header.code]) for header in headers]
 
 
 def pack(value: object) -> bytes:
@@ -254,7 +256,7 @@ def unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
     return unpack_it
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, eq=False):
     """One message as it was read; ``tensors`` is ``None`` if its body was let pass by."""
 
     header: Header
@@ -265,32 +267,30 @@ class FrameWriter:
     """Frames on their way out of one stream, in order; holds what the stream did not take yet."""
 
     def __init__(self) -> None:
-        self._buffers: list[memoryview] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
+        self.waiting: list[memoryview] = []
+        """What has not left yet; for others to look at."""
 
     def put(self, frame: Sequence[memoryview]) -> None:
         """Adds a frame behind those that wait."""
-        self._buffers.extend(frame)
+        self.waiting.extend(frame)
 
     def send(self, frame: Sequence[memoryview], stream: Stream) -> None:
         """Adds a frame, and gives the stream what it takes."""
-        if not self._buffers:
+        if not self.waiting:
             taken = stream.send(frame)
             if taken == sum(map(len, frame)):
                 return
-            self._buffers.extend(frame)
+            self.waiting.extend(frame)
             self._drop(taken)
         else:
-            self._buffers.extend(frame)
+            self.waiting.extend(frame)
         self.flush(stream)
 
     def flush(self, stream: Stream) -> int:
         """Gives the stream what it takes; returns how many bytes that was."""
         total = 0
-        while self._buffers:
-            taken = stream.send(self._buffers)
+        while self.waiting:
+            taken = stream.send(self.waiting)
             if not taken:
                 break
             total += taken
@@ -299,12 +299,12 @@ class FrameWriter:
 
     def _drop(self, taken: int) -> None:
         whole = 0
-        while taken and taken >= len(self._buffers[whole]):
-            taken -= len(self._buffers[whole])
+        while taken and taken >= len(self.waiting[whole]):
+            taken -= len(self.waiting[whole])
             whole += 1
-        del self._buffers[:whole]
+        del self.waiting[:whole]
         if taken:
-            self._buffers[0] = self._buffers[0][taken:]
+            self.waiting[0] = self.waiting[0][taken:]
 
 
 class FrameReader:
@@ -478,7 +478,7 @@ class FrameReader:
                 raise ProtocolError(f"{header.code} is the number of no dtype")
             if len(header.shape) > self._limits.dimensions:
                 raise ProtocolError(f"{len(header.shape)} dimensions are over the limit of {self._limits.dimensions}")
-            nbytes = math.prod(header.shape) * header.dtype.itemsize
+            nbytes = math.prod(header.shape) * DTYPES[header.code].itemsize
             if nbytes != header.nbytes or header.offset != offset:
                 raise ProtocolError(
                     f"a tensor of shape {header.shape} and {header.nbytes} bytes at {header.offset} "

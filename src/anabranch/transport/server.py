@@ -138,7 +138,9 @@ class Server:
         self.threads_of: dict[Connection, threading.Thread] = {}
         """The threads of connections that have one of their own."""
         self._max_bytes = max_bytes_in_flight
-        self._state = threading.Condition()
+        # Condition's own `with` takes the same lock by way of two more Python functions.
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         self._connections: dict[Connection, None] = {}
         self._calls = self._bytes = self._served = self._refused = self._received = self._sent = 0
         self._requests: Counter[str] = Counter()
@@ -292,11 +294,11 @@ class Server:
         verb = self._verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
-        if not peer.may(verb.roles):
+        if verb.roles is not None and not peer.may(verb.roles):
             raise Unauthorized(f"role {peer.role!r} may not ask {verb.name!r}; roles {sorted(verb.roles or ())} may")
         if verb.once and len(header.epoch) != 16:
             raise ProtocolError(f"{verb.name} is done exactly once: number its requests (once=True)")
-        with self._state:
+        with self._lock:
             if self._draining or self._closed:
                 raise PeerLost("the server is leaving")
             if self._bytes + nbytes > self._max_bytes:
@@ -309,35 +311,35 @@ class Server:
             try:
                 verb.check(header)
             except BaseException:
-                with self._state:
-                    self._release(nbytes)
+                with self._lock:
+                    self._calls -= 1
+                    self._bytes -= nbytes
+                    if self._draining:
+                        self._state.notify_all()
                 raise
         self._requests[verb.name] += 1
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
         """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
-        with self._state:
+        with self._lock:
             self._served += 1
             self._received += nbytes
             self._sent += answered
-            self._release(nbytes)
-
-    def _release(self, nbytes: int) -> None:
-        self._calls -= 1
-        self._bytes -= nbytes
-        if self._draining and not self._calls:
-            self._state.notify_all()
+            self._calls -= 1
+            self._bytes -= nbytes
+            if self._draining:
+                self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
         """A request or a connection was turned away."""
-        with self._state:
+        with self._lock:
             self._refused += 1
         self.count_error(failure)
 
     def count_error(self, failure: Failure) -> None:
         """An answer was an error."""
-        with self._state:
+        with self._lock:
             self._errors[failure.code] += 1
 
     def _beat_all(self) -> None:
@@ -348,7 +350,7 @@ class Server:
                 # What it runs may be as stuck as it likes: the others are read and answered.
                 self._threads.append(self._loop.start())
             if self.healthy():
-                with self._state:
+                with self._lock:
                     connections = list(self._connections)
                 for connection in connections:
                     connection.beat(frame)

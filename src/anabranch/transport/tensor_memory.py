@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "DTYPE_CODES", "bytes_of", "check_bools", "dense_on_cpu"]
+__all__ = ["DTYPES", "DTYPE_CODES", "bytes_of", "check_bools", "dense_on_cpu", "plain_bytes"]
 
 DTYPES: dict[int, torch.dtype] = {
     1: torch.bool,
@@ -53,6 +53,21 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
     if tensor.dtype not in DTYPE_CODES:
         raise TypeError(f"{tensor.dtype} cannot cross a boundary; what can: {', '.join(map(str, DTYPE_CODES))}")
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def plain_bytes(tensor: Tensor) -> memoryview | None:
+    """``bytes_of(dense_on_cpu(tensor))`` of a tensor that numpy takes as it is; ``None`` if it does not.
+
+    numpy refuses what lies on a device, or is conjugated or negated, which need not be asked one by one.
+    """
+    if tensor.dtype not in _PLAIN or tensor.requires_grad or tensor.layout is not torch.strided:
+        return None
+    if not tensor.is_contiguous():
+        return None
+    try:
+        return tensor.numpy().data.cast("B")
+    except (RuntimeError, TypeError):
+        return None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

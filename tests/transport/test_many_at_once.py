@@ -1,0 +1,174 @@
+"""What makes many small requests cheap: they leave together, are read together, and cost nothing while they wait."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import pytest
+
+from anabranch.transport import Answer, Call, Client, Deadline, Request, RequestHeader, Server, Verb, client, drivers
+from anabranch.transport.frame import Hello, encode
+from anabranch.transport.streams import Stream
+
+GREETING = b"".join(encode(Hello()))
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+class Logged:
+    """A stream that tells when it sends."""
+
+    def __init__(self, stream: Stream, log: list[str]) -> None:
+        self._stream = stream
+        self._log = log
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        self._log.append("sent")
+        return self._stream.send(buffers)
+
+
+def test_requests_are_made_by_eights_before_the_first_of_them_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    with Server([Verb("quick", lambda call: call.reply(), quick=True)]) as server, Client(idle=20) as asker:
+        requests = [Request(server.endpoint, "quick") for _ in range(20)]
+        asker.gather(requests, soon())  # connects
+        for channel in asker._idle[server.endpoint]:
+            channel.stream = cast(Stream, Logged(channel.stream, log))
+        monkeypatch.setattr(client, "encode", lambda *args: (log.append("made"), encode(*args))[1])
+        assert all(isinstance(outcome, Answer) for outcome in asker.gather(requests, soon()))
+    eight = ["made"] * 8 + ["sent"] * 8
+    assert log == eight + eight + ["made"] * 4 + ["sent"] * 4
+
+
+class Waiting:
+    """What ``_Waits`` needs of an exchange: a descriptor that becomes readable when it is rung."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+        self.done = False
+        self.polled = -1
+        self.asked = 0
+        self.advanced = 0
+        self.wakes = 1e9
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def interest(self) -> int:
+        return select.POLLIN
+
+    def wake_at(self) -> float:
+        self.asked += 1
+        return self.wakes
+
+    def wake(self, now: float) -> None:
+        self.done = True
+
+    def advance(self, *, readable: bool = True) -> None:
+        os.eventfd_read(self.descriptor)
+        self.advanced += 1
+
+
+@contextmanager
+def waiting(count: int) -> Iterator[list[Waiting]]:
+    with ExitStack() as stack:
+        found = [Waiting() for _ in range(count)]
+        for one in found:
+            stack.callback(os.close, one.descriptor)
+        yield found
+
+
+def test_an_event_of_one_request_does_not_ask_all_that_wait_how_long_they_will() -> None:
+    with waiting(64) as exchanges:
+        waits = client._Waits()
+        for exchange in exchanges:
+            waits.update(cast(client._Exchange, exchange))
+        before = sum(exchange.asked for exchange in exchanges)
+        for exchange in exchanges[:8]:
+            os.eventfd_write(exchange.descriptor, 1)
+            waits.wait(20.0)
+        assert [exchange.advanced for exchange in exchanges] == [1] * 8 + [0] * 56
+        assert sum(exchange.asked for exchange in exchanges) - before == 8
+        # What was remembered is asked anew when its time has come, and only then.
+        exchanges[9].wakes = 0.0
+        waits.update(cast(client._Exchange, exchanges[9]))
+        waits.wait(20.0)
+        assert [exchange.done for exchange in exchanges] == [False] * 9 + [True] + [False] * 54
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(60.0, ["first", "second", "round"]), (0.0, ["first", "round", "second", "round"])]
+)
+def test_what_comes_while_requests_are_read_is_read_before_any_is_served_but_not_for_ever(
+    seconds: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "_ROUND", seconds)
+    order: list[str] = []
+    calls: list[Call] = []
+
+    def take(call: Call) -> None:
+        order.append(call.target)
+        calls.append(call)
+        if call.target == "first":
+            # Is in the server's buffer before this one's handler returns.
+            other.sendall(b"".join(encode(RequestHeader("take", "second", seconds=20.0))))
+
+    def round_over() -> None:
+        if calls:
+            order.append("round")
+        while calls:
+            calls.pop().reply()
+
+    with (
+        Server([Verb("take", take, quick=True)], after_round=round_over) as server,
+        socket.socket(socket.AF_UNIX) as other,
+        Client() as asker,
+    ):
+        other.settimeout(10)
+        other.connect(server.endpoint.removeprefix("unix:"))
+        other.sendall(GREETING)
+        assert other.recv(1 << 16)  # greeted: it is polled for from here on
+        asker.call(Request(server.endpoint, "take", "first"), soon())
+        assert other.recv(1 << 16)
+    assert order == expected
+
+
+class Counted:
+    """A poller that counts the looks that do not wait."""
+
+    def __init__(self, poller: select.epoll) -> None:
+        self._poller = poller
+        self.glances = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._poller, name)
+
+    def poll(self, seconds: float) -> list[tuple[int, int]]:
+        self.glances += seconds == 0
+        return self._poller.poll(seconds)
+
+
+def test_a_client_that_is_alone_has_asked_all_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_ROUND", 60.0)
+    with Server([Verb("quick", lambda call: call.reply(), quick=True)]) as server, Client() as asker:
+        request = Request(server.endpoint, "quick")
+        asker.call(request, soon())
+        counted = Counted(server._loop._poller)
+        server._loop._poller = cast(select.epoll, counted)
+        for _ in range(5):
+            asker.call(request, soon())
+        assert counted.glances == 0
+        asker.gather([request, request], soon())
+        before = counted.glances
+        asker.gather([request, request], soon())
+        assert counted.glances > before
