@@ -165,6 +165,42 @@ def test_an_epoch_ends_when_every_workers_loader_has_ended() -> None:
         assert found["rows"] == own + [[]] * (5 - len(own)) + own[:1]
 
 
+UNEQUAL_ON_SERVERS = """
+import json, torch
+from torch import nn
+import anabranch as ab
+
+rank = ab.job().rank
+batches = [torch.tensor([[2 * rank + index, index]]) for index in range([4, 1][rank])]
+weights = []
+for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, push_bound=1)):
+    model = nn.EmbeddingBag(8, 1, mode="sum", sparse=True, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    train = ab.TrainStep(model, lambda m, ids: m(ids).sum(), sgd, reduction="sum")
+    look = ab.EvalStep(model, lambda m, ids: {"rows": m(ids)})
+    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 20}
+    with ab.Executor({"train": train, "look": look}, "Hybrid", **options) as executor:
+        for _ in range(2 * executor.batch_num("train")):
+            executor.run("train")
+        executor._remote.settle()
+        executor._workers.barrier()
+        weights.append(executor.run("look", torch.arange(8)[:, None])["rows"].flatten().tolist())
+        executor._workers.barrier()
+print(json.dumps({"weights": weights}))
+"""
+
+
+def test_a_worker_whose_loader_has_ended_goes_on_pushing_nothing() -> None:
+    """Under its own step's number, which the servers expect of it."""
+    wanted = torch.zeros(8)
+    for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
+        wanted -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
+    for found in LocalJob(2, servers=2).run_source(UNEQUAL_ON_SERVERS).check().results:
+        assert found is not None
+        assert found["weights"] == [wanted.tolist()] * 3
+
+
 MAP_STYLE = """
 import json, sys, torch
 from torch import nn

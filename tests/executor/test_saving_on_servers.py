@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +182,31 @@ def test_rows_created_on_the_servers_come_back_with_all_that_belongs_to_them(
     wanted = trained(None, range(6), 1)
     trained(tmp_path, range(3), 2)
     torch.testing.assert_close(trained(tmp_path, range(3, 6), 3), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_push_that_is_on_its_way_does_not_move_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model()
+    cache = ab.Cache(capacity=3, pull_bound=1, push_bound=1)
+    with executor_of(model, "adagrad", "Hybrid", cache=cache) as executor:
+        assert executor._remote is not None
+        executor.run("train", batch_of(0))
+        executor.save(tmp_path)
+        saved = numbers(executor, model)
+        client = executor._remote.client
+        push, never = client.push_many, threading.Event()
+
+        def late(*args: Any, **options: Any) -> None:
+            never.wait(timeout=0.5)  # longer than loading takes
+            push(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "push_many", late)
+            executor.run("train", batch_of(1))
+            executor.load(tmp_path)
+        for name, value in numbers(executor, model).items():
+            assert torch.equal(value, saved[name]), name
 
 
 def test_a_checkpoint_without_the_rows_of_a_remote_embedding_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch.errors import DeadlineExceeded, NonFinite, NotFound
+from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, PeerLost
 from anabranch.events import Event, subscribe
 from anabranch.parameter_server import (
     Cache,
@@ -614,3 +614,136 @@ def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
         tables.begin(2)
         assert torch.equal(table(torch.tensor([7])), torch.full((1, 2), -1.0))
         tables.close()
+
+
+def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            tables.begin(0)
+            _one_step(model, plain, own, torch.tensor([1]))
+            tables.push()
+            tables.begin(1)
+            model(torch.tensor([2]))  # in the place of row 1, whose gradient waits
+            _one_step(model, plain, own, torch.tensor([1]))
+            tables.push()
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_what_left_before_the_servers_rows_were_replaced_is_not_pushed_after() -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            tables.begin(0)
+            _one_step(model, plain, own, torch.tensor([1]))
+            tables.push()
+            tables.begin(1)
+            model(torch.tensor([2]))  # and the step fails, so a checkpoint is loaded
+            wanted = client.pull("0.weight")
+            tables.drop_caches()
+            tables.begin(1)
+            tables.push()
+        assert torch.equal(client.pull("0.weight"), wanted)
+
+
+def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
+    """What lies beside the steps counts by the workers' shares in the last one, so it waits for all of that."""
+    network = MemoryTransport()
+    lost = threading.Event()
+
+    def watch() -> None:
+        if lost.is_set():
+            raise PeerLost("rank 1 is lost", peer="rank 1")
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        server = enter(ParameterServer(transport=network))
+        enter(ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2)))
+        client = enter(
+            ParameterClient(
+                [server.endpoint], transport=network, worker=Worker(0, 2), watch=watch, heartbeat=0.05, timeout=20.0
+            )
+        )
+        table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt_modules(table)
+        tables.begin(0)
+        table(torch.tensor([7])).sum().backward()
+        tables.push(mean=False)
+        lost.set()
+        with pytest.raises(PeerLost, match="rank 1"):
+            tables.flush()
+        client.close()
+        tables.abandon()
+
+
+def test_a_push_that_overruns_its_deadline_is_said_to() -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient(timeout=0.3, heartbeat=0.05) as client, pytest.MonkeyPatch.context() as patch:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, patch)
+        tables.begin(0)
+        _one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        with pytest.raises(DeadlineExceeded, match="push"):
+            tables.flush()
+        gate.opened.set()
+        tables.abandon()
+
+
+def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
+    """A step later this worker would wait for the others in that step, and they for its push."""
+    model, _, (theirs, _) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
+        tables.adopt(model, ["0.weight"], theirs)
+        tables.begin(0)
+        (model(torch.tensor([1])) * 3e38).sum().backward()
+        tables.push()
+        tables.begin(1)
+        (model(torch.tensor([1])) * 3e38).sum().backward()
+        with pytest.raises(NonFinite, match="0.weight"):
+            tables.push()
+        tables.abandon()
+
+
+def test_a_dense_gradient_that_is_no_number_takes_nothing_out_of_the_cache() -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
+    ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=2)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            rule = tables._sources["0.weight"].rule()
+            client.init_dense("bias", torch.zeros(2), rule)
+            for step in range(2):
+                tables.begin(step)
+                _one_step(model, plain, own, ids)
+                tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
+            tables.begin(2)
+            model(ids).sum().backward()
+            with pytest.raises(NonFinite, match="bias"):
+                tables.push(beside={"bias": (nothing, torch.full((2,), math.nan), rule)})
+            tables.begin(2)
+            _one_step(model, plain, own, ids)
+            tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_closing_ends_the_threads_though_a_push_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = _Gate(client, monkeypatch)
+        gate.opened.set()
+        tables.begin(0)
+        _one_step(model, plain, own, torch.tensor([1]))
+        tables.prefetch({"0.weight": torch.tensor([2])})
+        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
+        tables.push()
+        with pytest.raises(DeadlineExceeded, match="gone"):
+            tables.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-p")]

@@ -159,6 +159,8 @@ class StepRunner:
     def run_idle(self) -> Ran | None:
         """A run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
         self._begin_run()
+        if self.remote is not None:
+            self.remote.part.tables.begin(self.remote.part.clock)
         return self._add_nothing(active=False)
 
     def _add_nothing(self, *, active: bool) -> Ran | None:

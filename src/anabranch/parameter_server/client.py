@@ -14,10 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ from anabranch.transport import Answer, Client, MemoryTransport, Request, Transp
 
 __all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
 
+_T = TypeVar("_T")
 _SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
 _CHUNK = 1 << 16  # rows of a whole table in one message
 _REMEMBERED = 64  # messages of different tables
@@ -799,6 +801,20 @@ class ParameterClient:
                 self._watch()
                 patience *= 2
         return self._gather(requests, deadline)
+
+    def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
+        """What a call of this client on another thread has come to; looks meanwhile whether all workers are there.
+
+        Raises:
+            PeerLost: another worker is not.
+            DeadlineExceeded: the call has overrun its own deadline.
+        """
+        deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
+        while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
+            deadline.check(peer="the servers", operation=operation, step=step)
+            if self._watch is not None:
+                self._watch()
+        return future.result(timeout=0)
 
     def close(self) -> None:
         """Closes the connections, and the shard in this process if there is one."""

@@ -18,10 +18,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -260,11 +261,15 @@ class RemoteTables:
         if self._cache is None:
             return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
         questions: list[tuple[Caches, Question]] = []
+        left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
         for caches, some in self._by_cache(ids):
             questions.append((caches, caches.ask(some, self._step, training=self._training)))
             self._leave(questions[-1][1].leaving)
         asked = {name: some for _, question in questions for name, some in question.ids.items()}
         known = {name: some for _, question in questions for name, some in question.known.items()}
+        # A row that left for an earlier read of this step comes back with the gradients that left with it.
+        back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
+        self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
         found = self._pull_many(asked, known) if asked else {}
         rows: dict[str, Tensor] = {}
         for caches, question in questions:
@@ -319,7 +324,7 @@ class RemoteTables:
         if self._coming is None:
             return
         (questions, future), self._coming = self._coming, None
-        came = future.result(timeout=self._client.timeout)
+        came = self._client.wait_for(future, "pull", step=self._step)
         for caches, question in questions:
             self._leave(caches.take_in(question, came))
         # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
@@ -332,9 +337,11 @@ class RemoteTables:
 
     def close(self) -> None:
         """Pushes what waits, and ends the thread that prefetches."""
-        self._collect()
-        self.flush()
-        self.abandon()
+        try:
+            self._collect()
+            self.flush()
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Ends the threads that prefetch and push, and lets go of what waits: after a failure."""
@@ -393,7 +400,8 @@ class RemoteTables:
         self._arrive()
         due: dict[str, Due] = {}
         waits = self._cache is not None and self._cache.push_bound > 0
-        if waits and not all_finite([grads for _, grads in given.values()]):
+        numbers = [grads for _, grads in given.values()] + [grads for _, grads, _ in (beside or {}).values()]
+        if waits and not all_finite(numbers):
             refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
             self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays as it is
             return
@@ -411,8 +419,11 @@ class RemoteTables:
         if mean and not weight and waited:  # what waited has weight though this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        send = self._sender(due, weight, mean, hold, beside or {}, awaited=not waits or bool(beside))
-        if waits and not beside:
+        # A sum may be too large though no gradient was: were it refused a step late, this worker would wait for the
+        # others in that step, and they for its push.
+        leaves = waits and not beside and all_finite([grads for _, grads, _ in due.values()])
+        send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
+        if leaves:
             self._leaves = _in_a_thread(send)
         else:
             send()
@@ -420,7 +431,7 @@ class RemoteTables:
     def _arrive(self) -> None:
         """Returns once the last step's push has arrived, or raises what it has met."""
         if self._leaves is not None:
-            self._leaves.result(timeout=self._client.timeout)
+            self._client.wait_for(self._leaves, "push", step=self._step)
 
     def squared_norm(self) -> float:
         """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
@@ -446,21 +457,33 @@ class RemoteTables:
         if due:
             self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
-            self._client.push_many(
-                _without_squares(due), rules=rules, squares=_squares_of(due), weight=self._weight, mean=self._mean,
-                beside=True,
+            # Under bsp it waits for the other workers, who may be lost meanwhile: so it is waited for like any push.
+            self._leaves = _in_a_thread(
+                partial(
+                    self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
+                    weight=self._weight, mean=self._mean, beside=True,
+                )
             )  # fmt: skip
+            self._arrive()
         for name in due:
             self._sources[name].leaving.clear()
 
     def drop_caches(self) -> None:
         """Forgets all cached and prefetched rows and what is on its way, for the servers' have been replaced."""
-        for future in (self._leaves, None if self._coming is None else self._coming[1]):
-            if future is not None:
-                future.exception(timeout=self._client.timeout)  # whatever became of it no longer counts
+        self.come_to_rest()
         self._leaves = self._coming = None
         for caches, _ in self._caches:
             caches.drop()
+        for source in self._sources.values():
+            source.leaving.clear()
+
+    def come_to_rest(self) -> None:
+        """Returns once nothing is on its way, whatever has become of it: before the servers' rows are replaced."""
+        ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves]
+        ways += [] if self._coming is None else [self._coming[1]]
+        for future in ways:
+            with suppress(Exception):  # raised by who needs it, if anybody does
+                self._client.wait_for(future, "come to rest", step=self._step)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """What each table's cache has done; nothing without caches."""
