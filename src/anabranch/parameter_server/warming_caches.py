@@ -7,7 +7,8 @@ on the kind of their optimizer, so it is done once the tables are known; shards,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from concurrent.futures import Future
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from anabranch.parameter_server.table_spec import TableSpec
 
 __all__ = ["compile_cache_kernels"]
 
+_T = TypeVar("_T")
 _ROWS, _WIDTH = 64, 2
 _done: set[tuple[object, ...]] = set()
 
@@ -64,6 +66,9 @@ class _Nobody:
         layout = Layout.of(dict.fromkeys(gradients, (placement, self._dtype, _WIDTH)), [])
         routed = Routed(layout, [ids for ids, _ in gradients.values()], 2)
         Push(routed, [grads for _, grads in gradients.values()], [None] * len(gradients), None)
+
+    def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
+        return future.result(timeout=self.timeout)
 
 
 def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> None:
