@@ -46,7 +46,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.optimizer_state import Kept
-from anabranch.parameter_server.packing import Compression, Share, check_compression
+from anabranch.parameter_server.packing import Compression, Share, all_finite, check_compression
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_messages import Clock, Layout, Pull, Pulled, Push, Routed
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
@@ -529,7 +529,8 @@ class ParameterClient:
             self._compression,
         )
         rule_of = {name: kinds[rules[name]] if rules else 0 for name in gradients}
-        requests = []
+        requests: list[Request] = []
+        refused: list[Request] = []
         for shard in range(self.shards):
             shares = self._dense_of(layout, shard)
             values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
@@ -540,8 +541,12 @@ class ParameterClient:
                 turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
                 numbers = [rule.to_dict() for rule in kinds]
                 message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
-                requests.append(self._request(shard, "push", pack(message), push.tensors(shard, dense), step=step))
-        self._gather(requests, deadline)
+                tensors = push.tensors(shard, dense)
+                requests.append(self._request(shard, "push", pack(message), tensors, step=step))
+                if not all_finite(tensors):
+                    refused.append(requests[-1])
+        # A shard that has no NaN of it would apply its part of what is refused as a whole, so it is not asked.
+        self._gather(refused or requests, deadline)
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
         waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
