@@ -149,17 +149,19 @@ def test_poisoned_pushes_are_refused_one_by_one_and_counted() -> None:
 
 def test_what_one_shard_refuses_the_others_do_not_apply() -> None:
     """And the step can be pushed again, for none of them has counted it."""
-    with cluster(3) as (network, endpoints):
-        with ParameterClient(endpoints, transport=network, worker=Worker(0, 1)) as client:
-            client.init("t", (30, 2), kind="rows", optimizer=SGD)
-            grads = torch.ones(30, 2)
-            poisoned = grads.clone()
-            poisoned[7, 0] = torch.nan
-            with pytest.raises(NonFinite, match="gradients of t"):
-                client.push_many({"t": (torch.arange(30), poisoned)}, step=0)
-            assert torch.equal(client.pull("t"), torch.zeros(30, 2))
-            client.push_many({"t": (torch.arange(30), grads)}, step=0)
-            assert torch.equal(client.pull("t"), -0.5 * grads)
+    with (
+        cluster(3) as (network, endpoints),
+        ParameterClient(endpoints, transport=network, worker=Worker(0, 1)) as client,
+    ):
+        client.init("t", (30, 2), kind="rows", optimizer=SGD)
+        grads = torch.ones(30, 2)
+        poisoned = grads.clone()
+        poisoned[7, 0] = torch.nan
+        with pytest.raises(NonFinite, match="gradients of t"):
+            client.push_many({"t": (torch.arange(30), poisoned)}, step=0)
+        assert torch.equal(client.pull("t"), torch.zeros(30, 2))
+        client.push_many({"t": (torch.arange(30), grads)}, step=0)
+        assert torch.equal(client.pull("t"), -0.5 * grads)
 
 
 def test_every_push_is_applied_once_though_connections_are_cut() -> None:
