@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
 import time
 import tracemalloc
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -335,3 +338,29 @@ def test_what_numpy_takes_as_it_is_has_the_bytes_that_it_has_the_long_way(tensor
 def test_what_cannot_cross_is_told_though_the_short_way_does_not_ask() -> None:
     with pytest.raises(TypeError, match="only strided tensors cross"):
         encode(ReplyHeader(), [ROWS.to_sparse()])
+
+
+def test_a_kind_is_learnt_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that learnt one struct's fields at once read memory that was not there."""
+    inside: list[type] = []
+    most: list[int] = []
+    both = threading.Barrier(2)
+    make = msgspec.msgpack.Decoder
+
+    def learn(kind: type) -> object:
+        inside.append(kind)
+        most.append(len(inside))
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.2)  # for another thread, who must not come
+        made = make(kind)
+        inside.pop()
+        return made
+
+    class Point(msgspec.Struct):
+        x: int
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", learn)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: unpack(pack(Point(3)), Point), range(2)))
+    assert [point.x for point in found] == [3, 3]
+    assert most == [1]

@@ -59,6 +59,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileRecord]
 
 
+msgspec.json.Decoder(Manifest)  # learns its fields here, where there is but one thread: two cannot at once
+
+
 def check_group(group: object) -> str:
     """``group``, if it is a name that a file may have.
 

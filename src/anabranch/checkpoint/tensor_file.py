@@ -264,6 +264,9 @@ class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
+msgspec.json.Decoder(_HeaderEntry)  # learns its fields here, where there is but one thread: two cannot at once
+
+
 def _parse_header(text: bytes, path: Path) -> dict[str, _Entry]:
     try:
         objects = json.loads(text, object_pairs_hook=unique_keys)

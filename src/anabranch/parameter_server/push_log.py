@@ -204,9 +204,13 @@ def _read_file(path: Path) -> Iterator[tuple[Record, list[Tensor]]]:
             yield _decode(body)
 
 
+# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+_RECORDS = msgspec.msgpack.Decoder(Record)
+
+
 def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
     (size,) = struct.unpack_from("<I", body)
-    record = msgspec.msgpack.decode(body[4 : 4 + size], type=Record)
+    record = _RECORDS.decode(body[4 : 4 + size])
     tensors, at = [], 4 + size
     for name, shape in record.tensors:
         dtype = _DTYPES[name]

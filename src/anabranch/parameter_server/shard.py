@@ -59,9 +59,13 @@ from anabranch.parameter_server.table_spec import TableSpec, check_name
 
 __all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
 
-_MESSAGES: dict[str, type[Any]] = {
-    "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
-    "drop": DropMessage, "release": ReleaseMessage,
+# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+_MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    verb: msgspec.msgpack.Decoder(kind)
+    for verb, kind in {
+        "init": InitMessage, "join": JoinMessage, "pull": PullMessage, "push": PushMessage, "restore": RestoreMessage,
+        "drop": DropMessage, "release": ReleaseMessage,
+    }.items()
 }  # fmt: skip
 _Given = tuple[Tensor, Tensor, Tensor | None]  # ids, gradients and, of sums over several steps, their squares
 _NORMS = 8
@@ -311,7 +315,7 @@ class Shard:
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
         """Does again what the journal was told."""
         with self._state:
-            self._do(verb, msgspec.msgpack.decode(payload, type=_MESSAGES[verb]), tensors)
+            self._do(verb, _MESSAGES[verb].decode(payload), tensors)
             self._replayed += 1
 
     def statistics(self) -> ShardStatistics:

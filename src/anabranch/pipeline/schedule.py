@@ -94,7 +94,7 @@ class Schedule:
             ValueError: the file holds no schedule, or one that cannot run; says why.
         """
         try:
-            record = msgspec.json.decode(Path(path).read_bytes(), type=_Record)
+            record = _RECORDS.decode(Path(path).read_bytes())
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} holds no schedule: {error}") from None
         return _from_record(record)
@@ -172,6 +172,10 @@ class _Record(msgspec.Struct):
     microbatches: int
     rank_of: list[int]
     actions: list[list[str]]
+
+
+# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+_RECORDS = msgspec.json.Decoder(_Record)
 
 
 def _to_record(schedule: Schedule) -> _Record:

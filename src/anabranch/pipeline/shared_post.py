@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.inbox import Inbox
-from anabranch.pipeline.wire import Header, dtype_named
+from anabranch.pipeline.wire import HEADERS, Header, dtype_named
 
 __all__ = ["Meeting", "SharedPost"]
 
@@ -186,7 +186,7 @@ class _Line:
             self._began.append(data[_FRAME.size :])
             if more:
                 continue
-            header = msgspec.msgpack.decode(b"".join(self._began), type=Header)
+            header = HEADERS.decode(b"".join(self._began))
             self._began.clear()
             if size:
                 descriptor = int.from_bytes(rights[0][2][:4], "little")

@@ -73,6 +73,10 @@ def encode_header(header: Header) -> list[Tensor]:
     return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]
 
 
+# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+HEADERS = msgspec.msgpack.Decoder(Header)
+
+
 def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
     """The header that starts with ``first``; ``receive`` fills a tensor with what follows, if anything does."""
     data = bytes(first.numpy())
@@ -81,7 +85,7 @@ def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
         rest = torch.empty(length - len(body), dtype=torch.uint8)
         receive(rest)
         body += bytes(rest.numpy())
-    return msgspec.msgpack.decode(body[:length], type=Header)
+    return HEADERS.decode(body[:length])
 
 
 _Spec: TypeAlias = object

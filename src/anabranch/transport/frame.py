@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import torch
@@ -221,6 +222,10 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
     return [memoryview(start + checksum.to_bytes(4, "little") + packed), *bodies]
 
 
+_unpackers: dict[Any, Callable[[bytes], Any]] = {}
+_making = threading.Lock()
+
+
 def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
     """New tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
     return [torch.empty(header.shape, dtype=DTYPES[header.code]) for header in headers]
@@ -244,7 +249,20 @@ def unpack(payload: bytes, kind: type[_T]) -> _T:
 
 
 def unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
-    """``unpack`` for one kind, made ready: making a decoder takes many times as long as using it."""
+    """``unpack`` for one kind, made ready: making a decoder takes many times as long as using it.
+
+    They are made one at a time. Whoever first meets a struct keeps what it learns of its fields with the struct while
+    it learns, and another thread that came upon the half of it would follow pointers that are not there yet.
+    """
+    found = _unpackers.get(kind)
+    if found is None:
+        with _making:
+            found = _unpackers.get(kind) or _new_unpacker(kind)
+            _unpackers[kind] = found
+    return cast("Callable[[bytes], _T]", found)
+
+
+def _new_unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
     decoder = msgspec.msgpack.Decoder(kind)
 
     def unpack_it(payload: bytes) -> _T:
