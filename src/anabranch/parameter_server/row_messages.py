@@ -57,7 +57,7 @@ class Clock:
 
     >>> clock = Clock()
     >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
-    [4, 6, 7, 8]
+    [3, 5, 6, 7]
     """
 
     generation: int = 0

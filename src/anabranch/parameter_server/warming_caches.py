@@ -76,6 +76,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
 
     The first call in a process for a kind of rule and cache does so, others return.
 
+    >>> from anabranch.parameter_server import Family
     >>> compile_cache_kernels(Cache(), RowOptimizer(Family.SGD, lr=0.1), torch.float32)
     """
     kind = (rule.family, rule.states, dtype, bool(cache.push_bound))
