@@ -118,7 +118,8 @@ def test_a_killed_rank_is_named_on_all_others_at_once(ranks: Ranks) -> None:
     for rank in (0, 2):
         facts, _ = ranks.facts(rank, timeout=60)
         assert facts["type"] == "PeerLost"
-        assert facts["peer"] == "rank 1"
+        # Who looks late, on a busy machine, also finds gone who has ended because of it.
+        assert "rank 1" in facts["peer"].split(", ")
         assert facts["ended"] - killed < 2.0
 
 
