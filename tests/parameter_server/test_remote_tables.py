@@ -6,10 +6,10 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -616,35 +616,38 @@ def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
         tables.close()
 
 
-def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
+@contextmanager
+def _row_1_left() -> Iterator[tuple[ParameterClient, RemoteTables, nn.Module, nn.Module, torch.optim.Optimizer]]:
+    """In step 1 row 2 has been read in the place of row 1, whose gradient of step 0 waits."""
     model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            tables.begin(0)
-            _one_step(model, plain, own, torch.tensor([1]))
-            tables.push()
-            tables.begin(1)
-            model(torch.tensor([2]))  # in the place of row 1, whose gradient waits
-            _one_step(model, plain, own, torch.tensor([1]))
-            tables.push()
+    with (
+        ParameterClient() as client,
+        RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables,
+    ):
+        tables.adopt(model, ["0.weight"], theirs)
+        tables.begin(0)
+        _one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        tables.begin(1)
+        model(torch.tensor([2]))
+        yield client, tables, model, plain, own
+
+
+def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
+    with _row_1_left() as (client, tables, model, plain, own):
+        _one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        tables.flush()
         torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
 
 
 def test_what_left_before_the_servers_rows_were_replaced_is_not_pushed_after() -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            tables.begin(0)
-            _one_step(model, plain, own, torch.tensor([1]))
-            tables.push()
-            tables.begin(1)
-            model(torch.tensor([2]))  # and the step fails, so a checkpoint is loaded
-            wanted = client.pull("0.weight")
-            tables.drop_caches()
-            tables.begin(1)
-            tables.push()
+    with _row_1_left() as (client, tables, *_):
+        wanted = client.pull("0.weight")  # the step fails, so a checkpoint is loaded
+        tables.drop_caches()
+        tables.begin(1)
+        tables.push()
+        tables.flush()
         assert torch.equal(client.pull("0.weight"), wanted)
 
 

@@ -3,6 +3,9 @@
 A request that concerns several shards asks them all at once; what it asks of one is one message. Rows go where
 ``Placement`` says, a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
 exactly once, so a connection that was lost is no reason to fail: the transport asks again until the deadline.
+
+The file is long because it is the whole surface of the shards, call by call; how rows become messages is
+``row_messages.py``.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ is on its way while the next step runs, and what the next step reads is asked ab
     step 5    read ─ forward ─ backward ─ push ┐      read ─ forward ─ backward ─ push ┐      step 6
                   └ ahead of 6 ─────────────── │ ─────┘   └ ahead of 7 ─────           └ 6 ──────
                                                └ 5 ──────────────
+
+All of it is one state machine, so it is one file: every call first asks what is still on its way.
 """
 
 from __future__ import annotations
