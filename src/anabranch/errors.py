@@ -8,6 +8,7 @@
     │   │   ├── DeadlineExceeded       no answer before the deadline
     │   │   ├── PeerLost               the far side died, froze or closed the connection
     │   │   ├── Overloaded             the far side is alive and declined: its queues are full
+    │   │   ├── RolledBack             a server came back without changes that it had acknowledged (lost)
     │   │   ├── Unauthorized           no certificate, a foreign or expired one, or the wrong role
     │   │   ├── ProtocolError          bytes that are not a frame of this protocol
     │   │   └── RemoteError            the far side raised (remote_type, remote_traceback)
@@ -43,6 +44,7 @@ __all__ = [
     "PipelineError",
     "ProtocolError",
     "RemoteError",
+    "RolledBack",
     "SchemaError",
     "SkipError",
     "Unauthorized",
@@ -104,6 +106,31 @@ class PeerLost(BoundaryError):
 
 class Overloaded(BoundaryError):
     """The far side is alive and declined the request at once, because its queues are full."""
+
+
+class RolledBack(BoundaryError):
+    """A parameter server came back without changes that it had acknowledged.
+
+    It holds what it held at its last checkpoint, or what could be read of a damaged log. The request that was refused
+    with this was not done. The next one is served: a client that can push what is gone again, or do without, goes on; a
+    job of several workers starts again from its last whole checkpoint, as ``anabranch run --max-restarts`` does.
+
+    Attributes:
+        lost: pushes of this client that were acknowledged and are gone.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        lost: int = 0,
+        peer: str | None = None,
+        operation: str | None = None,
+        step: int | None = None,
+        elapsed: float | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+        self.lost = lost
 
 
 class Unauthorized(BoundaryError):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,12 @@ from anabranch.parameter_server import (
     TableSpec,
     Worker,
 )
+from anabranch.parameter_server.log_format import Preamble, Record, encode_record
 from anabranch.parameter_server.messages import WITH_STATE
+from anabranch.parameter_server.ownership import Ownership
 from anabranch.parameter_server.packing import Compression
-from anabranch.parameter_server.push_log import PushLog, Record
+from anabranch.parameter_server.push_log import PushLog
+from anabranch.parameter_server.recovery import LogReader
 from anabranch.testing import MemoryTransport, faults
 
 ADAM = RowOptimizer.from_factory(functools.partial(torch.optim.Adam, lr=0.01))
@@ -64,6 +69,11 @@ def push(client: ParameterClient, number: int) -> None:
     ids, grads = draw(number)
     pull(client, number)
     client.push_many({"fixed": (ids, grads), "dynamic": (ids, grads), "bias": (ids[:0], grads[0, :3])})
+
+
+def die(server: ParameterServer) -> None:
+    """Makes the server leave its block as one that is killed: what it has not written by now is gone."""
+    server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
 
 
 def state(client: ParameterClient) -> list[torch.Tensor]:
@@ -203,9 +213,7 @@ def test_a_checkpoint_cut_short_leaves_what_was_there(durability: str, point: st
             push(client, number)
         with faults.at(point), pytest.raises(faults.FaultInjected):
             server.checkpoint()
-        kept = sorted(path.name for path in (tmp_path / "shard-0-of-1").iterdir())
-        assert kept
-        server._keeper._durability = "none"  # leaves without writing, as one that is killed
+        die(server)
     with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
         acknowledged = 6 if durability == "log" or point == "durability.before_forgetting" else 3
         assert same(state(client), expected(acknowledged))
@@ -269,22 +277,127 @@ def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
 
 
 def records(directory: Path) -> list[str]:
-    return [record.verb for record, _ in PushLog.read(directory)]
+    return [record.verb for record, _ in LogReader(directory)]
 
 
-def test_a_record_that_was_cut_or_damaged_ends_the_log(tmp_path: Path) -> None:
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, int, int]:
+    """A log of four records in one file, where the first begins, and how long each is."""
     with PushLog(tmp_path) as log:
         for number in range(4):
             log.append(Record(f"v{number}", b"x"), [torch.arange(3), torch.ones(2, 2).bfloat16()])
     path = tmp_path / "log-00000001"
+    begin = len(Preamble(1, 0, 0, 1).encode())
+    return path, begin, (path.stat().st_size - begin) // 4
+
+
+def test_a_write_that_was_cut_short_is_cut_off_and_said(
+    written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, begin, size = written
     whole = path.read_bytes()
-    size = len(whole) // 4
-    for cut in range(len(whole)):
+    for cut in range(begin, len(whole)):
         path.write_bytes(whole[:cut])
-        assert records(tmp_path) == [f"v{number}" for number in range(cut // size)]
-    for at in range(2 * size, 3 * size):
+        caplog.clear()
+        kept = (cut - begin) // size
+        assert records(path.parent) == [f"v{number}" for number in range(kept)]
+        torn = cut - begin - kept * size
+        assert ("was cut short" in caplog.text) == (torn > 0)
+        assert path.stat().st_size == cut - torn
+
+
+def test_a_flipped_bit_is_damage_if_anything_valid_lies_behind_it(written: tuple[Path, int, int]) -> None:
+    path, begin, size = written
+    whole = path.read_bytes()
+    for at in range(begin + 2 * size, begin + 3 * size):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert records(tmp_path) == ["v0", "v1"]
+        with pytest.raises(CheckpointError, match=rf"log-00000001 at byte {begin + 2 * size}: .*1 whole records lie"):
+            records(path.parent)
+    assert path.stat().st_size == len(whole)
+
+
+def test_a_log_that_ends_before_what_was_durable_is_damaged(written: tuple[Path, int, int]) -> None:
+    """Cut between two records nothing in the file tells; the owner's position does."""
+    path, begin, size = written
+    whole = path.read_bytes()
+    with Ownership(path.parent) as owner:
+        known = owner.found
+    assert known is not None
+    assert known.records == 4
+    for cut in (begin, begin + 2 * size, begin + 3 * size + 5):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=rf"{4 - (cut - begin) // size} acknowledged changes .*--repair"):
+            list(LogReader(path.parent, known=known))
+    for damage in (lambda: path.write_bytes(b""), path.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match="4 acknowledged changes behind record 0"):
+            list(LogReader(path.parent, known=known))
+
+
+def test_a_missing_or_foreign_file_is_damage(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        with PushLog(tmp_path / name) as log:
+            for number in range(6):
+                log.append(Record(f"{name}{number}", b"x"))
+                if number % 2:
+                    log.rotate()
+    mine = tmp_path / "mine"
+    assert records(mine) == [f"mine{number}" for number in range(6)]
+    second = (mine / "log-00000002").read_bytes()
+    (mine / "log-00000002").unlink()
+    with pytest.raises(CheckpointError, match="log-00000002 is missing"):
+        records(mine)
+    shutil.copy(tmp_path / "other" / "log-00000002", mine)
+    with pytest.raises(CheckpointError, match="is of another log"):
+        records(mine)
+    (mine / "log-00000002").write_bytes(second)
+    (mine / "log-00000001").unlink()
+    with pytest.raises(CheckpointError, match="begins with record 2, and no checkpoint holds those before"):
+        records(mine)
+
+
+def test_a_repair_keeps_what_comes_before_the_damage_and_sets_the_rest_aside(
+    written: tuple[Path, int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, begin, size = written
+    whole = bytearray(path.read_bytes())
+    whole[begin + size + 30] ^= 4
+    path.write_bytes(whole)
+    with Ownership(path.parent) as owner:
+        reader = LogReader(path.parent, known=owner.found, repair=True)
+        assert [record.verb for record, _ in reader] == ["v0"]
+        reader.repair()
+        assert "3 acknowledged changes behind record 1 cannot be read" in caplog.text
+        assert (path.parent / "set-aside" / path.name).read_bytes() == whole
+        with PushLog(path.parent, owner, reader.end) as log:
+            log.append(Record("after", b""))
+    assert records(path.parent) == ["v0", "after"]
+
+
+def write_old_log(directory: Path, *bodies: list[bytes]) -> None:
+    """Files as they were written before frames had marks, numbers and chains."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, some in enumerate(bodies, start=1):
+        frames = b"".join(struct.pack("<QI", len(body), zlib.crc32(body)) + body for body in some)
+        (directory / f"log-{number:08d}").write_bytes(frames)
+
+
+def test_logs_written_before_are_read_and_gone_on_from(tmp_path: Path) -> None:
+    bodies = [encode_record(Record(f"old{number}", b"x"), [torch.ones(2)]) for number in range(4)]
+    write_old_log(tmp_path, bodies[:3], [], bodies[3:], [])
+    torn = tmp_path / "log-00000001"
+    torn.write_bytes(torn.read_bytes() + b"\x20\0\0\0\0\0\0\0abc")
+    for turn in range(2):
+        reader = LogReader(tmp_path)
+        found = [record.verb for record, _ in reader]
+        assert found == [*(f"old{number}" for number in range(4)), *(f"new{before}" for before in range(turn))]
+        with PushLog(tmp_path, after=reader.end) as log:
+            log.append(Record(f"new{turn}", b""))
+    whole = bytearray(torn.read_bytes())
+    whole[40] ^= 1
+    torn.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="log-00000001 at byte 0: .*checksum, and 2 whole records lie behind"):
+        records(tmp_path)
 
 
 def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
@@ -297,7 +410,7 @@ def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
     ]
     with PushLog(tmp_path) as log:
         log.append(Record("push", b"facts", b"e" * 16, 7), given)
-    ((record, found),) = PushLog.read(tmp_path)
+    ((record, found),) = LogReader(tmp_path)
     assert (record.payload, record.epoch, record.sequence) == (b"facts", b"e" * 16, 7)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(given, found, strict=True))
 

@@ -24,6 +24,7 @@ from anabranch.parameter_server import (
     Shard,
     TableSpec,
 )
+from anabranch.parameter_server.log_format import Record
 from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
@@ -35,7 +36,7 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     RestoreMessage,
 )
-from anabranch.parameter_server.push_log import PushLog, Record
+from anabranch.parameter_server.push_log import PushLog
 from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 

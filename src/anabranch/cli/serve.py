@@ -98,6 +98,16 @@ def parameters(
     checkpoint_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the shard keeps it.", show_default=False)
     ] = None,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="Write a checkpoint so often.")
+    ] = 300.0,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Keep the valid part of a damaged log or checkpoint, say what is lost, set the rest aside, and serve.",
+        ),
+    ] = False,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads that share the work of a request.")] = 1,
     listen: _Listen = None,
     keys: _Keys = None,
@@ -107,6 +117,8 @@ def parameters(
     """Serve one shard of the tables and parameters."""
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
+    if repair and durability == "none":
+        raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs what lies there")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
     with told_plainly(), stopped_by_signals() as stop:
@@ -117,6 +129,8 @@ def parameters(
             listen=listen,
             durability=durability,
             checkpoint_dir=checkpoint_dir,
+            checkpoint_seconds=checkpoint_seconds,
+            repair=repair,
             threads=threads,
             keys=keys,
             insecure=insecure,

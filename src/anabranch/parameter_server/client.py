@@ -29,7 +29,7 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.deadline import Deadline
-from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, SchemaError
+from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, RolledBack, SchemaError
 from anabranch.job import job
 from anabranch.parameter_server.initial import Constant, Initial, table_key
 from anabranch.parameter_server.messages import (
@@ -55,6 +55,7 @@ from anabranch.parameter_server.row_messages import Clock, Layout, Pull, Pulled,
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.shard import ShardStatistics
+from anabranch.parameter_server.standing import Ledger, Standing
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.warming import compile_kernels
 from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
@@ -192,6 +193,7 @@ class ParameterClient:
             self.in_process = True
         self._endpoints = found
         self._clocks = [Clock() for _ in found]
+        self._ledgers = {endpoint: Ledger() for endpoint in found}
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -576,6 +578,11 @@ class ParameterClient:
         """Says which worker this is, and that its next push is that of ``step``."""
         assert self._worker is not None
         worker = self._worker
+        for ledger in self._ledgers.values():
+            ledger.life = 0
+        lives = self._all([self._request(shard, "life", once=False) for shard in range(self.shards)])
+        for endpoint, life in zip(self._endpoints, lives, strict=True):
+            self._ledgers[endpoint].life = unpack(life.payload, int)
         message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
 
@@ -773,13 +780,18 @@ class ParameterClient:
         once: bool | None = None,
     ) -> Request:
         numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
-        return Request(self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step)
+        endpoint = self._endpoints[shard]
+        ledger = self._ledgers[endpoint]
+        standing = Standing(self._client.epoch, ledger.newest, ledger.life).encode()
+        return Request(
+            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step
+        )  # fmt: skip
 
     def _call(
         self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
     ) -> tuple[bytes, Sequence[Tensor]]:
         request = self._request(shard, verb, payload, tensors, once=once)
-        answer = self._client.call(request, Deadline.after(self._timeout))
+        (answer,) = self._gather([request], Deadline.after(self._timeout))
         return answer.payload, answer.tensors
 
     def _all(self, requests: Sequence[Request]) -> list[Answer]:
@@ -787,12 +799,31 @@ class ParameterClient:
 
     def _gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
         answers: list[Answer] = []
-        for outcome in self._client.gather(list(requests), deadline):
+        failures: list[Exception] = []
+        asked = list(requests)
+        for request, outcome in zip(asked, self._client.gather(asked, deadline), strict=True):
             if isinstance(outcome, Exception):
-                raise outcome
+                failures.append(self._told(request, outcome))
+                continue
             assert outcome is not None
+            if request.verb == "push" and outcome.payload:
+                with self._counting:
+                    self._ledgers[request.endpoint].add(unpack(outcome.payload, int))
             answers.append(outcome)
+        if failures:
+            raise failures[0]
         return answers
+
+    def _told(self, request: Request, error: Exception) -> Exception:
+        """The error to raise; of a shard that holds less than it did, what it holds is taken note of."""
+        if isinstance(error, RolledBack):
+            said = Standing.decode(request.schema)
+            assert said is not None
+            with self._counting:
+                ledger = self._ledgers[request.endpoint]
+                error.lost = ledger.cut(said.pushes - error.lost)
+                ledger.life = 0
+        return error
 
     def _in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
         """As ``_gather``, for what may wait for other workers: looks in between whether they are still there.

@@ -2,19 +2,22 @@
 
 ::
 
-    start: load the newest whole checkpoint, do its log and those after it again
+    start: own the directory, load the newest whole checkpoint, do its log and those after it again
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
-    checkpoint: begin log n+1 and copy the state under the lock; write and sync; forget the logs before n+1
+    checkpoint: begin log n+1 and copy the state under the lock; write and sync; forget the logs of the one before
+
+Under ``"checkpoint"`` the log holds what makes and drops tables, which is little, and none of their pushes: those since
+the last checkpoint are gone when the process is killed. How many, the shard knows by the count in the directory's
+``owner`` file, and each client is told of its own (``acknowledged.py``).
 
 A table that lies in a file has no copy: it is written under the lock, a few rows at a time, and requests wait for that.
-The numbers of requests already done are kept with both, so that a request whose acknowledgement was lost with the
-process is answered when it comes again, not done again.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,55 +28,123 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import fault_point, report
-from anabranch.parameter_server.push_log import PushLog, Record
+from anabranch.parameter_server.acknowledged import Acknowledged
+from anabranch.parameter_server.log_format import Record
+from anabranch.parameter_server.ownership import Ownership, Position
+from anabranch.parameter_server.push_log import PushLog
+from anabranch.parameter_server.recovery import LogReader
 from anabranch.parameter_server.shard import Shard
+from anabranch.parameter_server.standing import Standing
+from anabranch.transport.once import Identity
 
 __all__ = ["Durability", "Keeper"]
 
 Durability = Literal["none", "checkpoint", "log"]
-_REMEMBERED = 1024  # requests a client; it has a handful outstanding at a time
+_log = logging.getLogger("anabranch.parameter_server")
+_NOBODY: Identity = (b"", 0)
+# What a shard cannot be asked for again by anybody who goes on pushing: logged under "checkpoint" too.
+_ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
+
+
+_CHOICES = "put its files back from a copy, or start with --repair, which goes on with what is left"
 
 
 class Keeper:
-    """Keeps one shard's state in a directory; a context manager.
+    """Keeps one shard's state in a directory, which is its own until ``close``.
 
     Args:
-        shard: made with ``journal=keeper.journal``, or given one by ``keep``.
         durability: ``"none"``, ``"checkpoint"`` or ``"log"``.
         directory: of this shard alone; required unless ``"none"``.
+        repair: goes on with what can be read of a damaged log or of lost checkpoints.
+
+    Raises:
+        CheckpointError: another server has the directory.
     """
 
-    def __init__(self, durability: Durability, directory: Path | None) -> None:
+    def __init__(self, durability: Durability, directory: Path | None, *, repair: bool = False) -> None:
         self._durability = durability
         self._directory = directory
+        self._repair = repair
+        self._owner = None if directory is None else Ownership(directory, repair=repair)
         self._log: PushLog | None = None
         self._asking = threading.local()
-        self._done: dict[bytes, deque[int]] = {}
+        self._done = Acknowledged()
+        self._life = _new_life()
         self._checkpointing = threading.Lock()
+        self._pending = False
+        self._touched = 0
+        self._saved_touched = 0
         self._changes = 0
-        self._saved_changes = 0
         self._position = 0
+        self._forget_before = 0
 
-    def start(self, shard: Shard) -> list[tuple[bytes, int]]:
-        """Brings the shard to where it was; returns the requests that were done."""
+    @property
+    def life(self) -> int:
+        """Changes when the shard comes back with less than it had acknowledged."""
+        return self._life
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint, or none is to be kept."""
+        return self._owner is None or self._owner.position.saved >= 0
+
+    def start(self, shard: Shard) -> list[Identity]:
+        """Brings the shard to where it was; returns the requests that were done.
+
+        Raises:
+            CheckpointError: what is there is damaged, and ``repair`` was not asked for.
+        """
         self._shard = shard
-        if self._directory is None:
+        if self._directory is None or self._owner is None:
             return []
-        first = 0
-        found = checkpoint.read_newest(self._directory) if self._directory.is_dir() else None
-        if found is not None:
-            state = cast(Mapping[str, object], found.state)
-            shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
-            first = cast(int, state["log"])
-            for epoch, sequences in cast(Mapping[bytes, Sequence[int]], state["done"]).items():
-                self._done[epoch] = deque(sequences, _REMEMBERED)
-        if self._durability == "log":
-            for record, tensors in PushLog.read(self._directory, first):
-                self._replay(shard, record, tensors)
-                self._remember(record.epoch, record.sequence)
-            self._log = PushLog(self._directory)
-        return [(epoch, sequence) for epoch, sequences in self._done.items() for sequence in sequences]
+        known, after = self._owner.found, self._load(shard)
+        reader = LogReader(self._directory, after, known, repair=self._repair)
+        for record, tensors in reader:
+            self._replay(shard, record, tensors)
+        if reader.lost is not None:
+            reader.repair()
+        self._log = PushLog(self._directory, self._owner, reader.end)
+        missing = 0 if known is None else known.changes - self._changes
+        if missing > 0:
+            _log.warning(
+                "%s: back as of the last checkpoint; %d changes that were acknowledged since are gone",
+                self._directory, missing,
+            )  # fmt: skip
+        if missing > 0 or reader.lost is not None:
+            report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
+            self._life = _new_life()
+            self._touched += 1
+            self.checkpoint()
+        self._owner.note(changes=self._changes)
+        return list(self._done.identities())
+
+    def _load(self, shard: Shard) -> Position | None:
+        """Takes the newest whole checkpoint; returns where the log goes on from it."""
+        assert self._directory is not None
+        assert self._owner is not None
+        saved = self._owner.position.saved
+        try:
+            found = checkpoint.read_newest(self._directory)
+        except CheckpointError as error:
+            if not self._repair:
+                raise CheckpointError(f"{error}; {_CHOICES}") from error
+            found = None
+        if found is None:
+            if saved >= 0 and not self._repair:
+                raise CheckpointError(
+                    f"{self._directory}: a checkpoint of {saved} changes was written here and is gone; {_CHOICES}"
+                )
+            return None
+        state = cast(Mapping[str, object], found.state)
+        shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
+        self._done.load(state)
+        self._changes = cast(int, state.get("changes", found.step))
+        self._life = cast(int, state.get("life", self._life))
+        file = cast(int, state["log"])
+        self._forget_before = file
+        return Position(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
 
     def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
         try:
@@ -81,61 +152,118 @@ class Keeper:
         except (ValueError, TypeError, ArithmeticError) as error:
             # It failed when it was asked for too, and was not acknowledged: no reason never to start again.
             report("parameter_server.record_refused", verb=record.verb, error=str(error))
+        else:
+            self._count((record.epoch, record.sequence), record.verb)
 
     @contextmanager
-    def asked_by(self, identity: tuple[bytes, int]) -> Iterator[None]:
+    def asked_by(self, identity: Identity) -> Iterator[None]:
         """What this thread journals in the block was asked for by ``identity``."""
-        self._asking.identity = identity
+        self._asking.identity, self._asking.place = identity, 0
         try:
             yield
         finally:
-            self._asking.identity = (b"", 0)
+            self._asking.identity = _NOBODY
 
     def journal(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
         """Orders a change before it is done; called under the shard's lock."""
-        epoch, sequence = getattr(self._asking, "identity", (b"", 0))
-        if self._log is not None:
-            self._position = self._log.append(Record(verb, payload, epoch, sequence), tensors)
-        self._remember(epoch, sequence)
-        self._changes += 1
+        identity = getattr(self._asking, "identity", _NOBODY)
+        logged = self._durability == "log" or verb in _ALWAYS_LOGGED or self._pending
+        if self._log is not None and logged:
+            self._position = self._log.append(Record(verb, payload, *identity), tensors)
+        self._count(identity, verb)
+        self._touched += 1
+
+    def take_back(self) -> None:
+        """The change that was journaled last was refused when it was done; called under the shard's lock."""
+        identity = getattr(self._asking, "identity", _NOBODY)
+        if identity[0]:
+            self._done.take_back(identity)
+            self._changes -= 1
+
+    def _count(self, identity: Identity, verb: str) -> None:
+        if identity[0]:
+            self._asking.place = self._done.add(identity, push=verb == "push")
+            self._changes += 1
+
+    def place(self, identity: Identity | None = None) -> int:
+        """The place of a push among those of its client, from 1: of the one that this thread has done last."""
+        return cast(int, self._asking.place) if identity is None else self._done.place(identity)
+
+    def check(self, standing: Standing) -> None:
+        """Raises if the shard holds less than a client has been told.
+
+        Raises:
+            RolledBack: so many of its pushes are gone, counted by their places.
+        """
+        holds = self._done.pushes(standing.epoch)
+        lost = 0 if holds is None else max(standing.pushes - holds, 0)
+        if lost or (standing.life and standing.life != self._life):
+            others = "" if lost else ", but pushes of other workers are"
+            raise RolledBack(
+                f"this shard came back without changes that it had acknowledged: {lost} pushes of this client are "
+                f"gone{others}; it stands at step {self._shard.stands_at()}",
+                lost=lost,
+            )
 
     def commit(self, deadline: Deadline) -> None:
-        """Returns once every change journaled so far is durable, where the log promises it."""
-        if self._log is not None:
+        """Returns once every change journaled so far is durable, as far as the durability promises it."""
+        if self._log is not None and self._owner is not None:
             self._log.commit(self._position, deadline)
+            if self._durability == "checkpoint":
+                self._owner.check()
+                self._owner.note(changes=self._changes)
 
     def checkpoint(self) -> None:
         """Writes the shard as it is now, if it has changed since it was last written."""
-        if self._directory is None or self._durability == "none":
+        if self._log is None or self._owner is None:
             return
         with self._checkpointing:
             with self._shard.locked():
-                if self._changes == self._saved_changes:
+                if self._touched == self._saved_touched and self.has_checkpoint:
                     return
-                changes, number = self._changes, self._log.rotate() if self._log is not None else 0
+                touched, changes, at = self._touched, self._changes, self._log.rotate()
                 state, groups = self._shard.snapshot()
-                done = {epoch: list(sequences) for epoch, sequences in self._done.items()}
-                self._shard.journal_pending()
-                whole = {"shard": state, "log": number, "done": done}
+                whole = {
+                    "shard": state, "log": at.file, "records": at.records, "chain": at.chain, "changes": changes,
+                    "life": self._life, **self._done.state(),
+                }  # fmt: skip
+                self._journal_pending()
                 if written := any(callable(group) for group in groups.values()):
-                    self._write(groups, whole)
+                    self._write(groups, whole, changes)
             if not written:
-                self._write(groups, whole)
+                self._write(groups, whole, changes)
             fault_point("durability.before_forgetting")
-            self._saved_changes = changes
-            if self._log is not None:
-                self._log.forget_before(number)
+            self._saved_touched = touched
+            self._owner.note(durable=True, saved=changes)
+            # Those of the checkpoint before stay, for that one is kept too: should this one be damaged, it goes on.
+            self._log.forget_before(self._forget_before)
+            self._forget_before = at.file
 
-    def _write(self, groups: Mapping[str, Group], state: object) -> None:
+    def _journal_pending(self) -> None:
+        """Pushes that wait for other workers' are in no snapshot; they come first in the new log."""
+        self._pending, touched = True, self._touched
+        try:
+            self._shard.journal_pending()
+        finally:
+            self._pending, self._touched = False, touched
+
+    def _write(self, groups: Mapping[str, Group], state: object, changes: int) -> None:
         assert self._directory is not None
+        assert self._owner is not None
         fault_point("durability.before_checkpoint")
-        checkpoint.write(self._directory, groups, state, step=self._saved_changes + 1)
+        self._owner.check()
+        checkpoint.write(self._directory, groups, state, step=changes)
 
     def close(self) -> None:
-        """Closes the log, with all of it on the disk."""
-        if self._log is not None:
-            self._log.close()
+        """Closes the log, with all of it on the disk, and gives the directory up."""
+        try:
+            if self._log is not None:
+                self._log.close()
+        finally:
+            if self._owner is not None:
+                self._owner.close()
 
-    def _remember(self, epoch: bytes, sequence: int) -> None:
-        if epoch:
-            self._done.setdefault(epoch, deque(maxlen=_REMEMBERED)).append(sequence)
+
+def _new_life() -> int:
+    """A random number, unlikely to repeat across restarts."""
+    return 1 + secrets.randbelow((1 << 62) - 1)

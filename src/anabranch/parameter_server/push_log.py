@@ -1,110 +1,103 @@
 """An append-only log of what was done to a shard, so that a shard that was killed can do it again.
 
-::
-
-    log-00000003
-    +--------+-------+---------------------------------+
-    | length | crc32 | record                          |  one after the other
-    |  u64   |  u32  | msgpack header, tensors' memory |
-    +--------+-------+---------------------------------+
-
 Appending orders records; committing makes them durable. Several threads that commit at once share one ``fsync``: the
-first to come syncs for all that have appended by then, the others wait for it. A record that was cut by a crash fails
-its checksum or its length: reading stops there and the file is cut there, for what follows was never acknowledged.
+first to come syncs for all that have appended by then, the others wait for it. What was durable is then noted in the
+directory's ``owner`` file, and a server that another one has replaced finds that out before it acknowledges anything.
 
 A log file is never rewritten. A checkpoint begins a new one, and removes the older ones once it is durable itself.
+``log_format.py`` has the bytes, ``recovery.py`` reads them.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-import torch
 from torch import Tensor
 
+from anabranch.checkpoint.generations import sync_directory
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
-from anabranch.parameter_server.kernels import as_array
+from anabranch.parameter_server.log_format import (
+    Preamble,
+    Record,
+    encode_record,
+    frame_of,
+    log_numbers,
+    log_path,
+    write_all,
+)
+from anabranch.parameter_server.ownership import Ownership, Position
 
-__all__ = ["PushLog", "Record"]
-
-_FRAME = struct.Struct("<QI")
-_LONGEST = 4 << 30
-# Of all that changes of a shard may come with; rounded rows are int8 with scales of uint8.
-_DTYPES = {
-    "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
-    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
-}  # fmt: skip
-
-
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """One thing that was done: its verb, its message, and who asked for it under which number."""
-
-    verb: str
-    payload: bytes
-    epoch: bytes = b""
-    sequence: int = 0
-    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+__all__ = ["PushLog"]
 
 
 class PushLog:
     """The log files of one directory, of which the newest is written; a context manager.
 
-    >>> import tempfile
+    >>> import tempfile, torch
+    >>> from anabranch.parameter_server.recovery import LogReader
     >>> directory = Path(tempfile.mkdtemp())
     >>> with PushLog(directory) as log:
     ...     log.commit(log.append(Record("push", b"facts"), [torch.ones(2)]), Deadline.after(5.0))
-    >>> [(record.verb, tensors) for record, tensors in PushLog.read(directory)]
+    >>> [(record.verb, tensors) for record, tensors in LogReader(directory)]
     [('push', [tensor([1., 1.])])]
 
     Args:
         directory: made if it is not there.
+        owner: who may write there; without one the log has the directory to itself until it is closed.
+        after: where the records end that are there already, as a ``LogReader`` found it.
 
     Raises:
-        CheckpointError: the disk is full or failing. The log takes nothing more then: what was appended is not known to
-            be there, and the shard must be started again from what is.
+        CheckpointError: another server has the directory, or the disk is full or failing. The log takes nothing more
+            then: what was appended is not known to be there, and the shard must be started again from what is.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, owner: Ownership | None = None, after: Position | None = None) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        self._owns = owner is None
+        self._owner = Ownership(directory) if owner is None else owner
         self._state = threading.Condition()
-        self._number = max(_numbers(directory), default=0)
-        self._written = 0
-        self._durable = 0
+        here = after or Position()
+        self._number = max(here.file, *log_numbers(directory), 0)
+        self._records = self._durable = here.records
+        self._chain = self._durable_chain = here.chain
         self._syncing = False
-        self._broken: OSError | None = None
+        self._broken: Exception | None = None
         self._file = -1
-        self._rotate()
+        try:
+            self._begin()
+        except OSError as error:
+            raise CheckpointError(f"the log in {directory} cannot be written: {error}") from error
+
+    @property
+    def end(self) -> Position:
+        """Where the next record comes to stand."""
+        with self._state:
+            return Position(self._number, self._records, self._chain)
 
     def append(self, record: Record, tensors: Sequence[Tensor] = ()) -> int:
         """Writes a record after those that are there; returns what to ``commit``."""
-        described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
-        header = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
-        parts = [struct.pack("<I", len(header)), header]
-        parts += [as_array(tensor.contiguous()).tobytes() for tensor in tensors]
-        body = b"".join(parts)
+        body = encode_record(record, tensors)
         with self._state:
             self._check()
+            frame, checksum = frame_of(body, self._records, self._chain)
             try:
                 fault_point("push_log.before_append")
-                _write_all(self._file, _FRAME.pack(len(body), zlib.crc32(body)))
+                write_all(self._file, frame)
                 fault_point("push_log.mid_append")
-                _write_all(self._file, body)
+                write_all(self._file, body)
                 fault_point("push_log.after_append")
             except OSError as error:
                 self._broken = error
                 self._check()
-            self._written += 1
-            return self._written
+            self._records += 1
+            self._chain = checksum
+            return self._records
 
     def commit(self, position: int, deadline: Deadline) -> None:
         """Returns once everything up to ``position`` is on the disk."""
@@ -118,69 +111,88 @@ class PushLog:
                 if self._durable >= position:
                     return
                 self._syncing = True
-                file, until = self._file, self._written
-            self._sync(file, until)
+                file, until, chain = self._file, self._records, self._chain
+            self._sync(file, until, chain)
 
-    def _sync(self, file: int, until: int) -> None:
-        broken: OSError | None = None
+    def _sync(self, file: int, until: int, chain: int) -> None:
+        broken: Exception | None = None
         try:
             fault_point("push_log.before_sync")
             os.fdatasync(file)
             fault_point("push_log.after_sync")
-        except OSError as error:
+            self._owner.check()
+        except (OSError, CheckpointError) as error:
             broken = error
         finally:
             with self._state:
                 self._syncing = False
                 self._broken = self._broken or broken
-                if broken is None:
-                    self._durable = max(self._durable, until)
+                if broken is None and until > self._durable:
+                    self._durable, self._durable_chain = until, chain
+                    self._note()
                 self._state.notify_all()
 
-    def rotate(self) -> int:
-        """Begins a new file, with all before it on the disk; returns its number."""
+    def rotate(self) -> Position:
+        """Begins a new file, with all before it on the disk; returns where it begins."""
         with self._state:
             while self._syncing:
                 if not self._state.wait(timeout=60.0):
                     raise CheckpointError(f"the disk under {self._directory} has not answered for 60 s")
             self._check()
-            os.fsync(self._file)
-            self._durable = self._written
-            self._rotate()
-            return self._number
+            try:
+                os.fsync(self._file)
+                self._owner.check()
+                self._durable, self._durable_chain = self._records, self._chain
+                self._begin()
+            except OSError as error:
+                self._broken = error
+                self._check()
+            return Position(self._number, self._records, self._chain)
 
-    def _rotate(self) -> None:
-        self._number += 1
+    def _begin(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        number = self._number + 1
+        file = os.open(log_path(self._directory, number), flags, 0o600)
+        try:
+            write_all(file, Preamble(number, self._records, self._chain, self._owner.epoch).encode())
+            os.fsync(file)
+            sync_directory(self._directory)
+        except BaseException:
+            os.close(file)
+            raise
         if self._file >= 0:
             os.close(self._file)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        self._file = os.open(_path(self._directory, self._number), flags, 0o600)
-        _sync_directory(self._directory)
+        self._file, self._number = file, number
+        self._note(durable=True)
+
+    def _note(self, *, durable: bool = False) -> None:
+        self._owner.note(durable=durable, file=self._number, records=self._durable, chain=self._durable_chain)
 
     def forget_before(self, number: int) -> None:
         """Removes the files before ``number``, whose records a durable checkpoint holds."""
-        for old in _numbers(self._directory):
+        for old in log_numbers(self._directory):
             if old < number:
-                _path(self._directory, old).unlink()
-        _sync_directory(self._directory)
-
-    @staticmethod
-    def read(directory: Path, first: int = 0) -> Iterator[tuple[Record, list[Tensor]]]:
-        """The records of all files from number ``first`` on, in order; a cut record ends its file."""
-        for number in sorted(_numbers(directory)):
-            if number >= first:
-                yield from _read_file(_path(directory, number))
+                log_path(self._directory, old).unlink()
+        sync_directory(self._directory)
 
     def close(self) -> None:
         """Makes everything durable and closes the file."""
         with self._state:
             if self._file >= 0:
-                if self._broken is None:
-                    os.fsync(self._file)
-                os.close(self._file)
-                self._file = -1
+                try:
+                    if self._broken is None:
+                        os.fsync(self._file)
+                        self._durable, self._durable_chain = self._records, self._chain
+                        self._note()
+                finally:
+                    os.close(self._file)
+                    self._file = -1
+                    if self._owns:
+                        self._owner.close()
 
     def _check(self) -> None:
+        if isinstance(self._broken, CheckpointError):
+            raise CheckpointError(str(self._broken)) from self._broken
         if self._broken is not None:
             raise CheckpointError(f"the log in {self._directory} cannot be written: {self._broken}") from self._broken
         if self._file < 0:
@@ -193,54 +205,3 @@ class PushLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _read_file(path: Path) -> Iterator[tuple[Record, list[Tensor]]]:
-    with path.open("rb") as file:
-        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
-            length, checksum = _FRAME.unpack(frame)
-            if length > _LONGEST or len(body := file.read(length)) < length or zlib.crc32(body) != checksum:
-                return
-            yield _decode(body)
-
-
-# Made here, where there is but one thread: making one is nothing that two threads can do at once.
-_RECORDS = msgspec.msgpack.Decoder(Record)
-
-
-def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
-    (size,) = struct.unpack_from("<I", body)
-    record = _RECORDS.decode(body[4 : 4 + size])
-    tensors, at = [], 4 + size
-    for name, shape in record.tensors:
-        dtype = _DTYPES[name]
-        count = 1
-        for extent in shape:
-            count *= extent
-        nbytes = count * dtype.itemsize
-        memory = bytearray(body[at : at + nbytes])
-        tensors.append(torch.frombuffer(memory, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
-        at += nbytes
-    return record, tensors
-
-
-def _write_all(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _path(directory: Path, number: int) -> Path:
-    return directory / f"log-{number:08d}"
-
-
-def _numbers(directory: Path) -> list[int]:
-    return [int(path.name[4:]) for path in directory.glob("log-*") if path.name[4:].isdigit()]
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -37,12 +37,14 @@ from anabranch.parameter_server.messages import (
     check_kinds,
 )
 from anabranch.parameter_server.shard import Shard, ShardStatistics
+from anabranch.parameter_server.standing import Standing
 from anabranch.parameter_server.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
 
 __all__ = ["ParameterServer"]
 
 _M = TypeVar("_M", bound=msgspec.Struct)
+_Check = Callable[[RequestHeader], None]
 _WORKERS = frozenset({"worker"})
 _TTL = 30.0  # seconds that an announcement holds
 
@@ -69,11 +71,14 @@ class ParameterServer:
         memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
             ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
             process: what outlives it is the checkpoint and the log.
+        repair: go on with what can be read of a damaged log or checkpoint, and set the rest aside; clients are told of
+            their pushes that are gone (``RolledBack``).
         keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
 
     Raises:
         ValueError: a shard outside its shards, or durability without a directory.
-        CheckpointError: the directory holds nothing whole, or is in use.
+        CheckpointError: another server has the directory, or what is in it is damaged; says what, where, and the
+            choices.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class ParameterServer:
         checkpoint_seconds: float = 300.0,
         threads: int = 1,
         memory_map_dir: str | os.PathLike[str] | None = None,
+        repair: bool = False,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         heartbeat: float = 1.0,
@@ -111,11 +117,33 @@ class ParameterServer:
         self._uids = [f"parameters.{shard}"]
         self._checkpoint_seconds = checkpoint_seconds
         self._crew = Crew(threads)
-        self._keeper = Keeper(durability, own)
+        self._keeper = Keeper(durability, own, repair=repair)
+        # Whatever fails before the block is entered gives the directory back.
+        self._giving_back = ExitStack()
+        self._giving_back.callback(self._keeper.close)
+        with self._giving_back:
+            self._start(shard, shards, listen, memory_map_dir, checkpoint_dir, keys, insecure, heartbeat, transport)
+            self._giving_back = self._giving_back.pop_all()
+
+    def _start(
+        self,
+        shard: int,
+        shards: int,
+        listen: str | None,
+        memory_map_dir: str | os.PathLike[str] | None,
+        checkpoint_dir: str | os.PathLike[str] | None,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+        heartbeat: float,
+        transport: Transport | None,
+    ) -> None:
         scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
         if scratch is not None:
             Path(scratch).mkdir(parents=True, exist_ok=True)
-        self._shard = Shard(shard, shards, crew=self._crew, journal=self._keeper.journal, scratch=scratch)
+        self._shard = Shard(
+            shard, shards, crew=self._crew, journal=self._keeper.journal, take_back=self._keeper.take_back,
+            scratch=scratch,
+        )  # fmt: skip
         self._done = self._keeper.start(self._shard)
         compile_kernels()
         self._server = Server(
@@ -145,7 +173,9 @@ class ParameterServer:
 
     def __enter__(self) -> ParameterServer:
         self._stack.callback(self._crew.close)
-        self._stack.callback(self._keeper.close)
+        self._stack.enter_context(self._giving_back)
+        if not self._keeper.has_checkpoint:
+            self._keeper.checkpoint()
         self._stack.enter_context(self._server)
         jobs = {"saver": self._save_now_and_then}
         if self._directory is not None:
@@ -193,12 +223,14 @@ class ParameterServer:
 
     def _verbs(self) -> list[Verb]:
         def done(call: Call) -> None:
-            call.reply()
+            call.reply(payload=pack(self._keeper.place(call.identity)))
 
         def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
-            return Verb(
-                name, self._changing(kind, run), check=self._checks(name), once=True, again=done, roles=_WORKERS
-            )
+            check = self._standing(self._checks(name))
+            return Verb(name, self._changing(kind, run), check=check, once=True, again=done, roles=_WORKERS)
+
+        def asking(name: str, handler: Callable[[Call], None], check: _Check = _no_tensors) -> Verb:
+            return Verb(name, handler, check=self._standing(check), roles=_WORKERS)
 
         shard = self._shard
 
@@ -212,13 +244,25 @@ class ParameterServer:
             changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
             changing("drop", DropMessage, lambda message, call: shard.drop(message)),
             changing("release", ReleaseMessage, lambda message, call: shard.release(message)),
-            Verb("norm", self._norm, check=_no_tensors, roles=_WORKERS),
-            Verb("pull", self._pull, check=self._checks("pull"), roles=_WORKERS),
-            Verb("export", self._export, check=_no_tensors, roles=_WORKERS),
-            Verb("barrier", self._barrier, check=_no_tensors, roles=_WORKERS),
-            Verb("describe", self._describe, check=_no_tensors, roles=_WORKERS),
-            Verb("statistics", self._statistics, check=_no_tensors, roles=_WORKERS),
+            asking("norm", self._norm),
+            asking("pull", self._pull, self._checks("pull")),
+            asking("export", self._export),
+            asking("barrier", self._barrier),
+            asking("describe", self._describe),
+            asking("life", self._life),
+            asking("statistics", self._statistics),
         ]
+
+    def _standing(self, check: _Check) -> _Check:
+        """The check, and before it whether the shard still holds what the asker was told that it does."""
+
+        def checks(header: RequestHeader) -> None:
+            standing = Standing.decode(header.schema)
+            if standing is not None:
+                self._keeper.check(standing)
+            check(header)
+
+        return checks
 
     def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:
@@ -226,6 +270,7 @@ class ParameterServer:
             try:
                 with self._keeper.asked_by(call.identity):
                     run(message, call)
+                    place = self._keeper.place()
             except (NotFound, NonFinite, SchemaError):
                 raise
             except (ValueError, TypeError, KeyError) as error:  # a spec or an optimizer that cannot be
@@ -233,7 +278,7 @@ class ParameterServer:
             except (MemoryError, OverflowError) as error:
                 raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
             self._keeper.commit(call.deadline)
-            call.reply()
+            call.reply(payload=pack(place))
 
         return handle
 
@@ -280,6 +325,9 @@ class ParameterServer:
 
     def _describe(self, call: Call) -> None:
         call.reply(payload=pack(self._shard.describe()))
+
+    def _life(self, call: Call) -> None:
+        call.reply(payload=pack(self._keeper.life))
 
     def _statistics(self, call: Call) -> None:
         call.reply(payload=pack(self._shard.statistics()))

@@ -169,6 +169,7 @@ class Shard:
         shard, shards: which of how many.
         crew: threads that share a table's work; without one the caller's alone.
         journal: called with every change before it is done.
+        take_back: called when the change that was journaled last was refused while it was done, and left nothing.
         scratch: where memory-mapped tables have their files.
     """
 
@@ -179,6 +180,7 @@ class Shard:
         *,
         crew: Crew | None = None,
         journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
+        take_back: Callable[[], None] | None = None,
         scratch: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 <= shard < shards:
@@ -188,6 +190,7 @@ class Shard:
         self._grouping = Grouping(self._crew)
         self._scratch = scratch
         self._journal = journal or (lambda verb, payload, tensors: None)
+        self._take_back = take_back or (lambda: None)
         self._state = threading.Condition(threading.RLock())
         self._tables: dict[str, RowTable] = {}
         self._dense: dict[str, DenseParameter] = {}
@@ -531,7 +534,11 @@ class Shard:
 
     def _record(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
         self._journal(verb, _encode(message), tensors)
-        self._do(verb, message, tensors)
+        try:
+            self._do(verb, message, tensors)
+        except Exception:
+            self._take_back()
+            raise
 
     def _do(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
         if verb == "init":
@@ -914,6 +921,14 @@ class Shard:
                     for name, dense in self._dense.items()
                 ],
             }
+
+    def stands_at(self) -> int:
+        """The step that every worker of the job has pushed; without a job, the most steps of any table."""
+        with self._state:
+            if self._job is not None:
+                return min(self._job.clocks)
+            steps = [table.step for table in self._tables.values()]
+            return max([*steps, *(dense.step for dense in self._dense.values())], default=0)
 
     def locked(self) -> threading.Condition:
         """The lock that every change is made under, for who must see none between two of its own steps."""

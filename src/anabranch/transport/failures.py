@@ -1,7 +1,8 @@
 """Errors on the wire: which of a server's errors a client may see as what they were, and how the rest are told.
 
-A caller's mistake arrives as the ``ValueError`` it would have been in process; whatever else the far side raised is a
-``RemoteError`` that carries its type and traceback as text.
+A caller's mistake arrives as the ``ValueError`` it would have been in process, a full or failing disk over there as the
+``CheckpointError`` that it is; whatever else the far side raised is a ``RemoteError`` that carries its type and
+traceback as text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import traceback
 
 from anabranch.errors import (
     BoundaryError,
+    CheckpointError,
     DeadlineExceeded,
     NonFinite,
     NotFound,
@@ -17,6 +19,7 @@ from anabranch.errors import (
     PeerLost,
     ProtocolError,
     RemoteError,
+    RolledBack,
     SchemaError,
     Unauthorized,
 )
@@ -24,7 +27,12 @@ from anabranch.transport.frame import Failure
 
 __all__ = ["error_of", "failure_of"]
 
-_MISTAKES: dict[str, type[ValueError]] = {"not_found": NotFound, "schema": SchemaError, "non_finite": NonFinite}
+_MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
+    "not_found": NotFound,
+    "schema": SchemaError,
+    "non_finite": NonFinite,
+    "disk": CheckpointError,
+}
 _REFUSALS: dict[str, type[BoundaryError]] = {
     "deadline": DeadlineExceeded,
     "overloaded": Overloaded,
@@ -49,6 +57,8 @@ def failure_of(error: BaseException) -> Failure:
     for code, refusal in _REFUSALS.items():
         if type(error) is refusal:
             return Failure(code, _shorten(error.message))
+    if isinstance(error, RolledBack):
+        return Failure("rolled_back", _shorten(error.message), str(error.lost))
     if isinstance(error, RemoteError):
         return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback))
     kind = type(error)
@@ -67,6 +77,9 @@ def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, e
     refusal = _REFUSALS.get(failure.code)
     if refusal is not None:
         return refusal(failure.message, peer=peer, operation=operation, step=step, elapsed=elapsed)
+    if failure.code == "rolled_back":
+        lost = int(failure.remote_type) if failure.remote_type.isdigit() else 0
+        return RolledBack(failure.message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
     return RemoteError(
         failure.message,
         remote_type=failure.remote_type,

@@ -1,0 +1,233 @@
+"""``Ownership``: one server a directory, and what its files must hold at least.
+
+::
+
+    the directory itself    locked with flock: the kernel lets go when the process dies, however it does
+    owner                   epoch | log file, records, chain | checkpoint | changes | pid: two slots, in turn
+
+The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything, and one that
+was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
+anything: it can no longer write. The *position* is what was durable when it was written, which it is after each sync of
+the log and without one of its own: it never says more than there is, and after the death of a process it says all of
+it. So a log that was cut, emptied or removed since is found.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import weakref
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from anabranch.errors import CheckpointError
+
+__all__ = ["Ownership", "Position"]
+
+_SLOT = struct.Struct("<8sQQQQIQQQI")
+_MAGIC = b"ABOWNER\n"
+_APART = 512  # bytes; a sector each, which a disk writes whole
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a directory is known to hold.
+
+    Attributes:
+        file: the number of the newest log file; 0 without one.
+        records: how many records the log had that were durable, counted over all its files.
+        chain: the checksum of the last one.
+        saved: how many changes the newest durable checkpoint holds; -1 as long as there is none.
+        changes: how many changes the shard had acknowledged, logged or not.
+    """
+
+    file: int = 0
+    records: int = 0
+    chain: int = 0
+    saved: int = -1
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    turn: int
+    epoch: int
+    pid: int
+    position: Position
+
+    def encode(self) -> bytes:
+        here = self.position
+        log = (here.file, here.records, here.chain)
+        start = _SLOT.pack(_MAGIC, self.epoch, self.turn, *log, here.saved + 1, here.changes, self.pid, 0)[:-4]
+        return start + zlib.crc32(start).to_bytes(4, "little")
+
+
+class Ownership:
+    """The one server that may write into a directory, for as long as it lives.
+
+    >>> import tempfile
+    >>> directory = Path(tempfile.mkdtemp())
+    >>> first = Ownership(directory)
+    >>> try:
+    ...     Ownership(directory)
+    ... except CheckpointError as error:
+    ...     print(str(error).partition(": ")[2].partition(" (")[0])
+    another server has it
+    >>> first.close()
+    >>> with Ownership(directory) as second:
+    ...     second.epoch
+    2
+
+    Args:
+        directory: made if it is not there.
+
+    Attributes:
+        epoch: how many servers have owned it, this one included.
+        found: what the one before said the directory holds; ``None`` if no server has said so yet.
+
+    Raises:
+        CheckpointError: another server has the directory, or nothing in its ``owner`` file can be read.
+    """
+
+    def __init__(self, directory: Path, *, repair: bool = False) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "owner"
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._file = -1
+        self._lock = threading.Lock()
+        _open.add(self)
+        try:
+            self._claim(directory)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            before = self._read(repair=repair)
+            self.found = None if before is None else before.position
+            self.epoch = 1 if before is None else before.epoch + 1
+            self._slot = _Slot(0 if before is None else before.turn, self.epoch, os.getpid(), self.found or Position())
+            self.note(durable=True)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def position(self) -> Position:
+        """What the directory is known to hold."""
+        return self._slot.position
+
+    def note(self, *, durable: bool = False, **known: int) -> None:
+        """Says what the directory holds from now on, by the names of ``Position``; safe from several threads.
+
+        ``durable``: returns once that is on the disk.
+        """
+        with self._lock:
+            position = replace(self._slot.position, **known)
+            self._slot = _Slot(self._slot.turn + 1, self.epoch, os.getpid(), position)
+            os.pwrite(self._file, self._slot.encode(), self._slot.turn % 2 * _APART)
+        if durable:
+            os.fsync(self._file)
+            os.fsync(self._directory)
+
+    def check(self) -> None:
+        """Raises if another server has taken the directory over since.
+
+        Raises:
+            CheckpointError: it has; nothing that this one does counts any more.
+        """
+        newest = max((slot.epoch for slot in self._slots()), default=self.epoch)
+        if newest > self.epoch:
+            raise CheckpointError(
+                f"{self._path.parent}: another server has taken this directory over (its epoch is {newest}, this "
+                f"one's {self.epoch}); nothing more is written or acknowledged here"
+            )
+
+    def close(self) -> None:
+        """Lets another server in."""
+        _open.discard(self)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            # Closing alone would leave it to a process that was forked meanwhile.
+            fcntl.flock(directory, fcntl.LOCK_UN)
+            os.close(directory)
+
+    def _claim(self, directory: Path) -> None:
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder()
+            raise CheckpointError(
+                f"{directory}: another server has it (process {holder}); two servers of one directory would each lose "
+                "what the other acknowledged: give each its own --checkpoint-dir or --shard, or stop that one"
+            ) from None
+        except OSError:
+            # Network file systems that lock only what is open for writing.
+            self._claim_file(directory)
+
+    def _claim_file(self, directory: Path) -> None:
+        os.close(self._directory)
+        self._directory = os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{directory}: another server has it (process {self._holder()})") from None
+
+    def _holder(self) -> str:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return "unknown"
+        slots = self._slots()
+        return str(max(slots, key=_newest).pid) if slots else "unknown"
+
+    def _read(self, *, repair: bool) -> _Slot | None:
+        size = os.fstat(self._file).st_size
+        slots = self._slots()
+        if slots:
+            return max(slots, key=_newest)
+        if size and not repair:
+            raise CheckpointError(
+                f"{self._path} is damaged, so nobody can tell whether the log beside it is whole; --repair takes the "
+                "log as it is"
+            )
+        return None
+
+    def _slots(self) -> list[_Slot]:
+        found = []
+        memory = os.pread(self._file, 2 * _APART, 0)
+        for at in (0, _APART):
+            if at + _SLOT.size > len(memory):
+                continue
+            magic, epoch, turn, file, records, chain, saved, changes, pid, checksum = _SLOT.unpack_from(memory, at)
+            if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
+                found.append(_Slot(turn, epoch, pid, Position(file, records, chain, saved - 1, changes)))
+        return found
+
+    def __enter__(self) -> Ownership:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _newest(slot: _Slot) -> tuple[int, int]:
+    return slot.epoch, slot.turn
+
+
+_open: weakref.WeakSet[Ownership] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child holds the lock as well, and would keep the directory when its parent dies."""
+    for owner in list(_open):
+        for descriptor in (owner._file, owner._directory):
+            if descriptor >= 0:
+                os.close(descriptor)
+        owner._file = owner._directory = -1
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

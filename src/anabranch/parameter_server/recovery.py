@@ -1,0 +1,191 @@
+"""``LogReader``: the records that a directory's log holds, and an answer where it does not hold all of them.
+
+::
+
+    checkpoint ──> log file n ──> n + 1 ──> ... ──> the newest ──> where the owner said that all was durable
+                   each begins where the one before ends           no earlier than that
+
+Three ends are told apart. The log is whole. Or its last write was cut short by a crash: nothing valid lies behind it
+and nothing that was acknowledged is missing, so it is cut off, and said. Or the log is *damaged*: valid records lie
+behind the place, a file is missing or empty, or the log ends before its last durable position. Then acknowledged
+changes are gone, and the shard refuses to start rather than go on without them; ``repair`` keeps what comes before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from anabranch.checkpoint.generations import sync_directory
+from anabranch.errors import CheckpointError
+from anabranch.events import report
+from anabranch.parameter_server.log_format import Frames, Preamble, Record, log_numbers, log_path, write_all
+from anabranch.parameter_server.ownership import Position
+
+__all__ = ["LogReader"]
+
+_log = logging.getLogger("anabranch.parameter_server")
+_Found = tuple[Record, list[Tensor]]
+
+
+class LogReader:
+    """The records of a directory's log, in order; an iterator to be gone over once.
+
+    Args:
+        directory: of the shard.
+        start: where the checkpoint that was loaded ends, and the file that goes on from there; without a checkpoint
+            the log begins with its first record.
+        known: what the directory's owner said that it holds, if any has.
+        repair: damage ends the log instead of raising.
+
+    Attributes:
+        end: where the records end, after the last one was read.
+        lost: what is wrong, where damage has ended the log; else ``None``.
+
+    Raises:
+        CheckpointError: the log is damaged; says where, how much is lost, and the choices.
+    """
+
+    def __init__(
+        self, directory: Path, start: Position | None = None, known: Position | None = None, *, repair: bool = False
+    ) -> None:
+        self._directory = directory
+        self._known = known or Position()
+        self._repair = repair
+        self._begins = start is not None and start.file > 0
+        self.end = start or Position()
+        self.lost: str | None = None
+        self._numbers = [number for number in log_numbers(directory) if number >= self.end.file]
+
+    def __iter__(self) -> Iterator[_Found]:
+        first = self.end.file or (self._numbers[0] if self._numbers else self._known.file)
+        count, chain = self.end.records, self.end.chain
+        newest = max([*self._numbers, self._known.file if self._known.file >= first else 0, first])
+        for number in range(first, newest + 1) if newest else ():
+            frames = self._open(number, count, chain, last=number == newest)
+            if frames is None:
+                break
+            yield from frames.records(self._until(number))
+            count, chain = frames.count, frames.chain
+            self.end = Position(number, count, chain)
+            if frames.fault is not None and not self._may_end(frames, last=number == newest):
+                return
+        if self.lost is None and count < self._known.records:
+            self._damaged(f"the log ends after record {count}", count)
+
+    def _open(self, number: int, count: int, chain: int, *, last: bool) -> Frames | None:
+        """The frames of one file; ``None`` if the log ends before it."""
+        path = log_path(self._directory, number)
+        if number not in self._numbers:
+            self._damaged(f"{path} is missing", count)
+            return None
+        try:
+            preamble = Preamble.read(path)
+        except ValueError as error:
+            # Empty files were made at every start before files had a beginning.
+            if path.stat().st_size == 0 and (not last or not self._known.file):
+                return Frames(path, None, count, chain)
+            if last and number > self._known.file and count >= self._known.records:
+                self._cut(path, 0, str(error))
+            else:
+                self._damaged(f"{path}: {error}", count)
+            return None
+        if preamble is None:
+            return Frames(path, None, count, 0)
+        if not self._begins and number == self._numbers[0] and preamble.first:
+            self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds those before", 0)
+            return None
+        if (preamble.file, preamble.first, preamble.chain) != (number, count, chain):
+            self._damaged(f"{path} goes on from record {preamble.first}, not from {count}, or is of another log", count)
+            return None
+        return Frames(path, preamble, count, chain)
+
+    def _until(self, number: int) -> int | None:
+        """Where the next file goes on: what a server that had been replaced wrote behind it was not acknowledged."""
+        if number + 1 not in self._numbers:
+            return None
+        try:
+            after = Preamble.read(log_path(self._directory, number + 1))
+        except ValueError:
+            return None
+        return None if after is None else after.first
+
+    def _may_end(self, frames: Frames, *, last: bool) -> bool:
+        """Cuts a torn tail off; whether that is what it is, and the log goes on."""
+        where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
+        old_start = frames._old and not behind  # each start began a new file, and left the tail as it was
+        if not behind and frames.count >= self._known.records and (last or old_start):
+            if last:
+                self._cut(frames.path, frames.at, str(frames.fault))
+            return True
+        follows = f", and {behind} whole records lie behind it" if behind else ""
+        self._damaged(where + follows, frames.count)
+        return False
+
+    def _cut(self, path: Path, at: int, why: str) -> None:
+        """Takes off the end of a write that a crash has cut short; nobody was told that it was done."""
+        size = path.stat().st_size
+        cut = size - at
+        _log.warning("%s: the last write was cut short (%s); %d bytes behind byte %d are dropped", path, why, cut, at)
+        report("parameter_server.log_cut", path=str(path), at=at, bytes=cut)
+        if at:
+            os.truncate(path, at)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            path.unlink()
+        sync_directory(self._directory)
+
+    def _damaged(self, what: str, kept: int) -> None:
+        missing = self._known.records - kept
+        gone = f"{missing} acknowledged changes" if missing > 0 else "an unknown number of changes"
+        self.lost = f"{what}. {gone[0].upper()}{gone[1:]} behind record {kept} cannot be read"
+        if not self._repair:
+            raise CheckpointError(
+                f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, which "
+                f"keeps the {kept} records before the damage and sets the rest aside"
+            )
+
+    def repair(self) -> None:
+        """Makes the log end where it was read to; files and parts behind that are set aside, not destroyed."""
+        aside = self._directory / "set-aside"
+        for number in log_numbers(self._directory):
+            path = log_path(self._directory, number)
+            if number < self.end.file:
+                continue
+            prefix = self._prefix(path) if number == self.end.file else b""
+            if len(prefix) == path.stat().st_size:
+                continue
+            aside.mkdir(exist_ok=True)
+            os.rename(path, _unused(aside / path.name))
+            if prefix:
+                with path.open("xb", buffering=0) as file:
+                    write_all(file.fileno(), prefix)
+                    os.fsync(file.fileno())
+        sync_directory(self._directory)
+        _log.warning("%s; what cannot be used lies in %s", self.lost, aside)
+        report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
+
+    def _prefix(self, path: Path) -> bytes:
+        """The part of the last file that was read to its end; empty if none was."""
+        try:
+            preamble = Preamble.read(path)
+        except ValueError:
+            return b""
+        start = Position() if preamble is None else Position(0, preamble.first, preamble.chain)
+        frames = Frames(path, preamble, start.records, start.chain)
+        for _ in frames.records(None if preamble is None else self.end.records):
+            pass
+        with path.open("rb") as file:
+            return file.read(frames.at)
+
+
+def _unused(path: Path) -> Path:
+    found, number = path, 1
+    while found.exists():
+        found, number = path.with_name(f"{path.name}.{number}"), number + 1
+    return found

@@ -1,0 +1,76 @@
+"""``Standing``: what a client has been told that a shard holds of its pushes; it goes out with every request.
+
+The shard compares: if it holds less, it came back without changes that it had acknowledged, and the request is refused
+with ``RolledBack`` before anything is done.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import insort
+from dataclasses import dataclass
+
+__all__ = ["Ledger", "Standing"]
+
+_FORM = struct.Struct("<16sQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one request says of its asker.
+
+    Attributes:
+        epoch: the client's.
+        pushes: the highest place that an answer named.
+        life: the shard's, for who must know of any loss; else 0.
+    """
+
+    epoch: bytes
+    pushes: int = 0
+    life: int = 0
+
+    def encode(self) -> bytes:
+        """Its 32 bytes."""
+        return _FORM.pack(self.epoch, self.pushes, self.life)
+
+    @classmethod
+    def decode(cls, memory: bytes) -> Standing | None:
+        """What ``encode`` gave, or nothing of a request that says nothing."""
+        return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
+
+
+class Ledger:
+    """The places of one client's pushes that one shard has acknowledged.
+
+    >>> ledger = Ledger()
+    >>> for place in (1, 2, 4, 5):  # nobody ever heard of the third
+    ...     ledger.add(place)
+    >>> ledger.newest, ledger.cut(2), ledger.newest
+    (5, 2, 2)
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int]] = []  # first and last place, ascending
+        self.life = 0
+
+    @property
+    def newest(self) -> int:
+        """The highest place; 0 without any."""
+        return self._runs[-1][1] if self._runs else 0
+
+    def add(self, place: int) -> None:
+        """An answer has named ``place``."""
+        if self._runs and self._runs[-1][1] == place - 1:
+            self._runs[-1] = (self._runs[-1][0], place)
+        elif place > 0 and not any(first <= place <= last for first, last in self._runs):
+            insort(self._runs, (place, place))
+            at = self._runs.index((place, place))
+            for left in (at, at - 1):  # answers that came in another order than the pushes were done
+                if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
+                    self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
+
+    def cut(self, holds: int) -> int:
+        """Takes out the places above ``holds``; returns how many they are."""
+        lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
+        self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
+        return lost

@@ -1,0 +1,106 @@
+"""One server a durable directory: the second is refused, and one that was replaced writes nothing more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import CheckpointError
+from anabranch.parameter_server import ParameterClient, ParameterServer, ownership
+from anabranch.parameter_server.log_format import Record
+from anabranch.parameter_server.ownership import Ownership
+from anabranch.parameter_server.push_log import PushLog
+from anabranch.parameter_server.recovery import LogReader
+from anabranch.testing import MemoryTransport
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "log"])
+def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durability: str, tmp_path: Path) -> None:
+    network = MemoryTransport()
+
+    def serve() -> ParameterServer:
+        return ParameterServer(transport=network, durability=durability, checkpoint_dir=tmp_path)
+
+    with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
+        client.init("bias", (2,))
+        with pytest.raises(CheckpointError, match=rf"another server has it \(process {os.getpid()}\)"):
+            serve()
+        client.push("bias", torch.ones(2))  # the first one serves on
+    with serve() as server, ParameterClient([server.endpoint], transport=network) as client:
+        assert client.pull("bias").tolist() == pytest.approx([-0.01, -0.01])
+
+
+def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from anabranch.parameter_server.ownership import Ownership
+
+        owner = Ownership(Path(sys.argv[1]))
+        print(owner.epoch, flush=True)
+        sys.stdin.readline()
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "1\n"
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(CheckpointError, match=rf"process {process.pid}"):
+                Ownership(tmp_path)
+        finally:
+            process.kill()
+    with Ownership(tmp_path) as owner:
+        assert owner.epoch == 2
+
+
+def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
+    """The hook that runs in a child closes what the child has of it."""
+    first = Ownership(tmp_path)
+    held = first._directory, first._file
+    ownership._forget_in_child()
+    assert (first._directory, first._file) == (-1, -1)
+    assert not any(_is_open(descriptor) for descriptor in held)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks can be lost, on network file systems for one; here the second server does not ask for it."""
+    first = PushLog(tmp_path)
+    first.commit(first.append(Record("kept", b"")), Deadline.after(5.0))
+    first.append(Record("on its way", b""))
+    monkeypatch.setattr(Ownership, "_claim", lambda self, directory: None)
+    owner = Ownership(tmp_path)
+    reader = LogReader(tmp_path, known=owner.found)
+    read = [record.verb for record, _ in reader]
+    second = PushLog(tmp_path, owner, reader.end)
+    second.commit(second.append(Record("the second's", b"")), Deadline.after(5.0))
+    with pytest.raises(CheckpointError, match="another server has taken this directory over"):
+        first.commit(first.append(Record("woken up", b"")), Deadline.after(5.0))
+    with pytest.raises(CheckpointError, match="taken this directory over"):
+        first.append(Record("again", b""))
+    second.close()
+    owner.close()
+    assert read[0] == "kept"
+    shutil.rmtree(tmp_path / "set-aside", ignore_errors=True)
+    with Ownership(tmp_path) as owner:
+        assert [record.verb for record, _ in LogReader(tmp_path, known=owner.found)] == [*read, "the second's"]
+    first._owner.close()

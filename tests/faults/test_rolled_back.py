@@ -1,0 +1,229 @@
+"""What a shard that comes back with less than it had acknowledged tells its clients."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import anabranch as ab
+from anabranch.errors import CheckpointError, RolledBack
+from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec, Worker
+from anabranch.testing import MemoryTransport
+
+SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
+ONE = torch.tensor([1])
+HERE = "memory:shard"
+
+
+class Shard:
+    """A shard that can die and come back at its endpoint."""
+
+    def __init__(self, directory: Path, durability: str, **options: object) -> None:
+        self.network = MemoryTransport()
+        self._make = functools.partial(
+            ParameterServer, listen=HERE, transport=self.network, durability=durability, checkpoint_dir=directory,
+            **options,
+        )  # fmt: skip
+        self.start()
+
+    def start(self, **options: object) -> None:
+        self.server = self._make(**options).__enter__()
+
+    def die(self) -> None:
+        """As a killed one: nothing that was not written by now is."""
+        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server.__exit__(None, None, None)
+
+    def client(self, **options: object) -> ParameterClient:
+        return ParameterClient([HERE], transport=self.network, timeout=20, **options)
+
+
+def push(client: ParameterClient, times: int = 1) -> None:
+    for _ in range(times):
+        client.sparse_push("t", ONE, -torch.ones(1, 2))
+
+
+def value(client: ParameterClient) -> float:
+    return float(client.sparse_pull("t", ONE)[0, 0])
+
+
+def test_a_bare_client_is_told_how_many_of_its_pushes_are_gone_and_goes_on(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "checkpoint")
+    with shard.client() as client, shard.client() as other, shard.client() as reader:
+        client.init_table(SPEC, SGD)
+        push(client, 5)
+        shard.server.checkpoint()
+        push(client, 3)
+        push(other, 2)
+        shard.die()
+        shard.start()
+        assert value(reader) == 5  # it has lost nothing
+        with pytest.raises(RolledBack, match="3 pushes of this client are gone") as told:
+            push(client)
+        assert told.value.lost == 3
+        with pytest.raises(ab.BoundaryError) as also:
+            value(other)
+        assert isinstance(also.value, RolledBack)
+        assert also.value.lost == 2
+        push(client, 3)
+        push(other, 2)
+        assert value(client) == 10
+        shard.die()
+        shard.start()
+        lost = 0
+        for one in (client, other):
+            with pytest.raises(RolledBack) as told:
+                value(one)
+            lost += told.value.lost
+        assert (lost, value(client)) == (5, 5)
+    shard.die()
+
+
+def test_tables_come_back_though_no_checkpoint_has_seen_them(tmp_path: Path) -> None:
+    """They did not: ``NotFound ... there are: none``."""
+    shard = Shard(tmp_path, "checkpoint")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 4)
+        shard.die()
+        shard.start()
+        with pytest.raises(RolledBack) as told:
+            value(client)
+        assert told.value.lost == 4
+        assert value(client) == 0
+    shard.die()
+
+
+def test_nothing_is_told_where_nothing_is_lost(tmp_path: Path) -> None:
+    for durability in ("log", "checkpoint"):
+        shard = Shard(tmp_path / durability, durability)
+        with shard.client() as client, shard.client(worker=Worker(0, 1, "asp")) as worker:
+            client.init_table(SPEC, SGD)
+            for _ in range(3):
+                push(client)
+                push(worker)
+                if durability == "checkpoint":
+                    shard.server.checkpoint()
+                shard.die()
+                shard.start()
+            assert value(client) == value(worker) == 6
+        shard.die()
+
+
+def test_a_shard_without_durability_that_is_started_again_says_so(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "none")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 2)
+        shard.die()
+        shard.start()
+        with pytest.raises(RolledBack) as told:
+            push(client)
+        assert told.value.lost == 2
+    shard.die()
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_every_worker_of_a_job_is_told_once_any_push_is_gone(consistency: str, tmp_path: Path) -> None:
+    """Under bsp they died of ``SchemaError ... pushes step 503; its next is step 430``."""
+    shard = Shard(tmp_path, "checkpoint")
+    with (
+        shard.client(worker=Worker(0, 2, consistency)) as first,
+        shard.client(worker=Worker(1, 2, consistency)) as second,
+    ):
+        first.init_table(SPEC, SGD)
+        for step in range(4):
+            if step == 2:
+                shard.server.checkpoint()
+            first.push_many({"t": (ONE, torch.ones(1, 2))}, step=step)
+            if consistency == "bsp" or step < 2:
+                second.push_many({"t": (ONE, torch.ones(1, 2))}, step=step)
+        shard.die()
+        shard.start()
+        for worker, lost in ((first, 2), (second, 2 if consistency == "bsp" else 0)):
+            with pytest.raises(RolledBack, match="it stands at step 2") as told:
+                worker.push_many({"t": (ONE, torch.ones(1, 2))}, step=4)
+            assert told.value.lost == lost
+    shard.die()
+
+
+def test_a_first_checkpoint_is_there_from_the_start_and_the_next_when_its_time_has_come(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)
+    assert list((tmp_path / "shard-0-of-1").glob("manifest-*"))
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 3)
+        keeper = shard.server._keeper
+        for _ in range(2000):
+            if keeper._owner is not None and keeper._owner.position.saved == 4:
+                break
+            shard.server._stop.wait(timeout=0.01)
+        shard.die()
+        shard.start()
+        assert value(client) == 3
+    shard.die()
+
+
+def damage(directory: Path) -> int:
+    """Flips a bit in the middle of the newest log file; returns how many bytes it has."""
+    path = max(directory.glob("shard-*/log-*"))
+    memory = bytearray(path.read_bytes())
+    memory[len(memory) // 2] ^= 1
+    path.write_bytes(memory)
+    return len(memory)
+
+
+def test_a_shard_with_a_damaged_log_does_not_start_and_a_repaired_one_says_what_is_lost(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "log")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 100)
+        shard.die()
+        damage(tmp_path)
+        with pytest.raises(CheckpointError, match=r"the push log is damaged: .*log-0000000\d at byte \d+.*--repair"):
+            shard.start()
+        shard.start(repair=True)
+        with pytest.raises(RolledBack) as told:
+            push(client)
+        kept = value(client)
+        assert kept + told.value.lost == 100
+        assert 30 < kept < 70
+        shard.die()
+        shard.start()  # repaired for good
+        assert value(client) == kept
+    shard.die()
+
+
+@pytest.mark.parametrize("durability", ["log", "checkpoint"])
+def test_a_log_or_a_checkpoint_that_was_removed_is_no_empty_shard(durability: str, tmp_path: Path) -> None:
+    shard = Shard(tmp_path, durability)
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 3)
+        shard.server.checkpoint()
+        push(client, 2)
+    shard.die()
+    for path in tmp_path.glob("shard-*/log*" if durability == "log" else "shard-*/manifest*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="is missing|is gone"):
+        shard.start()
+
+
+def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "log")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        for _ in range(3):
+            push(client, 2)
+            shard.server.checkpoint()
+        push(client)
+        shard.die()
+        newest = max(tmp_path.glob("shard-*/manifest-*"))
+        newest.write_bytes(newest.read_bytes()[:-20])
+        shard.start()
+        assert value(client) == 7
+    shard.die()
