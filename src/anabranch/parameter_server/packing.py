@@ -19,7 +19,7 @@ from torch import Tensor
 from anabranch.errors import SchemaError
 from anabranch.tensors import from_blocks, to_blocks
 
-__all__ = ["Compression", "Share", "all_finite", "check_compression", "expected", "join", "split"]
+__all__ = ["Compression", "Share", "all_finite", "check_compression", "expected", "join", "largest_scale", "split"]
 
 Compression = Literal["bfloat16", "int8"]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -126,6 +126,11 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
         if tensor.is_floating_point() and not math.isfinite(tensor.sum().item()) and not torch.isfinite(tensor).all():
             return False
     return True
+
+
+def largest_scale(scales: Tensor) -> float:
+    """The largest scale of rounded numbers; NaN if a block holds NaN or Inf."""
+    return _SCALES[int(scales.max())].item() if scales.numel() else 0.0
 
 
 def _in_bfloat16(flat: Tensor) -> Tensor:

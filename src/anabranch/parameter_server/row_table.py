@@ -14,7 +14,7 @@ row that is read has the steps it missed replayed, each with its own numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import SchemaError
+from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server._quantile import QUANTILE
 from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
 from anabranch.parameter_server.initial import table_key
 from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.overflow import SUM_LIMIT, WEIGHT_LIMIT, all_within, is_mild
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.parameter_server.squares import foresee, merged_squares
@@ -113,6 +114,9 @@ class RowTable:
         self._lags = False  # whether a step so far has moved rows that had no gradient
         # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
         self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
+        _, low, high = spec.initial.numbers()
+        # Whether a number may be so large that the next step must be guarded against overflow.
+        self.wild = max(abs(low), abs(high)) > WEIGHT_LIMIT / 100 or rule.initial_state > SUM_LIMIT
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
         if spec.rows is None:
             kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
@@ -192,6 +196,11 @@ class RowTable:
         if self._catches_up:
             self._remember(constants)
         self.step += 1
+
+    @property
+    def careful(self) -> bool:
+        """Whether the next step may overflow though its gradients are of ordinary size."""
+        return self.wild or not is_mild(self._rule, self._rule.constants(self.step + 1))
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +329,46 @@ class RowTable:
                 self._foresee(storage, where, merged, merged_squares(own, squares[known], inverse, unique.size))
             self._step(storage, where, merged)
 
+    def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
+        """``push``, unless it would make a number of the rows NaN or Inf; returns what takes it back.
+
+        Raises:
+            NonFinite: it would; rows, states and the count of steps are as they were.
+        """
+        rows = np.unique(self._locate(self._ids(ids), training=True))
+        rows = rows[rows >= 0]
+        self.pull(ids, training=True)  # begun and up to date, so that there is something to go back to
+        before = self._copy(rows)
+        step, lags, wild = self.step, self._lags, self.wild
+
+        def take_back() -> None:
+            self._put_back(rows, before)
+            self.step, self._lags, self.wild = step, lags, wild
+
+        self.push(ids, grads, squares)
+        if not all(bool(torch.isfinite(part).all()) for part in self._copy(rows)):
+            take_back()
+            raise NonFinite(
+                f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
+                f"{self.spec.dtype}; nothing was changed"
+            )
+        return take_back
+
+    def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
+        with self._storage.at_hand(rows, changing=False) as (storage, where):
+            there = torch.from_numpy(where)
+            values = as_tensor(storage.values).view(-1, self._stride)[there]
+            sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
+            return values, torch.from_numpy(storage.stamps[where]), sums
+
+    def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
+        values, stamps, sums = before
+        with self._storage.at_hand(rows) as (storage, where):
+            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = values
+            storage.stamps[where] = stamps.numpy()
+            if storage.with_sums:
+                storage.sums[where] = sums.numpy()
+
     def _foresee(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
         everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
         rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
@@ -360,7 +409,11 @@ class RowTable:
         constants = self._rule.constants(self.step + 1)
         self.count_step(constants)
         run = self._rule_kernel(storage)
-        self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
+        wild: list[bool] = []
+        self._crew.run(
+            lambda first, last: wild.append(run(unique, merged, constants, first, last)), unique.size, merged.size
+        )
+        self.wild = self.wild or any(wild)
         storage.stamps[unique] = self.step + 1
 
     def _rule_kernel(self, storage: RowStorage) -> Any:
@@ -532,6 +585,8 @@ class RowTable:
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = block.sums.numpy()
+        if not all_within(block.values, self.spec.width, self._rule, block.sums):
+            self.wild = True
 
     @property
     def history(self) -> Tensor:

@@ -23,7 +23,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
+from anabranch.parameter_server.overflow import LARGEST_GRADIENT, peak_of
 from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
@@ -149,6 +150,14 @@ class _Room:
         return self.parts[part]
 
 
+class Pushed(NamedTuple):
+    """A push: its message, its tensors, and a bound for any sum of its gradients."""
+
+    message: PushMessage
+    tensors: Sequence[Tensor]
+    peak: float
+
+
 @dataclass(slots=True)
 class _Job:
     """The workers of a job: how many steps each has pushed, pushes that wait for the others', and for their release."""
@@ -156,8 +165,8 @@ class _Job:
     world: int
     consistency: Consistency
     clocks: list[int]
-    pending: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
-    held: dict[int, dict[int, tuple[PushMessage, Sequence[Tensor]]]] = field(default_factory=dict)
+    pending: dict[int, dict[int, Pushed]] = field(default_factory=dict)
+    held: dict[int, dict[int, Pushed]] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
     total: float | None = None  # what the workers' pushes of the last step weighed together
 
@@ -269,7 +278,8 @@ class Shard:
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
-            NonFinite: NaN or Inf among the gradients; counted by ``peer``, nothing is changed.
+            NonFinite: NaN or Inf among the gradients, or in what finite ones would make of a row; counted by ``peer``,
+                nothing is changed.
             DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
                 all have pushed that; names them.
         """
@@ -277,8 +287,15 @@ class Shard:
         with self._state:
             if message.rank >= 0 and message.step < 0 and self._joined(message.rank).consistency.merges:
                 self._wait_for_clocks(message.rank, self._joined(message.rank).clocks[message.rank], deadline, "push")
-            self._check_push(message, tensors, peer)
-            self._record("push", message, tensors)
+            peak = self._check_push(message, tensors, peer)
+            try:
+                self._record("push", message, tensors, functools.partial(self._do_push, peak=peak))
+            except NonFinite:
+                self._count_refused(peer)
+                raise
+
+    def _count_refused(self, peer: str) -> None:
+        self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
 
     def squared_norm(self, message: NormMessage, deadline: Deadline) -> float:
         """The sum of squares, in float64, of the merged gradients of held pushes, once all workers' are there.
@@ -294,7 +311,7 @@ class Shard:
                 held = job.held.get(message.step)
                 if held is None:
                     raise SchemaError(f"no push of step {message.step} is held here; push it with hold=True")
-                shares = self._shares([held[rank] for rank in range(job.world)])
+                shares, _ = self._shares([held[rank] for rank in range(job.world)])
                 job.norms[message.step] = sum(_squares(given) for given in shares.values())
                 while len(job.norms) > _NORMS:
                     del job.norms[min(job.norms)]
@@ -431,14 +448,16 @@ class Shard:
             raise SchemaError(f"int16 ages of {known} known rows expected, got {_told(tensors[1])}")
         return ids, tensors[1]
 
-    def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> None:
+    def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> float:
+        """Raises what is wrong with a push; returns its peak."""
         self._check_parts(message, tensors)
         flat = self._check_numbers(message, tensors)
         if not (math.isfinite(message.weight) and message.weight >= 0):
             raise NonFinite(f"a weight is a finite number >= 0, got {message.weight}")
         rules = [_rule_of(rule) for rule in message.rules]
-        if not all_finite(flat):
-            self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
+        peak = peak_of(flat, tensors[1] if message.sums() else None)
+        if not math.isfinite(peak) and not all_finite(flat):
+            self._count_refused(peer)
             for part, grad in zip(message.parts, self._gradients(message, tensors), strict=True):
                 if not torch.isfinite(grad).all():
                     raise NonFinite(f"the gradients of {part.name} hold NaN or Inf; nothing was changed")
@@ -452,6 +471,7 @@ class Shard:
             self._check_turn(message)
         elif message.rank >= 0:
             self._joined(message.rank)
+        return peak
 
     def _check_turn(self, message: PushMessage) -> None:
         job = self._joined(message.rank)
@@ -532,10 +552,19 @@ class Shard:
 
     # --- doing ------------------------------------------------------------------------------------------------------
 
-    def _record(self, verb: str, message: Any, tensors: Sequence[Tensor]) -> None:
+    def _record(
+        self,
+        verb: str,
+        message: Any,
+        tensors: Sequence[Tensor],
+        do: Callable[[Any, Sequence[Tensor]], None] | None = None,
+    ) -> None:
         self._journal(verb, _encode(message), tensors)
         try:
-            self._do(verb, message, tensors)
+            if do is None:
+                self._do(verb, message, tensors)
+            else:
+                do(message, tensors)
         except Exception:
             self._take_back()
             raise
@@ -570,45 +599,62 @@ class Shard:
                 pushes.pop(message.rank, None)
         self._state.notify_all()
 
-    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor]) -> None:
+    def _do_push(self, message: PushMessage, tensors: Sequence[Tensor], peak: float | None = None) -> None:
+        if peak is None:  # from the journal, which holds what was checked
+            sums = message.sums()
+            peak = peak_of(tensors[1 + (sums > 0) :], tensors[1] if sums else None)
+        push = Pushed(message, tensors, peak)
         if message.rank < 0:
-            self._apply([(message, tensors)])
+            self._apply([push])
             return
         job = self._joined(message.rank)
         if message.step < 0:
-            self._apply([(message, tensors)], total=job.total if job.consistency.merges else None)
+            self._apply([push], total=job.total if job.consistency.merges else None)
             return
-        job.clocks[message.rank] = message.step + 1
         if job.consistency.merges:
-            # What is kept must not change when the sender's buffers are used again.
-            kept = job.pending.setdefault(message.step, {})
-            kept[message.rank] = (message, [tensor.clone() for tensor in tensors])
-            if len(kept) == job.world:
-                del job.pending[message.step]
-                job.total = sum(push.weight for push, _ in kept.values()) or job.total
-                if any(push.hold for push, _ in kept.values()):
-                    job.held[message.step] = kept
-                else:
-                    self._apply([kept[rank] for rank in range(job.world)])
+            self._merge(job, push)
         else:
-            self._apply([(message, tensors)])
+            self._apply([push])
+        job.clocks[message.rank] = message.step + 1
         self._state.notify_all()
+
+    def _merge(self, job: _Job, push: Pushed) -> None:
+        """Keeps a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
+        step = push.message.step
+        # What is kept must not change when the sender's buffers are used again.
+        push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
+        kept = {**job.pending.get(step, {}), push.message.rank: push}
+        if len(kept) < job.world:
+            job.pending[step] = kept
+            return
+        if any(one.message.hold for one in kept.values()):
+            job.held[step] = kept
+        else:
+            self._apply([kept[rank] for rank in range(job.world)])
+        job.pending.pop(step, None)
+        job.total = sum(one.message.weight for one in kept.values()) or job.total
 
     def _do_release(self, message: ReleaseMessage) -> None:
         job = self._joined(message.rank)
-        held = job.held.pop(message.step, None)
+        held = job.held.get(message.step)
         if held is not None:  # else another worker's release came first
             self._apply([held[rank] for rank in range(job.world)], message.scale)
+            del job.held[message.step]
             self._state.notify_all()
 
     def _shares(
-        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0, total: float | None = None
-    ) -> dict[str, list[_Given]]:
-        """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``."""
-        total = sum(message.weight for message, _ in pushes) if total is None else total
+        self, pushes: Sequence[Pushed], scale: float = 1.0, total: float | None = None
+    ) -> tuple[dict[str, list[_Given]], float]:
+        """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``.
+
+        And a bound for any sum of them.
+        """
+        total = sum(push.message.weight for push in pushes) if total is None else total
         shares: dict[str, list[_Given]] = {}
-        for message, tensors in pushes:
+        peak = 0.0
+        for message, tensors, own_peak in pushes:
             share = scale * ((message.weight / total if total else 0.0) if message.mean else 1.0)
+            peak += abs(share) * own_peak
             counts = [part.count for part in message.parts]
             ids = torch.split(tensors[0], counts)
             squares = _squares_of(message, tensors)
@@ -616,39 +662,75 @@ class Shard:
                 message.parts, ids, self._gradients(message, tensors), squares, strict=True
             ):
                 shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share, own))
-        return shares
+        return shares, peak
 
-    def _apply(
-        self, pushes: Sequence[tuple[PushMessage, Sequence[Tensor]]], scale: float = 1.0, total: float | None = None
-    ) -> None:
-        """One optimizer step for each table and parameter that any of the pushes names.
+    def _apply(self, pushes: Sequence[Pushed], scale: float = 1.0, total: float | None = None) -> None:
+        """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
 
         ``total`` is what the pushes' weights are shares of, by default what they come to.
+
+        Raises:
+            NonFinite: a row would overflow; all are as they were.
         """
         rules: dict[str, RowOptimizer] = {}
-        for message, _ in pushes:
-            kinds = [RowOptimizer.from_dict(rule) for rule in message.rules]
-            for part in message.parts:
+        for push in pushes:
+            kinds = [RowOptimizer.from_dict(rule) for rule in push.message.rules]
+            for part in push.message.parts:
                 if kinds:
                     rules.setdefault(part.name, kinds[part.rule])
+        shares, peak = self._shares(pushes, scale, total)
+        before = {name: self._holder(name).rule for name in shares}
         ids: dict[str, Tensor] = {}
         grads: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
-        for name, given in self._shares(pushes, scale, total).items():
+        dense: dict[str, Tensor] = {}
+        for name, given in shares.items():
             holder = self._holder(name)
             holder.rule = rules.get(name, holder.rule)
-            self._counts[name].pushes += len(given)
             if isinstance(holder, RowTable):
                 ids[name] = side_by_side([some for some, _, _ in given])
                 grads[name] = side_by_side([grad for _, grad, _ in given])
                 if any(own is not None for _, _, own in given) and holder.rule.family is not Family.SGD:
                     squares[name] = torch.cat([torch.ones(len(some)) if own is None else own for some, _, own in given])
-                self._counts[name].rows_pushed += ids[name].shape[0]
             else:
-                total_grad = given[0][1]
+                dense[name] = given[0][1]
                 for _, grad, _ in given[1:]:
-                    total_grad = total_grad + grad
-                holder.push(total_grad)
+                    dense[name] = dense[name] + grad
+        if peak <= LARGEST_GRADIENT and not any(self._holder(name).careful for name in shares):
+            for name, grad in dense.items():
+                self._dense[name].push(grad)
+            self._push_rows(ids, grads, squares)
+        else:
+            try:
+                self._push_guarded(ids, grads, squares, dense)
+            except NonFinite:
+                for name, rule in before.items():
+                    self._holder(name).rule = rule
+                raise
+        for name, given in shares.items():
+            self._counts[name].pushes += len(given)
+            self._counts[name].rows_pushed += ids[name].shape[0] if name in ids else 0
+
+    def _push_guarded(
+        self,
+        ids: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        squares: Mapping[str, Tensor],
+        dense: Mapping[str, Tensor],
+    ) -> None:
+        """As ``_push_rows`` and each parameter's ``push``; what would overflow takes all of it back."""
+        done: list[Callable[[], None]] = []
+        try:
+            for name, grad in dense.items():
+                done.append(self._dense[name].push_guarded(grad))
+            for name, some in ids.items():
+                done.append(self._tables[name].push_guarded(some, grads[name], squares.get(name)))
+        except NonFinite:
+            for take_back in reversed(done):
+                take_back()
+            raise
+
+    def _push_rows(self, ids: Mapping[str, Tensor], grads: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> None:
         for group, names in self._groups(ids):
             if group is None:
                 for name in names:
@@ -885,8 +967,8 @@ class Shard:
             if self._job is None:
                 return
             for _, pushes in sorted([*self._job.pending.items(), *self._job.held.items()]):
-                for message, tensors in pushes.values():
-                    self._journal("push", _encode(message), tensors)
+                for push in pushes.values():
+                    self._journal("push", _encode(push.message), push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Becomes what ``snapshot`` gave; for a shard that holds nothing yet."""
