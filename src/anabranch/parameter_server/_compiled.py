@@ -9,7 +9,6 @@ Conventions that all of them share:
 - *Ranges.* ``first`` and ``last`` are the part of the work that this thread does; parts never write the same row.
 - *Arithmetic is that of torch's fused optimizers, bit for bit*: where their compiled form multiplies and adds in one
   rounding, ``fma`` stands here, and a plain expression where it does not.
-- *A step says* whether it wrote a number too large for the next one to be safe (``overflow.py``).
 - ``error_model="numpy"`` because the test for a zero divisor stops vectorising; ``parallel=False`` because Numba's own
   thread layers abort when two threads enter a kernel, or after a fork.
 """
@@ -48,9 +47,6 @@ def _overload(function: Function) -> Callable[[Function], Function]:
 U = np.uint64
 _QUIET = 8  # steps in a row that leave the weights as they are
 _PREFETCH = 8  # rows ahead
-# As ``overflow.py`` has them, which imports more than kernels may.
-WEIGHT_LIMIT = 1e15
-SUM_LIMIT = 1e37
 
 
 # --- instructions that Python has no word for -----------------------------------------------------------------------
@@ -433,21 +429,15 @@ def initialise(
 # --- the update rules, a row at a time ------------------------------------------------------------------------------
 
 
-# Each says whether a number that it wrote is larger than it may be for the next step to be safe, or is none.
-
-
 @_inline
-def _sgd_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> bool:
-    limit, wild = number(storage, WEIGHT_LIMIT), False
+def _sgd_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> None:
     lr, momentum, fresh = number(storage, -c[0]), number(storage, c[1]), number(storage, c[2])
     decay, sign = number(storage, c[4]), number(storage, c[5])
     if not stateful:
         for j in range(wide):
             w = load(storage, base + j)
-            w = fma(lr, fma(w, decay, grads[at + j] * sign), w)
-            wild |= not abs(w) <= limit
-            store(storage, base + j, w)
-        return wild
+            store(storage, base + j, fma(lr, fma(w, decay, grads[at + j] * sign), w))
+        return
     nesterov, first = c[3] != 0, c[6] != 0
     for j in range(wide):
         w = load(storage, base + j)
@@ -455,15 +445,11 @@ def _sgd_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at:
         b = load(storage, base + wide + j)
         b = g if first else fma(g, fresh, b * momentum)
         store(storage, base + wide + j, b)
-        w = fma(lr, fma(b, momentum, g) if nesterov else b, w)
-        wild |= not abs(w) <= limit
-        store(storage, base + j, w)
-    return wild
+        store(storage, base + j, fma(lr, fma(b, momentum, g) if nesterov else b, w))
 
 
 @_inline
-def _adagrad_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> bool:
-    limit, most, wild = number(storage, WEIGHT_LIMIT), number(storage, SUM_LIMIT), False
+def _adagrad_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> None:
     lr = coarse(storage, c[0])  # torch rounds Adagrad's rate, and no other's, to bfloat16
     eps, decay, sign = number(storage, c[1]), number(storage, c[4]), number(storage, c[5])
     for j in range(wide):
@@ -471,15 +457,11 @@ def _adagrad_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any,
         g = fma(w, decay, grads[at + j] * sign)
         s = fma(g, g, load(storage, base + wide + j))
         store(storage, base + wide + j, s)
-        w = w - lr * g / (np.sqrt(s) + eps)
-        wild |= not (abs(w) <= limit and s <= most)
-        store(storage, base + j, w)
-    return wild
+        store(storage, base + j, w - lr * g / (np.sqrt(s) + eps))
 
 
 @_inline
-def _adam_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> bool:
-    limit, wild = number(storage, WEIGHT_LIMIT), False
+def _adam_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at: Any, c: Any) -> None:
     step, root, share, beta2 = (
         number(storage, c[0]),
         number(storage, c[1]),
@@ -499,51 +481,44 @@ def _adam_row(storage: Any, base: Any, wide: Any, stateful: bool, grads: Any, at
         v = fma(share2 * g, g, v * beta2)
         store(storage, base + wide + j, m)
         store(storage, base + second + j, v)
-        w = w + step * m / (np.sqrt(v) / root + eps)
-        wild |= not abs(w) <= limit
-        store(storage, base + j, w)
-    return wild
+        store(storage, base + j, w + step * m / (np.sqrt(v) / root + eps))
 
 
 @_kernel
-def step_sgd(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> bool:
+def step_sgd(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> None:
     """SGD with momentum, dampening, Nesterov and L2 decay on distinct rows."""
-    wide, step, wild = U(width), U(stride), False
+    wide, step = U(width), U(stride)
     for i in range(first, last):
         if i + _PREFETCH < last:
             _prefetch(storage, U(rows[i + _PREFETCH]) * step)
-        wild |= _sgd_row(storage, U(rows[i]) * step, wide, step > wide, grads, U(i) * wide, c)
-    return wild
+        _sgd_row(storage, U(rows[i]) * step, wide, step > wide, grads, U(i) * wide, c)
 
 
 @_kernel
-def step_adagrad(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> bool:
+def step_adagrad(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> None:
     """Adagrad on distinct rows."""
-    wide, step, wild = U(width), U(stride), False
+    wide, step = U(width), U(stride)
     for i in range(first, last):
         if i + _PREFETCH < last:
             _prefetch(storage, U(rows[i + _PREFETCH]) * step)
             _prefetch(storage, U(rows[i + _PREFETCH]) * step + wide)
-        wild |= _adagrad_row(storage, U(rows[i]) * step, wide, True, grads, U(i) * wide, c)
-    return wild
+        _adagrad_row(storage, U(rows[i]) * step, wide, True, grads, U(i) * wide, c)
 
 
 @_kernel
-def step_adam(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> bool:
+def step_adam(storage: Any, stride: int, width: int, rows: Any, grads: Any, c: Any, first: int, last: int) -> None:
     """Adam, AdamW and SparseAdam on distinct rows: they differ in their constants."""
-    wide, step, wild = U(width), U(stride), False
+    wide, step = U(width), U(stride)
     for i in range(first, last):
         if i + _PREFETCH < last:
             _prefetch(storage, U(rows[i + _PREFETCH]) * step)
             _prefetch(storage, U(rows[i + _PREFETCH]) * step + wide)
             _prefetch(storage, U(rows[i + _PREFETCH]) * step + wide + wide)
-        wild |= _adam_row(storage, U(rows[i]) * step, wide, True, grads, U(i) * wide, c)
-    return wild
+        _adam_row(storage, U(rows[i]) * step, wide, True, grads, U(i) * wide, c)
 
 
 @_inline
-def _row_wise_adagrad_row(storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, at: Any, c: Any) -> bool:
-    limit, wild = number(storage, WEIGHT_LIMIT), False
+def _row_wise_adagrad_row(storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, at: Any, c: Any) -> None:
     decay, sign = number(storage, c[4]), number(storage, c[5])
     squares = 0.0
     for j in range(wide):
@@ -554,25 +529,21 @@ def _row_wise_adagrad_row(storage: Any, base: Any, wide: Any, sums: Any, row: An
     scale = number(storage, c[0] / (np.sqrt(np.float64(total)) + c[1]))
     for j in range(wide):
         w = load(storage, base + j)
-        w = w - (grads[at + j] * sign + w * decay) * scale
-        wild |= not abs(w) <= limit
-        store(storage, base + j, w)
-    return wild or not total <= number(storage, SUM_LIMIT)
+        store(storage, base + j, w - (grads[at + j] * sign + w * decay) * scale)
 
 
 @_kernel
 def step_row_wise_adagrad(
     storage: Any, stride: int, width: int, sums: Any, rows: Any, grads: Any, c: Any, first: int, last: int
-) -> bool:
+) -> None:
     """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
-    wide, step, wild = U(width), U(stride), False
+    wide, step = U(width), U(stride)
     for i in range(first, last):
         if i + _PREFETCH < last:
             _prefetch(storage, U(rows[i + _PREFETCH]) * step)
             _prefetch(sums, U(rows[i + _PREFETCH]))
         row = U(rows[i])
-        wild |= _row_wise_adagrad_row(storage, row * step, wide, sums, row, grads, U(i) * wide, c)
-    return wild
+        _row_wise_adagrad_row(storage, row * step, wide, sums, row, grads, U(i) * wide, c)
 
 
 # --- steps that a row missed ----------------------------------------------------------------------------------------

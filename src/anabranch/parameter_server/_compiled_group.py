@@ -329,27 +329,26 @@ def _chain(
     return count
 
 
-def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
+def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
     """Moves one row by the rule of this ``kind``; each is compiled apart, or none of them is fast."""
-    raise NotImplementedError
 
 
 @_overload(move)
 def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-    def sgd(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-        return _sgd_row(storage, base, wide, False, grads, U(0), c)
+    def sgd(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, False, grads, U(0), c)
 
-    def momentum(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-        return _sgd_row(storage, base, wide, True, grads, U(0), c)
+    def momentum(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _sgd_row(storage, base, wide, True, grads, U(0), c)
 
-    def adagrad(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-        return _adagrad_row(storage, base, wide, True, grads, U(0), c)
+    def adagrad(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adagrad_row(storage, base, wide, True, grads, U(0), c)
 
-    def row_wise(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-        return _row_wise_adagrad_row(storage, base, wide, sums, row, grads, U(0), c)
+    def row_wise(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _row_wise_adagrad_row(storage, base, wide, sums, row, grads, U(0), c)
 
-    def adam(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> Any:
-        return _adam_row(storage, base, wide, True, grads, U(0), c)
+    def adam(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
+        _adam_row(storage, base, wide, True, grads, U(0), c)
 
     return (sgd, momentum, adagrad, row_wise, adam)[len(kind) - 1]
 
@@ -453,14 +452,12 @@ def step_all(
     scratch: Any,
     total: Any,
     behind: Any,
-    wild: Any,
     first: int,
     last: int,
 ) -> None:
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
-    Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is, and
-    one is marked as ``wild`` of which a number has become too large for the next step to be safe.
+    Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
     ``squares`` are those of each lookup, as ``squares.py`` describes them; none if every gradient is of one step.
     ``kind`` is a ``kind_of``, ``like`` has the storage's type, ``total`` is scratch of one row.
     """
@@ -490,7 +487,7 @@ def step_all(
         if count < 0:
             behind[t] = True
             continue
-        following, heads, beyond = scratch[0], scratch[1], False
+        following, heads = scratch[0], scratch[1]
         for u in range(count):
             i = heads[u]
             row = U(rows[begin + i])
@@ -510,9 +507,8 @@ def step_all(
                 known = _merged_squares(heads[u], following, begin, grads, grads_at[t], apart, wide, squares)
                 if known != 1:
                     foresee(kind, storage, row * step, wide, sums, row, total, constants[t], known)
-            beyond |= move(kind, storage, row * step, wide, sums, row, total, constants[t])
+            move(kind, storage, row * step, wide, sums, row, total, constants[t])
             stamps[row] = marks[t]
-        wild[t] |= beyond
 
 
 def kind_of(family: str, states: int) -> tuple[int, ...]:

@@ -16,9 +16,6 @@ from torch import Tensor
 
 Array = NDArray[Any]
 _REGISTER = 64  # elements; a multiple of every vector register's
-# As ``overflow.py`` has them.
-WEIGHT_LIMIT = 1e15
-SUM_LIMIT = 1e37
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -245,11 +242,8 @@ def initialise(
 Update = Callable[[Tensor, Tensor, list[Tensor]], None]
 
 
-def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> bool:
-    """Runs ``update(weights, grads, states)`` on widened, padded copies of the rows, and puts them back.
-
-    Returns whether a weight or a state has become too large for the next step to be safe.
-    """
+def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> None:
+    """Runs ``update(weights, grads, states)`` on widened, padded copies of the rows, and puts them back."""
     table, where = _table(storage, stride), torch.from_numpy(rows[part])
     grad = torch.from_numpy(grads).view(-1, width)[part].to(table.dtype).to(_working(storage))
     size = grad.numel()
@@ -265,7 +259,6 @@ def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array,
     for at, column in enumerate(columns):
         block[:, at * width : (at + 1) * width] = column[:size].view(-1, width)
     table[where] = block.to(table.dtype)
-    return not bool((block[:, :width].abs() <= WEIGHT_LIMIT).all() and (block.abs() <= SUM_LIMIT).all())
 
 
 def run_sgd(constants: Array) -> Update:
@@ -340,30 +333,30 @@ def run_adam(constants: Array) -> Update:
 
 def step_sgd(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
-) -> bool:
+) -> None:
     """SGD with momentum, dampening, Nesterov and L2 decay on distinct rows."""
-    return _on_rows(storage, stride, width, rows, grads, slice(first, last), run_sgd(c))
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_sgd(c))
 
 
 def step_adagrad(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
-) -> bool:
+) -> None:
     """Adagrad on distinct rows."""
     rounded = c.copy()
     rounded[0] = float(torch.tensor(c[0]).to(_tensor(storage).dtype))  # as torch's kernel does, to bfloat16
-    return _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adagrad(rounded))
 
 
 def step_adam(
     storage: Array, stride: int, width: int, rows: Array, grads: Array, c: Array, first: int, last: int
-) -> bool:
+) -> None:
     """Adam, AdamW and SparseAdam on distinct rows."""
-    return _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adam(c))
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), run_adam(c))
 
 
 def step_row_wise_adagrad(
     storage: Array, stride: int, width: int, sums: Array, rows: Array, grads: Array, c: Array, first: int, last: int
-) -> bool:
+) -> None:
     """Row-wise Adagrad on distinct rows; ``sums`` has one number a row, its squares added up in float64."""
     where = torch.from_numpy(rows[first:last])
     totals = torch.from_numpy(sums)
@@ -376,8 +369,7 @@ def step_row_wise_adagrad(
         totals[where] = total
         w -= g * (c[0] / (total.double().sqrt() + c[1])).to(g.dtype)[:, None]
 
-    wild = _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
-    return wild or not bool((totals[where] <= SUM_LIMIT).all())
+    _on_rows(storage, stride, width, rows, grads, slice(first, last), update)
 
 
 # --- steps that a row missed ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server import _plain
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
-from anabranch.parameter_server.overflow import WEIGHT_LIMIT, all_within, is_mild
+from anabranch.parameter_server.overflow import Bounds
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 
 __all__ = ["DenseParameter"]
@@ -43,19 +42,19 @@ class DenseParameter:
         if rule.family is Family.ROW_WISE_ADAGRAD:
             kind = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
-        self._wild = not self._all_within()
+        self._bounds = Bounds.of(rule, self.value, self.states)
 
-    def _all_within(self) -> bool:
-        numbers = self.value.numel()
-        if self._rule.family is Family.ROW_WISE_ADAGRAD:
-            return all_within(self.value.view(1, -1), numbers, self._rule, self.states[0])
-        row = torch.cat([self.value.reshape(-1), *(state.reshape(-1) for state in self.states)])
-        return all_within(row.view(1, -1), numbers, self._rule)
+    def bounds_after(self, peak: float) -> Bounds:
+        """How large its numbers can be after the next step, with a gradient of at most ``peak``."""
+        return self._bounds.after(self._rule, peak, max(1, self.value[:1].numel()) if self.value.ndim else 1)
 
-    @property
-    def careful(self) -> bool:
-        """Whether the next step may overflow though its gradient is of ordinary size."""
-        return self._wild or not is_mild(self._rule, self._rule.constants(self.step + 1))
+    def measure(self) -> None:
+        """Takes the bounds from the numbers themselves."""
+        self._bounds = Bounds.of(self._rule, self.value, self.states)
+
+    def set_bounds(self, bounds: Bounds) -> None:
+        """Says that none of its numbers is larger."""
+        self._bounds = bounds
 
     @property
     def rule(self) -> RowOptimizer:
@@ -94,11 +93,8 @@ class DenseParameter:
             for state, moved in zip(self.states, wide, strict=True):
                 state.copy_(moved)
         else:
-            self._update(value, grad, self.states)
+            self._update(value, grad.clone(), self.states)
         self.value = value
-        # NaN is not below the limit either.
-        largest = torch.linalg.vector_norm(value, ord=math.inf).item() if value.numel() else 0.0
-        self._wild = self._wild or not largest <= WEIGHT_LIMIT
 
     def push_guarded(self, grad: Tensor) -> Callable[[], None]:
         """``push``, unless it would make a number NaN or Inf; returns what takes it back.
@@ -106,10 +102,10 @@ class DenseParameter:
         Raises:
             NonFinite: it would; nothing was changed.
         """
-        value, states, step, wild = self.value, [state.clone() for state in self.states], self.step, self._wild
+        value, states, step, bounds = self.value, [state.clone() for state in self.states], self.step, self._bounds
 
         def take_back() -> None:
-            self.value, self.states, self.step, self._wild = value, states, step, wild
+            self.value, self.states, self.step, self._bounds = value, states, step, bounds
 
         self.push(grad)
         if not all(bool(torch.isfinite(part).all()) for part in (self.value, *self.states)):
@@ -118,6 +114,7 @@ class DenseParameter:
                 f"the gradient of {self.name} is finite, and what it would make of the parameter is not: it overflows "
                 f"{self.value.dtype}; nothing was changed"
             )
+        self._bounds = Bounds.of(self._rule, self.value, self.states)
         return take_back
 
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
@@ -135,7 +132,7 @@ class DenseParameter:
         self.check_restored(tensors)
         self.value, *self.states = (tensor.clone() for tensor in tensors)
         self.step = step
-        self._wild = not self._all_within()
+        self._bounds = Bounds.of(self._rule, self.value, self.states)
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
         constants = self._rule.constants(self.step)

@@ -38,10 +38,10 @@ class Kernels(Protocol):
     bag_max: Callable[..., None]
     merge_sums: Callable[..., None]
     initialise: Callable[..., None]
-    step_sgd: Callable[..., bool]
-    step_adagrad: Callable[..., bool]
-    step_adam: Callable[..., bool]
-    step_row_wise_adagrad: Callable[..., bool]
+    step_sgd: Callable[..., None]
+    step_adagrad: Callable[..., None]
+    step_adam: Callable[..., None]
+    step_row_wise_adagrad: Callable[..., None]
     replay: Callable[..., None]
 
 

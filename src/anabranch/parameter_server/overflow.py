@@ -5,45 +5,99 @@ refused for that only after rows have moved, so somebody must have kept what the
 
 ::
 
-    gradients, merged, <= 1e15 ──┐
-    numbers of the rule mild   ──┼──> no number can pass 3e38 ──> fast path: nothing is kept, the kernels look at what
-    weights before   <= 1e15   ──┘                                they write and say where a weight has passed 1e15
-                                └ else ──> guarded path: rows are copied, moved, looked at, and put back if need be
+    a bound for the message's gradients, merged ──┐
+    the rule and its numbers                    ──┼──> a bound for every number of the table after the step
+    the table's bound before                    ──┘          │
+                                          below 1e37: the kernels run as they are, nothing is kept or looked at
+                                          else: rows are copied, moved, looked at, and put back if they overflow
 
-The first is known from one dot product, which takes the place of the search for NaN; the third from what the kernels
-said of earlier steps. With weights w and gradients g up to 1e15, |g + decay w| is at most 2e15: its square, 4e30,
-leaves room for 10^6 such in Adagrad's sum, which the kernels look at as well; Adam's moments are means and stay below;
-and a step moves a weight by no more than 1e33.
+The first bound comes from one dot product, which takes the place of the search for NaN; the others are a few
+multiplications a table. With ordinary numbers it takes at least 10^5 steps to reach the limit, and mostly 10^30; then
+the table's numbers are looked at once, and the bound begins again from what they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.parameter_server.packing import largest_scale
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 
-__all__ = ["LARGEST_GRADIENT", "SUM_LIMIT", "WEIGHT_LIMIT", "all_within", "is_mild", "peak_of"]
+__all__ = ["Bounds", "peak_of"]
 
-LARGEST_GRADIENT = 1e15
-WEIGHT_LIMIT = 1e15
-SUM_LIMIT = 1e37  # of second moments
-_MOST_MOVE = 1e6
-_LEAST_EPS = 1e-12
-_LEAST_ROOT = 1e-6
+_LIMIT = 1e37  # a tenth of what float32 and bfloat16 hold, for what is between two roundings
+_MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is added
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest that the numbers of a table or a parameter can be.
+
+    >>> rule = RowOptimizer(Family.SGD, lr=0.5)
+    >>> Bounds(1.0).after(rule, peak=4.0, width=2)
+    Bounds(weights=3.0, first=4.0, sums=0.0)
+
+    Attributes:
+        weights: of the weights.
+        first: of momentum, or Adam's first moments.
+        sums: of second moments and sums of squares.
+    """
+
+    weights: float = 0.0
+    first: float = 0.0
+    sums: float = 0.0
+
+    @property
+    def safe(self) -> bool:
+        """Whether all of them are finite in every dtype."""
+        return self.weights <= _LIMIT and self.first <= _LIMIT and self.sums <= _LIMIT
+
+    def after(self, rule: RowOptimizer, peak: float, width: int) -> Bounds:
+        """Those after one step of ``rule`` with gradients, merged, of at most ``peak``, on all rows or any."""
+        decay, lr = abs(rule.weight_decay), abs(rule.lr)
+        grad = peak if rule.family is Family.ADAMW else peak + decay * self.weights
+        if rule.family is Family.SGD and not rule.momentum:
+            return Bounds(self.weights * max(1.0, abs(1 - rule.lr * rule.weight_decay)) + lr * peak)
+        if rule.family is Family.SGD:
+            momentum = abs(rule.momentum)
+            first = max(grad, abs(1 - rule.dampening) * grad + momentum * self.first)
+            return Bounds(self.weights + lr * (grad + momentum * first if rule.nesterov else first), first)
+        if not rule.eps:
+            return Bounds(math.inf)  # 0 / 0 is NaN
+        if rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+            ratio = min(_MOST_SHRUNK * math.sqrt(width), grad / rule.eps)
+            return Bounds(self.weights + lr * ratio, 0.0, self.sums + grad * grad)
+        first = max(self.first, grad)
+        shrunk = max(1.0, abs(1 - lr * decay)) if rule.family is Family.ADAMW else 1.0
+        move = lr / (1 - rule.beta1) * min(_ratio(rule), first / rule.eps)
+        return Bounds(self.weights * shrunk + move, first, max(self.sums, grad * grad))
+
+    def joined(self, other: Bounds) -> Bounds:
+        """Those of numbers that are under one of both."""
+        return Bounds(max(self.weights, other.weights), max(self.first, other.first), max(self.sums, other.sums))
+
+    @classmethod
+    def of(cls, rule: RowOptimizer, weights: Tensor, states: Sequence[Tensor]) -> Bounds:
+        """Those of numbers that are there; ``states`` in the order in which the rule keeps them."""
+        found = [_largest(state) for state in states]
+        if rule.beta2 and len(states) == 2 and not _is_of_one_history(rule, *states):
+            return cls(math.inf)
+        if rule.family is Family.SGD:
+            return cls(_largest(weights), *found)
+        first = found[0] if len(found) == 2 else 0.0
+        return cls(_largest(weights), first, found[-1] if found else 0.0)
 
 
 def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
     """A bound for any sum of a row's gradients in a message; Inf or NaN if the numbers are not known to be finite.
 
     >>> peak_of([torch.tensor([3.0, -4.0])])
-    7.0710678118654755
+    7.071067812865475
     >>> peak_of([torch.tensor([3e38, 1.0])])
     inf
 
@@ -60,30 +114,22 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
             peak += math.sqrt(tensor.numel() * torch.dot(tensor, tensor).item())
     if squares is not None and squares.numel():
         peak *= math.sqrt(max(1.0, squares.max().item()))
-    return peak
+    # Numbers that underflow when they are squared are below 1e-19.
+    return peak + 1e-9
 
 
-def is_mild(rule: RowOptimizer, constants: NDArray[np.float64]) -> bool:
-    """Whether a step with these constants moves no weight far whose gradient is of ordinary size."""
-    c = [abs(float(number)) for number in constants]
-    if rule.family is Family.SGD:
-        return c[0] <= _MOST_MOVE and c[1] <= 1 and c[2] <= 2 and c[4] <= 1
-    if rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
-        return c[0] <= _MOST_MOVE and c[1] >= _LEAST_EPS and c[4] <= 1
-    return c[0] <= _MOST_MOVE and c[1] >= _LEAST_ROOT and c[4] <= 1 and c[6] >= _LEAST_EPS and c[7] <= 2
+def _ratio(rule: RowOptimizer) -> float:
+    """The most that Adam's first moment can be of the root of its second, by the inequality of Cauchy and Schwarz."""
+    shrinks = rule.beta1 * rule.beta1 / rule.beta2 if rule.beta2 else 1.0
+    if shrinks >= 1:
+        return math.inf
+    return 2 * _MOST_SHRUNK * (1 - rule.beta1) / math.sqrt((1 - rule.beta2) * (1 - shrinks))
 
 
-def all_within(rows: Tensor, width: int, rule: RowOptimizer, sums: Tensor | None = None) -> bool:
-    """Whether weights and states are of ordinary size: ``rows`` is ``[n, width * (1 + states)]``."""
-    if not _within(rows[:, :width], WEIGHT_LIMIT) or (sums is not None and not _within(sums, SUM_LIMIT)):
-        return False
-    states = rows[:, width:]
-    if rule.family is Family.SGD:
-        return _within(states, WEIGHT_LIMIT)
-    if rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
-        return _within(states[:, :width], WEIGHT_LIMIT) and _within(states[:, width:], SUM_LIMIT)
-    return _within(states, SUM_LIMIT)
+def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> bool:
+    """Whether ``_ratio`` holds for moments that came from elsewhere; those below 1e-15 move nothing."""
+    return bool((first.abs().float() <= _ratio(rule) * second.float().clamp(min=0).sqrt() + 1e-15).all())
 
 
-def _within(numbers: Tensor, limit: float) -> bool:
-    return not numbers.numel() or bool(torch.linalg.vector_norm(numbers.float(), ord=math.inf) <= limit)
+def _largest(numbers: Tensor) -> float:
+    return torch.linalg.vector_norm(numbers.float(), ord=math.inf).item() if numbers.numel() else 0.0

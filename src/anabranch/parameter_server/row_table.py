@@ -28,7 +28,7 @@ from anabranch.parameter_server._quantile import QUANTILE
 from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
 from anabranch.parameter_server.initial import table_key
 from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
-from anabranch.parameter_server.overflow import SUM_LIMIT, WEIGHT_LIMIT, all_within, is_mild
+from anabranch.parameter_server.overflow import Bounds
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.parameter_server.squares import foresee, merged_squares
@@ -41,6 +41,7 @@ __all__ = ["RowBlock", "RowTable"]
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
 _AT_ONCE = 16 << 20  # bytes
+_MEASURE_EVERY = 1000  # steps
 # Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
 _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
 
@@ -114,9 +115,10 @@ class RowTable:
         self._lags = False  # whether a step so far has moved rows that had no gradient
         # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
         self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
-        _, low, high = spec.initial.numbers()
-        # Whether a number may be so large that the next step must be guarded against overflow.
-        self.wild = max(abs(low), abs(high)) > WEIGHT_LIMIT / 100 or rule.initial_state > SUM_LIMIT
+        drawn, low, high = spec.initial.numbers()
+        self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
+        self._measure_from = 0
+        self._bounds = Bounds(self._first_value, 0.0, rule.initial_state)
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
         if spec.rows is None:
             kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
@@ -197,10 +199,22 @@ class RowTable:
             self._remember(constants)
         self.step += 1
 
-    @property
-    def careful(self) -> bool:
-        """Whether the next step may overflow though its gradients are of ordinary size."""
-        return self.wild or not is_mild(self._rule, self._rule.constants(self.step + 1))
+    def bounds_after(self, peak: float) -> Bounds:
+        """How large its numbers can be after the next step, with gradients, merged, of at most ``peak``."""
+        return self._bounds.after(self._rule, peak, self.spec.width)
+
+    def measure(self) -> None:
+        """Takes the bounds from the numbers themselves, now and then: it looks at all of them."""
+        whole = self._storage.whole
+        if whole is not None and self.step >= self._measure_from:
+            self._measure_from = self.step + _MEASURE_EVERY
+            values = as_tensor(whole.values)[: whole.rows * self._stride].view(-1, self._stride)
+            started = Bounds(self._first_value, 0.0, self._rule.initial_state)
+            self._bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
+
+    def set_bounds(self, bounds: Bounds) -> None:
+        """Says that none of its numbers is larger."""
+        self._bounds = bounds
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -339,20 +353,26 @@ class RowTable:
         rows = rows[rows >= 0]
         self.pull(ids, training=True)  # begun and up to date, so that there is something to go back to
         before = self._copy(rows)
-        step, lags, wild = self.step, self._lags, self.wild
+        step, lags, bounds = self.step, self._lags, self._bounds
 
         def take_back() -> None:
             self._put_back(rows, before)
-            self.step, self._lags, self.wild = step, lags, wild
+            self.step, self._lags, self._bounds = step, lags, bounds
 
         self.push(ids, grads, squares)
-        if not all(bool(torch.isfinite(part).all()) for part in self._copy(rows)):
+        values, _, sums = self._copy(rows)
+        if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
             take_back()
             raise NonFinite(
                 f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
                 f"{self.spec.dtype}; nothing was changed"
             )
+        self._bounds = bounds.joined(self._bounds_of(values, sums))
         return take_back
+
+    def _bounds_of(self, values: Tensor, sums: Tensor) -> Bounds:
+        weights, *states = torch.split(values, self.spec.width, dim=1)
+        return Bounds.of(self._rule, weights, [*states, *([sums] if sums.numel() else [])])
 
     def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
         with self._storage.at_hand(rows, changing=False) as (storage, where):
@@ -409,11 +429,7 @@ class RowTable:
         constants = self._rule.constants(self.step + 1)
         self.count_step(constants)
         run = self._rule_kernel(storage)
-        wild: list[bool] = []
-        self._crew.run(
-            lambda first, last: wild.append(run(unique, merged, constants, first, last)), unique.size, merged.size
-        )
-        self.wild = self.wild or any(wild)
+        self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
         storage.stamps[unique] = self.step + 1
 
     def _rule_kernel(self, storage: RowStorage) -> Any:
@@ -585,8 +601,7 @@ class RowTable:
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = block.sums.numpy()
-        if not all_within(block.values, self.spec.width, self._rule, block.sums):
-            self.wild = True
+        self._bounds = self._bounds.joined(self._bounds_of(block.values, block.sums))
 
     @property
     def history(self) -> Tensor:

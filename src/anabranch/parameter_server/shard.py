@@ -51,7 +51,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.overflow import LARGEST_GRADIENT, peak_of
+from anabranch.parameter_server.overflow import peak_of
 from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
@@ -696,7 +696,13 @@ class Shard:
                 dense[name] = given[0][1]
                 for _, grad, _ in given[1:]:
                     dense[name] = dense[name] + grad
-        if peak <= LARGEST_GRADIENT and not any(self._holder(name).careful for name in shares):
+        bounds = {name: self._holder(name).bounds_after(peak) for name in shares}
+        for name in [name for name, bound in bounds.items() if not bound.safe]:
+            self._holder(name).measure()
+            bounds[name] = self._holder(name).bounds_after(peak)
+        if all(bound.safe for bound in bounds.values()):
+            for name, bound in bounds.items():
+                self._holder(name).set_bounds(bound)
             for name, grad in dense.items():
                 self._dense[name].push(grad)
             self._push_rows(ids, grads, squares)

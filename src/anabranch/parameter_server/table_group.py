@@ -207,7 +207,7 @@ class TableGroup:
         rounded = grads.detach().cpu().to(self._dtype)
         memory = as_array(rounded.to(working_dtype(self._dtype)).contiguous())
         at, apart = self._layout(starts, counts is None)
-        behind, wild = np.zeros(len(self.tables), np.bool_), np.zeros(len(self.tables), np.bool_)
+        behind = np.zeros(len(self.tables), np.bool_)
         needed = np.array([table.needed for table in self.tables])
         marks = np.array([table.step + 2 for table in self.tables])
         constants = self._constants()
@@ -219,12 +219,11 @@ class TableGroup:
                 self._kind,
                 self._values_at, self._stamps_at, self._sums_at, self._sizes, self._stride, self._width,
                 rows, starts, needed, marks, memory, at, apart, own, constants, self._like, *self._scratches[part],
-                behind, wild, first, last,
+                behind, first, last,
             )  # fmt: skip
 
         self._share_out(step, starts)
         for k, table in enumerate(self.tables):
-            table.wild = table.wild or bool(wild[k])
             if behind[k]:
                 begin, end = int(starts[k]), int(starts[k + 1])
                 table.push(

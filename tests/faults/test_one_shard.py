@@ -1,0 +1,221 @@
+"""One shard, two clients and a directory through every fault at once, checked against a dict that forgets nothing.
+
+Each client pushes -1 to a row of its own under lr 1, so a row is the number of that client's pushes that the shard
+holds. Whatever happens, that number is what was acknowledged, less what ``RolledBack.lost`` told, exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import anabranch as ab
+from anabranch.errors import CheckpointError, RemoteError, RolledBack
+from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+from anabranch.testing import LossyTransport, MemoryTransport, faults
+
+HERE = "memory:shard"
+SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+SPEC = TableSpec("t", 4, 2, initial=Constant(0.0))
+CLIENTS = st.integers(0, 1)
+POINTS = st.sampled_from(["before_append", "mid_append", "after_append", "before_sync", "after_sync"])
+
+
+class OneShard(RuleBasedStateMachine):
+    """The shard, its clients, and what the clients were told."""
+
+    @initialize(durability=st.sampled_from(["log", "checkpoint"]), seed=st.integers(0, 1000))
+    def begin(self, durability: str, seed: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="anabranch-test-"))
+        self.network = MemoryTransport()
+        self.directory = ab.Directory()
+        self.durability = durability
+        self.alive = False
+        self.damaged = False
+        lossy = LossyTransport(drop=0.1, duplicate=0.1, seed=seed, transport=self.network)
+        self.start()
+        self.clients = [ParameterClient([HERE], transport=lossy, retries=100, timeout=60) for _ in range(2)]
+        for client in self.clients:
+            client.init_table(SPEC, SGD)
+        self.pushed = [0, 0]  # acknowledged, less what was told lost
+        self.maybe = [0, 0]  # pushes that were neither acknowledged nor refused
+        self.steps = 0
+
+    def make(self, **options: bool) -> ParameterServer:
+        return ParameterServer(
+            listen=HERE, transport=self.network, durability=self.durability, checkpoint_dir=self.folder,
+            directory=self.directory, **options,
+        )  # fmt: skip
+
+    def start(self, **options: bool) -> None:
+        self.server = self.make(**options).__enter__()
+        self.alive = True
+
+    def die(self) -> None:
+        """Without a drain, a checkpoint, or a word."""
+        self.server.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        self.alive = False
+
+    def settle(self, client: int) -> int:
+        """The row of a client as it is now, once it has heard of whatever is lost."""
+        while True:
+            try:
+                held = int(self.clients[client].sparse_pull("t", torch.tensor([client]))[0, 0])
+            except RolledBack as told:
+                self.pushed[client] -= told.lost
+                nothing_lost = told.lost == 0
+            else:
+                break
+            assert not nothing_lost
+        assert self.pushed[client] <= held <= self.pushed[client] + self.maybe[client]
+        self.maybe[client] -= held - self.pushed[client]
+        self.pushed[client] = held
+        return held
+
+    def up(self) -> bool:
+        """Whether there is a shard to ask."""
+        return self.alive
+
+    def down(self) -> bool:
+        """Whether there is none."""
+        return not self.alive
+
+    @precondition(up)
+    @rule(client=CLIENTS, times=st.integers(1, 3))
+    def push(self, client: int, times: int) -> None:
+        for _ in range(times):
+            try:
+                self.clients[client].sparse_push("t", torch.tensor([client]), -torch.ones(1, 2))
+            except RolledBack as told:
+                self.pushed[client] -= told.lost
+            else:
+                self.pushed[client] += 1
+
+    @precondition(up)
+    @rule(client=CLIENTS)
+    def pull(self, client: int) -> None:
+        """Own writes are read, and versions never go back but with what is told."""
+        self.settle(client)
+        steps = self.server.statistics().tables["t"].step
+        assert steps >= sum(self.pushed)
+
+    @precondition(up)
+    @rule()
+    def checkpoint(self) -> None:
+        self.server.checkpoint()
+
+    @precondition(up)
+    @rule()
+    def kill(self) -> None:
+        self.die()
+
+    @precondition(up)
+    @rule(client=CLIENTS, point=POINTS)
+    def kill_in_a_push(self, client: int, point: str) -> None:
+        """The process dies at a point of the push; it is not acknowledged, and may be there or not."""
+        self.settle(client)
+        try:
+            with faults.at(f"push_log.{point}") as fault:
+                self.clients[client].sparse_push("t", torch.tensor([client]), -torch.ones(1, 2))
+        except RemoteError:
+            assert fault.struck
+            self.maybe[client] += 1
+            self.die()
+        else:
+            assert not fault.struck
+            self.pushed[client] += 1
+
+    @precondition(down)
+    @rule()
+    def restart(self) -> None:
+        if self.damaged:
+            with pytest.raises(CheckpointError, match="--repair"):
+                self.make()
+            self.start(repair=True)
+            self.damaged = False
+        else:
+            self.start()
+
+    @precondition(up)
+    @rule()
+    def a_second_server(self) -> None:
+        with pytest.raises(CheckpointError, match="another server has it"):
+            self.make()
+
+    @precondition(lambda self: not self.alive and not self.damaged)
+    @rule(part=st.floats(0, 1, exclude_max=True), cut=st.booleans())
+    def damage(self, part: float, cut: bool) -> None:
+        """A bit of a record that was acknowledged, or all from there on."""
+        path = max(self.folder.glob("shard-*/log-*"))
+        memory = bytearray(path.read_bytes())
+        place = self.server._keeper._owner
+        assert place is not None
+        if not place.position.records or len(memory) <= 60:
+            return
+        at = 40 + int(part * (len(memory) - 40))
+        if cut:
+            path.write_bytes(memory[:at])
+        else:
+            memory[at] ^= 16
+            path.write_bytes(memory)
+        with tempfile.TemporaryDirectory() as aside:
+            copy = Path(aside) / "copy"
+            shutil.copytree(self.folder, copy)
+            try:
+                with ParameterServer(
+                    transport=MemoryTransport(), durability=self.durability, checkpoint_dir=copy
+                ):  # fmt: skip
+                    pass
+            except CheckpointError:
+                self.damaged = True
+
+    @invariant()
+    def is_announced(self) -> None:
+        if getattr(self, "alive", False):
+            (found,) = self.directory.lookup(["parameters.0"]).values()
+            assert found is not None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "clients"):
+            return
+        if not self.alive:
+            self.restart()
+        for client in range(2):
+            self.settle(client)
+            self.clients[client].close()
+        self.die()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        OneShard,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+            phases=[Phase.generate],
+        ),
+    )  # fmt: skip
+
+
+def test_what_was_acknowledged_is_there_or_was_told_lost() -> None:
+    run(8, 15)
+
+
+@pytest.mark.slow
+def test_what_was_acknowledged_is_there_or_was_told_lost_through_many_faults() -> None:
+    run(150, 40)
