@@ -55,6 +55,9 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{node.func.attr}()"
 
 
+# The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing.
+FORKS = ROOT / "launch" / "fork_server.py"
+
 # The one file that sets hooks on a user's tensors and modules.
 HOOKS = ROOT / "autodiff" / "hooks.py"
 
@@ -76,7 +79,8 @@ def test_hooks_on_tensors_and_modules_are_set_in_one_file_only(path: Path) -> No
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_unpickles_or_evaluates_bytes(path: Path) -> None:
-    assert list(offences(ast.parse(path.read_text()))) == []
+    found = [what for _, what in offences(ast.parse(path.read_text()))]
+    assert found == (["os.fork"] * 2 if path == FORKS else [])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
