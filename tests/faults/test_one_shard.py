@@ -52,6 +52,7 @@ class OneShard(RuleBasedStateMachine):
         self.clients = [ParameterClient([HERE], transport=lossy, retries=100, timeout=60) for _ in range(2)]
         for client in self.clients:
             client.init_table(SPEC, SGD)
+        self.server.checkpoint()  # no damage to a log takes the table itself
         self.pushed = [0, 0]  # acknowledged, less what was told lost
         self.maybe = [0, 0]  # pushes that were neither acknowledged nor refused
         self.steps = 0

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
-from anabranch.launch import Patience, launch, local
+from anabranch.launch import Patience, RestartBudget, launch
 from anabranch.launch.place import tcp_place
 from anabranch.launch.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
@@ -133,10 +133,7 @@ def test_a_script_that_does_not_serve_is_a_failure_of_its_expert(script: Script,
 
 
 @pytest.mark.usefixtures("served")
-def test_an_expert_that_dies_is_started_again_then_done_without(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "_RESTARTS", 2)
+def test_an_expert_that_dies_is_started_again_then_done_without(script: Script, tmp_path: Path) -> None:
     path = script(
         STANDS_BY
         + """
@@ -156,13 +153,14 @@ wait_for("go")
         if len(told) == 3:
             (tmp_path / "go").touch()
 
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, tell=tell)
+    budget = RestartBudget(2, 3600.0)
+    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, tell=tell, service_restarts=budget)
     assert outcome.exit_code == 0
     assert outcome.first_failure is None
     assert (tmp_path / "expert-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
     assert [line.partition("; ")[2] for line in told] == [
         "started again (1 of 2)",
-        "started again (2 of 2)",
+        "started again in 0.5 s (2 of 2)",
         "the job goes on without it",
     ]
     assert all(line.startswith("expert 0 (pid ") and "SIGKILL" in line for line in told)

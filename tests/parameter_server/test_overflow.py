@@ -153,7 +153,7 @@ def test_no_number_ever_passes_the_bounds(family: Family, squares: bool) -> None
             own = torch.rand(5).bfloat16() * 3 if squares else None
             bounds = table.bounds_after(peak_of([grads.reshape(-1)], own))
             assert bounds.safe
-            table.set_bounds(bounds)
+            table.bounds = bounds
             table.push(ids, grads, own)
             table.pull(torch.arange(6))
             block = table.block(0, 6)
@@ -179,7 +179,7 @@ def test_tens_of_thousands_of_ordinary_steps_do_not_reach_the_limit(family: Fami
 def test_a_table_that_has_reached_the_limit_by_count_alone_is_measured() -> None:
     table = RowTable(TableSpec("t", 6, 4, initial=Constant(1.0)), RowOptimizer(Family.SGD, lr=1.0))
     table.pull(IDS)
-    table.set_bounds(Bounds(9e36, 9e36))
+    table.bounds = Bounds(9e36, 9e36)
     assert not table.bounds_after(5e36).safe
     table.measure()
     assert table.bounds_after(1.0) == Bounds(2.0)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.launch import Durability, Outcome, launch
+from anabranch.launch import Durability, Outcome, RestartBudget, launch
 
 __all__ = ["run"]
 
@@ -48,6 +48,18 @@ def run(
             "--spawn", help="Start every process anew, instead of forking them from one that has imported torch."
         ),
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Start a job that fails again, from its last whole checkpoint.")
+    ] = 0,
+    service_restarts: Annotated[
+        str,
+        typer.Option(
+            metavar="N/SECONDSs", help="Start a server or expert that dies again, N times in any SECONDS, and pause."
+        ),
+    ] = "3/600s",
+    checkpoint_seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="S", help="How often parameter servers write a checkpoint.")
+    ] = 300.0,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +80,10 @@ def run(
 
     Exit code: 0 if all succeeded, 1 if one failed, 130 on Ctrl-C, 2 for wrong arguments.
     """
+    try:
+        budget = RestartBudget.parse(service_restarts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
     directory = _log_directory(log_dir)
     outcome: Outcome | None = None
     try:
@@ -82,6 +98,9 @@ def run(
             log_dir=directory,
             live=True,
             spawn=spawn,
+            max_restarts=max_restarts,
+            service_restarts=budget,
+            checkpoint_seconds=checkpoint_seconds,
             tell=_tell,
         )
         _show_failure(outcome)

@@ -4,8 +4,9 @@ What it is not: a scheduler, or elastic. Several machines and restarts are ``tor
 unchanged. Open ``local.py`` first, then ``supervisor.py``; ``roles.py`` is what a script does in its role.
 """
 
+from anabranch.launch.budget import RestartBudget
 from anabranch.launch.local import Durability, launch
 from anabranch.launch.outcome import Exit, Outcome
 from anabranch.launch.supervisor import Patience
 
-__all__ = ["Durability", "Exit", "Outcome", "Patience", "launch"]
+__all__ = ["Durability", "Exit", "Outcome", "Patience", "RestartBudget", "launch"]

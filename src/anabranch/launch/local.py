@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from anabranch.launch.attempts import run_attempts
+from anabranch.launch.budget import RestartBudget
 from anabranch.launch.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
 from anabranch.launch.forks import ForkServer, ForkServerError
@@ -43,7 +45,6 @@ from anabranch.transport.private_folder import PrivateFolder
 __all__ = ["Durability", "launch"]
 
 Durability = Literal["none", "checkpoint", "log"]
-_RESTARTS = 3
 _END_SECONDS = 5.0
 
 
@@ -64,12 +65,16 @@ def launch(
     tell: Callable[[str], None] = lambda line: None,
     spawn: bool = False,
     server: ForkServer | None = None,
+    max_restarts: int = 0,
+    service_restarts: RestartBudget | None = None,
+    checkpoint_seconds: float = 300.0,
 ) -> Outcome:
     """Runs ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and waits for all of them.
 
     Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
-    it has served is started again, three times; then the job goes on without it. A parameter server that dies is
-    started again if ``durability`` lets it come back, and ends the job otherwise.
+    it has served is started again, as often as ``service_restarts`` allows; then the job goes on without it. A
+    parameter server that dies is started again if ``durability`` lets it come back, and fails the job otherwise. A job
+    that fails is started again as a whole, ``max_restarts`` times: see ``attempts.py``.
 
     When it returns, no process that the job started is left.
 
@@ -91,6 +96,9 @@ def launch(
         tell: called with each line that a user should see at once.
         spawn: start plain processes, none by forking.
         server: forks them; by default one of the job's own.
+        max_restarts: how often a job that fails is started again; its workers find ``TORCHELASTIC_RESTART_COUNT``.
+        service_restarts: how often a service that dies is; three times in any ten minutes by default.
+        checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
 
     Raises:
         ValueError: a number of processes that cannot be, no such script, or a host that is no address of this machine.
@@ -103,15 +111,58 @@ def launch(
         raise ValueError(f"host={host!r} is where servers and experts listen, and this job has none; leave it out")
     if not script.exists():
         raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
+    with ExitStack() as stack:
+        if spawn or why_no_fork_server(os.environ if environment is None else environment):
+            server = None
+        elif server is None:  # imports while the rest is made ready
+            server = stack.enter_context(ForkServer(os.environ if environment is None else environment))
+        started = time.monotonic()
+
+        def attempt(number: int) -> Outcome:
+            return _attempt(
+                Program(str(script), tuple(arguments)),
+                number,
+                workers=workers,
+                servers=servers,
+                experts=experts,
+                durability=durability,
+                host=host,
+                log_dir=log_dir,
+                live=live,
+                base=os.environ if environment is None else environment,
+                patience=patience,
+                seconds=None if seconds is None else max(seconds - (time.monotonic() - started), 0.0),
+                tell=tell,
+                server=server,
+                service_restarts=service_restarts or RestartBudget(),
+                checkpoint_seconds=checkpoint_seconds,
+            )
+
+        return replace(run_attempts(attempt, max_restarts, tell), seconds=time.monotonic() - started)
+
+
+def _attempt(
+    program: Program,
+    number: int,
+    *,
+    workers: int,
+    servers: int,
+    experts: int,
+    durability: Durability,
+    host: str | None,
+    log_dir: Path,
+    live: bool,
+    base: Mapping[str, str],
+    patience: Patience | None,
+    seconds: float | None,
+    tell: Callable[[str], None],
+    server: ForkServer | None,
+    service_restarts: RestartBudget,
+    checkpoint_seconds: float,
+) -> Outcome:
     run_id = uuid.uuid4().hex
-    base = os.environ if environment is None else environment
-    program = Program(str(script), tuple(arguments))
     started = time.monotonic()
     with ExitStack() as stack:
-        if spawn or why_no_fork_server(base):
-            server = None
-        elif server is None:
-            server = stack.enter_context(ForkServer(base))  # imports while the rest is made ready
         scratch = stack.enter_context(PrivateFolder())
         place = stack.enter_context(
             private_place(servers) if host is None else tcp_place(host, servers, base.get(KEYS_VARIABLE) or None)
@@ -165,12 +216,15 @@ def launch(
                     Recipe(
                         "parameters",
                         shard,
-                        _serve_parameters(shard, servers, endpoint, durability, scratch / "parameters"),
+                        _serve_parameters(
+                            shard, servers, endpoint, durability, scratch / "parameters", checkpoint_seconds
+                        ),
                         {**base, "TORCHELASTIC_RUN_ID": run_id},
                         log_dir / f"parameters-{shard}.log",
-                        restarts=0 if durability == "none" else _RESTARTS,
+                        restarts=None if durability == "none" else service_restarts.new(),
                         has_served=lambda: True,
-                    )
+                    ),
+                    number,
                 )
             )
         services.extend(
@@ -181,9 +235,10 @@ def launch(
                     program,
                     expert_environment(index, experts, workers, run_id=run_id, threads=threads, base=base),
                     log_dir / f"expert-{index}.log",
-                    restarts=_RESTARTS,
+                    restarts=service_restarts.new(),
                     has_served=partial(rendezvous.is_announced, expert_mark(index)),
-                )
+                ),
+                number,
             )
             for index in range(experts)
         )
@@ -199,7 +254,8 @@ def launch(
             )
             running.append(
                 start(
-                    Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None)
+                    Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None),
+                    number,
                 )
             )
         if screen:
@@ -253,9 +309,11 @@ def _end(process: Worker, rendezvous: Rendezvous) -> None:
         process.log.unlink()
 
 
-def _serve_parameters(shard: int, shards: int, endpoint: str, durability: Durability, state: Path) -> Program:
+def _serve_parameters(
+    shard: int, shards: int, endpoint: str, durability: Durability, state: Path, checkpoint_seconds: float
+) -> Program:
     arguments = ["serve", "parameters", "--listen", endpoint]
     arguments += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
     if durability != "none":
-        arguments += ["--checkpoint-dir", str(state)]
+        arguments += ["--checkpoint-dir", str(state), "--checkpoint-seconds", str(checkpoint_seconds)]
     return Program("anabranch.cli", tuple(arguments), is_module=True)

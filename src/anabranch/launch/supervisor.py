@@ -12,7 +12,7 @@ One thread, one selector, no polling: a process's end, rank 0's output and the l
                         └──── patience.stop ────> SIGKILL <──── patience.stop ────┘
 
 Services (parameter servers, experts) are stopped when the last worker has ended, however it did, so that workers that
-drain still find them. A service that dies earlier is started again as often as its recipe says. One that has no restart
+drain still find them. A service that dies earlier is started again as its budget allows. One that has no restart
 left ends the job, but for an expert that has served: mixtures go on with the experts that answer.
 
 torch's own agent starts workers alike and is what ``torchrun`` uses; it is not used here because it kills the others
@@ -157,6 +157,7 @@ class Supervisor:
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
         self._failed = False
+        self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
         self._interrupted_at = 0.0
 
     def run(self) -> None:
@@ -172,6 +173,7 @@ class Supervisor:
                     self._stop_services()
                 for key, _ in selector.select(self._next_moment()):
                     key.data()
+                self._bring_back(selector)
                 self._act()
 
     def kill(self) -> None:
@@ -214,12 +216,12 @@ class Supervisor:
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
             self._tell(exit_.describe())
-        elif service.restarted < recipe.restarts and (recipe.has_served() or service.restarted):
-            again = service.restarted + 1
-            self._tell(f"{exit_.describe()}; started again ({again} of {recipe.restarts})")
-            successor = self._start(recipe, again)
-            self._services[self._services.index(service)] = successor
-            self._watch(selector, successor)
+        elif (pause := self._pause_before(service)) is not None:
+            assert recipe.restarts is not None
+            when = f" in {pause:g} s" if pause else ""
+            self._tell(f"{exit_.describe()}; started again{when} ({recipe.restarts.used} of {recipe.restarts.times})")
+            self._returning.append((time.monotonic() + pause, service))
+            self._bring_back(selector)
         elif recipe.role == "expert" and (recipe.has_served() or service.restarted):
             service.forgiven = True
             self._tell(f"{exit_.describe()}; the job goes on without it")
@@ -228,6 +230,25 @@ class Supervisor:
             if exit_.code == 0:
                 self._tell(f"{exit_.describe()}: the script never called job.serve()")
             self._fail(service)
+
+    def _pause_before(self, service: Worker) -> float | None:
+        """How long to wait before a service is started again; ``None`` if it is not."""
+        recipe = service.recipe
+        if recipe.restarts is None or not (recipe.has_served() or service.restarted):
+            return None
+        return recipe.restarts.take()
+
+    def _bring_back(self, selector: selectors.BaseSelector) -> None:
+        """Starts the services again whose pause is over, if anybody still needs them."""
+        now = time.monotonic()
+        due = [service for moment, service in self._returning if moment <= now]
+        self._returning = [(moment, service) for moment, service in self._returning if moment > now]
+        if self._failed or self.interrupted or not self._workers.running():
+            return
+        for service in due:
+            successor = self._start(service.recipe, service.restarted + 1)
+            self._services[self._services.index(service)] = successor
+            self._watch(selector, successor)
 
     def _fail(self, process: Worker) -> None:
         """The job ends because of ``process``: the others have a moment to say what they saw."""
@@ -274,7 +295,7 @@ class Supervisor:
                 self._workers.end_by(time.monotonic() + patience)
 
     def _next_moment(self) -> float | None:
-        moments = [*self._workers.moments(), *self._service_ending.moments()]
+        moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
         return max(0.0, min(moments) - time.monotonic()) if moments else None

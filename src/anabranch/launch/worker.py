@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.launch import leash
+from anabranch.launch.budget import RestartBudget
 from anabranch.launch.forks import ForkServer
 from anabranch.launch.outcome import Exit, Role
 from anabranch.launch.program import Program
@@ -37,7 +38,7 @@ class Recipe:
         screen: shows the output, too.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         server: forks it; a plain process is started where there is none.
-        restarts: how often it is started again when it dies.
+        restarts: how often it is started again when it dies; never by default.
         has_served: whether it has been of use once: a service that never was is not started again.
     """
 
@@ -49,7 +50,7 @@ class Recipe:
     screen: Screen | None = None
     stdin: int | None = None
     server: ForkServer | None = None
-    restarts: int = 0
+    restarts: RestartBudget | None = None
     has_served: Callable[[], bool] = _never
 
 

@@ -42,19 +42,17 @@ class DenseParameter:
         if rule.family is Family.ROW_WISE_ADAGRAD:
             kind = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
-        self._bounds = Bounds.of(rule, self.value, self.states)
+        self.bounds = Bounds.of(rule, self.value, self.states)
+        """How large its numbers can be at most."""
+        self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
 
     def bounds_after(self, peak: float) -> Bounds:
         """How large its numbers can be after the next step, with a gradient of at most ``peak``."""
-        return self._bounds.after(self._rule, peak, max(1, self.value[:1].numel()) if self.value.ndim else 1)
+        return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
         """Takes the bounds from the numbers themselves."""
-        self._bounds = Bounds.of(self._rule, self.value, self.states)
-
-    def set_bounds(self, bounds: Bounds) -> None:
-        """Says that none of its numbers is larger."""
-        self._bounds = bounds
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     @property
     def rule(self) -> RowOptimizer:
@@ -102,10 +100,10 @@ class DenseParameter:
         Raises:
             NonFinite: it would; nothing was changed.
         """
-        value, states, step, bounds = self.value, [state.clone() for state in self.states], self.step, self._bounds
+        value, states, step, bounds = self.value, [state.clone() for state in self.states], self.step, self.bounds
 
         def take_back() -> None:
-            self.value, self.states, self.step, self._bounds = value, states, step, bounds
+            self.value, self.states, self.step, self.bounds = value, states, step, bounds
 
         self.push(grad)
         if not all(bool(torch.isfinite(part).all()) for part in (self.value, *self.states)):
@@ -114,7 +112,7 @@ class DenseParameter:
                 f"the gradient of {self.name} is finite, and what it would make of the parameter is not: it overflows "
                 f"{self.value.dtype}; nothing was changed"
             )
-        self._bounds = Bounds.of(self._rule, self.value, self.states)
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
         return take_back
 
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
@@ -132,7 +130,7 @@ class DenseParameter:
         self.check_restored(tensors)
         self.value, *self.states = (tensor.clone() for tensor in tensors)
         self.step = step
-        self._bounds = Bounds.of(self._rule, self.value, self.states)
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
         constants = self._rule.constants(self.step)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ _LIMIT = 1e37  # a tenth of what float32 and bfloat16 hold, for what is between 
 _MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is added
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The largest that the numbers of a table or a parameter can be.
 
     >>> rule = RowOptimizer(Family.SGD, lr=0.5)

@@ -118,7 +118,9 @@ class RowTable:
         drawn, low, high = spec.initial.numbers()
         self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
         self._measure_from = 0
-        self._bounds = Bounds(self._first_value, 0.0, rule.initial_state)
+        self.bounds = Bounds(self._first_value, 0.0, rule.initial_state)
+        """How large its numbers can be at most."""
+        self.width = spec.width
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
         if spec.rows is None:
             kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
@@ -201,7 +203,7 @@ class RowTable:
 
     def bounds_after(self, peak: float) -> Bounds:
         """How large its numbers can be after the next step, with gradients, merged, of at most ``peak``."""
-        return self._bounds.after(self._rule, peak, self.spec.width)
+        return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
         """Takes the bounds from the numbers themselves, now and then: it looks at all of them."""
@@ -210,11 +212,7 @@ class RowTable:
             self._measure_from = self.step + _MEASURE_EVERY
             values = as_tensor(whole.values)[: whole.rows * self._stride].view(-1, self._stride)
             started = Bounds(self._first_value, 0.0, self._rule.initial_state)
-            self._bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
-
-    def set_bounds(self, bounds: Bounds) -> None:
-        """Says that none of its numbers is larger."""
-        self._bounds = bounds
+            self.bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -353,11 +351,11 @@ class RowTable:
         rows = rows[rows >= 0]
         self.pull(ids, training=True)  # begun and up to date, so that there is something to go back to
         before = self._copy(rows)
-        step, lags, bounds = self.step, self._lags, self._bounds
+        step, lags, bounds = self.step, self._lags, self.bounds
 
         def take_back() -> None:
             self._put_back(rows, before)
-            self.step, self._lags, self._bounds = step, lags, bounds
+            self.step, self._lags, self.bounds = step, lags, bounds
 
         self.push(ids, grads, squares)
         values, _, sums = self._copy(rows)
@@ -367,7 +365,7 @@ class RowTable:
                 f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
                 f"{self.spec.dtype}; nothing was changed"
             )
-        self._bounds = bounds.joined(self._bounds_of(values, sums))
+        self.bounds = bounds.joined(self._bounds_of(values, sums))
         return take_back
 
     def _bounds_of(self, values: Tensor, sums: Tensor) -> Bounds:
@@ -601,7 +599,7 @@ class RowTable:
             storage.stamps[where] = block.stamps.numpy()
             if storage.with_sums:
                 storage.sums[where] = block.sums.numpy()
-        self._bounds = self._bounds.joined(self._bounds_of(block.values, block.sums))
+        self.bounds = self.bounds.joined(self._bounds_of(block.values, block.sums))
 
     @property
     def history(self) -> Tensor:

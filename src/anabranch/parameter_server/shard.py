@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
     check_kinds,
 )
-from anabranch.parameter_server.overflow import peak_of
+from anabranch.parameter_server.overflow import Bounds, peak_of
 from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 from anabranch.parameter_server.row_table import RowBlock, RowTable
@@ -204,6 +204,7 @@ class Shard:
         self._tables: dict[str, RowTable] = {}
         self._dense: dict[str, DenseParameter] = {}
         self._counts: dict[str, _Counts] = {}
+        self._rules: dict[RowOptimizer, RowOptimizer] = {}
         self._job: _Job | None = None
         self._barriers: dict[int, int] = {}
         self._refused_values: dict[str, int] = {}
@@ -383,6 +384,7 @@ class Shard:
 
     def _build(self, message: InitMessage, tensors: Sequence[Tensor]) -> RowTable | DenseParameter:
         rule = RowOptimizer.from_dict(message.rule)
+        rule = self._rules.setdefault(rule, rule)  # one object, by which tables find what they may share
         if message.table is None:
             if len(tensors) != 1:
                 raise SchemaError(f"parameter {message.name} begins with one tensor, got {len(tensors)}")
@@ -696,13 +698,13 @@ class Shard:
                 dense[name] = given[0][1]
                 for _, grad, _ in given[1:]:
                     dense[name] = dense[name] + grad
-        bounds = {name: self._holder(name).bounds_after(peak) for name in shares}
+        bounds = self._bounds_after(shares, peak)
         for name in [name for name, bound in bounds.items() if not bound.safe]:
             self._holder(name).measure()
             bounds[name] = self._holder(name).bounds_after(peak)
         if all(bound.safe for bound in bounds.values()):
             for name, bound in bounds.items():
-                self._holder(name).set_bounds(bound)
+                self._holder(name).bounds = bound
             for name, grad in dense.items():
                 self._dense[name].push(grad)
             self._push_rows(ids, grads, squares)
@@ -716,6 +718,19 @@ class Shard:
         for name, given in shares.items():
             self._counts[name].pushes += len(given)
             self._counts[name].rows_pushed += ids[name].shape[0] if name in ids else 0
+
+    def _bounds_after(self, names: Iterable[str], peak: float) -> dict[str, Bounds]:
+        """How large the numbers of each can be after a step; tables of one rule that stand alike share the answer."""
+        known: dict[tuple[Bounds, int, int], Bounds] = {}
+        found: dict[str, Bounds] = {}
+        for name in names:
+            holder = self._holder(name)
+            key = (holder.bounds, id(holder.rule), holder.width)
+            bounds = known.get(key)
+            if bounds is None:
+                bounds = known[key] = holder.bounds_after(peak)
+            found[name] = bounds
+        return found
 
     def _push_guarded(
         self,

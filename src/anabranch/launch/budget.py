@@ -1,0 +1,84 @@
+"""``RestartBudget``: how often a service may be started again, in any stretch of so many seconds.
+
+A service that crashes now and then comes back for as long as the job runs; one that crashes whenever it starts uses its
+budget up, with longer and longer pauses, and ends.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["RestartBudget"]
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+_FORM = re.compile(r"(\d+)/(\d+(?:\.\d+)?)s")
+
+
+class RestartBudget:
+    """One service's restarts.
+
+    >>> now = [0.0]
+    >>> budget = RestartBudget(3, 600.0, clock=lambda: now[0])
+    >>> [budget.take() for _ in range(4)]
+    [0.0, 0.5, 1.0, None]
+    >>> now[0] = 601.0
+    >>> budget.take()
+    0.5
+
+    Args:
+        times: how many, in any stretch of
+        seconds: this length.
+        clock: the time.
+    """
+
+    def __init__(self, times: int = 3, seconds: float = 600.0, clock: Callable[[], float] = time.monotonic) -> None:
+        if times < 0 or not 0 < seconds < float("inf"):
+            raise ValueError(f"restarts are N >= 0 in S > 0 seconds, got {times} in {seconds}")
+        self.times = times
+        self.seconds = seconds
+        self._clock = clock
+        self._taken: deque[float] = deque()
+
+    @classmethod
+    def parse(cls, text: str) -> RestartBudget:
+        """That of ``"N/SECONDSs"``.
+
+        >>> str(RestartBudget.parse("3/600s"))
+        '3/600s'
+
+        Raises:
+            ValueError: text of another form.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None or not float(found[2]):
+            raise ValueError(
+                f"service restarts are N/SECONDSs, as in 3/600s for three in any ten minutes; got {text!r}"
+            )
+        return cls(int(found[1]), float(found[2]))
+
+    def new(self) -> RestartBudget:
+        """The same for another service."""
+        return RestartBudget(self.times, self.seconds, self._clock)
+
+    @property
+    def used(self) -> int:
+        """How many restarts the stretch up to now holds."""
+        while self._taken and self._taken[0] <= self._clock() - self.seconds:
+            self._taken.popleft()
+        return len(self._taken)
+
+    def take(self) -> float | None:
+        """Seconds to wait before the next start, which grow with each in the stretch; ``None`` if there is none left."""
+        used = self.used
+        if used >= self.times:
+            return None
+        pause = min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE) if used else 0.0
+        self._taken.append(self._clock() + pause)
+        return pause
+
+    def __str__(self) -> str:
+        return f"{self.times}/{self.seconds:g}s"

@@ -1,0 +1,108 @@
+"""A job that fails is started again as a whole; a service's restarts are a budget that refills."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from anabranch.launch import Exit, Outcome, RestartBudget, launch
+from anabranch.launch.attempts import run_attempts
+
+
+def outcome(code: int, log: Path) -> Outcome:
+    return Outcome((Exit(0, 1, code, 0.0, False, log),), None, False, 1.0)
+
+
+def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(tmp_path: Path) -> None:
+    (log := tmp_path / "log").touch()
+    codes, told = [1, 1, 0, 1], list[str]()
+    assert run_attempts(lambda number: outcome(codes[number], log), 3, told.append).exit_code == 0
+    assert [line.partition("; ")[2] for line in told] == [
+        "starting the job again (1 of 3)",
+        "starting the job again (2 of 3)",
+    ]
+    assert run_attempts(lambda number: outcome(codes[number], log), 1, told.append).exit_code == 1
+    stopped = dataclasses.replace(outcome(1, log), timed_out=True)
+    assert run_attempts(lambda number: stopped, 3, lambda line: pytest.fail(line)) is stopped
+
+
+def test_a_budget_refills_as_time_goes_by() -> None:
+    """Three restarts for the life of a job ended a week's run at the fourth crash."""
+    now = 0.0
+    budget = RestartBudget(3, 600.0, clock=lambda: now)
+    for _ in range(50):
+        assert budget.take() is not None
+        now += 300.0
+    for pause in (0.5, 1.0, None):
+        assert budget.take() == pause or budget.used == 3
+
+
+@pytest.mark.parametrize("text", ["", "3", "3/600", "-1/5s", "3/0s", "x/5s", "3/5m"])
+def test_budgets_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="3/600s"):
+        RestartBudget.parse(text)
+
+
+def test_workers_find_which_attempt_theirs_is(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nlife = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('life', life)\nsys.exit(life == '0')\n"
+    )
+    told: list[str] = []
+    found = launch(script, log_dir=tmp_path, tell=told.append, max_restarts=1, seconds=200)
+    assert found.exit_code == 0
+    assert (tmp_path / "worker-0.log").read_text() == "life 0\nlife 1\n"
+    assert told[-1].endswith("starting the job again (1 of 1)")
+
+
+@pytest.mark.slow
+def test_a_job_whose_server_rolled_back_is_started_again_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
+    """Its workers died of ``SchemaError ... pushes step 503; its next is step 430``."""
+    script = tmp_path / "script.py"
+    script.write_text(ROLLED_BACK)
+    told: list[str] = []
+    found = launch(
+        script, [str(tmp_path / "saved")], workers=2, servers=1, durability="checkpoint", max_restarts=1, seconds=240,
+        log_dir=tmp_path, tell=told.append,
+    )  # fmt: skip
+    log = (tmp_path / "worker-0.log").read_text()
+    assert found.exit_code == 0, log
+    assert "RolledBack: this shard came back without changes that it had acknowledged" in log
+    last = json.loads(log.splitlines()[-1])
+    assert (last["life"], last["first"]) == (1, 4)
+    assert "starting the job again (1 of 1)" in told[-1]
+
+
+ROLLED_BACK = """
+import json, os, pathlib, signal, sys
+import torch, anabranch as ab
+
+def pid_of(role, rank):
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\\0")
+            line = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}".encode() in environment and b"parameters" in line:
+            return int(process.name)
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+step = ab.TrainStep(model, lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+job = ab.job()
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with ab.Executor(step, comm_mode="PS") as executor:
+    executor.resume(sys.argv[1])
+    first = executor.step
+    while executor.step < 8:
+        executor.run(torch.ones(2, 4) * (1 + executor.step))
+        if executor.step == 4:
+            executor.save(sys.argv[1])
+        if executor.step == 6 and not life and job.rank == 0:
+            os.kill(pid_of("parameters", 0), signal.SIGKILL)
+    print(json.dumps({"first": first, "life": life}), flush=True)
+"""
