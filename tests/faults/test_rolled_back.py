@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import anabranch as ab
 from anabranch.errors import CheckpointError, RolledBack
+from anabranch.events import on_fault_point
 from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec, Worker
 from anabranch.testing import MemoryTransport
 
@@ -226,4 +228,27 @@ def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_pa
         newest.write_bytes(newest.read_bytes()[:-20])
         shard.start()
         assert value(client) == 7
+    shard.die()
+
+
+def test_a_full_disk_is_told_as_one_and_costs_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """It was a ``RemoteError`` with a traceback."""
+    shard = Shard(tmp_path, "log")
+
+    def fill_up(name: str) -> None:
+        if name == "push_log.before_append":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 3)
+        with on_fault_point(fill_up), pytest.raises(CheckpointError, match="No space left on device") as told:
+            push(client)
+        assert "Traceback" not in str(told.value)
+        assert any("refused by memory:shard" in note for note in told.value.__notes__)
+        shard.die()
+        shard.start()
+        assert value(client) == 3
+        push(client)
+        assert value(client) == 4
     shard.die()

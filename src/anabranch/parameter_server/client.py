@@ -51,6 +51,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.optimizer_state import Kept
 from anabranch.parameter_server.packing import Compression, Share, all_finite, check_compression
 from anabranch.parameter_server.placement import Placement
+from anabranch.parameter_server.plain_tensors import check_plain
 from anabranch.parameter_server.row_messages import Clock, Layout, Pull, Pulled, Push, Routed
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
@@ -350,6 +351,7 @@ class ParameterClient:
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Makes the dense parameter ``name`` with ``value`` on its shard; one that is there stays as it is."""
+        check_plain(value, f"the first value of {name}")
         message = pack(InitMessage(name, rule.to_dict()))
         self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
         self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
@@ -439,6 +441,8 @@ class ParameterClient:
             ahead: nobody waits for the answer yet.
             exact: rows are not rounded on the way, whatever ``compression`` says.
         """
+        for name, some in wanted.items():
+            check_plain(some, f"the ids of {name}")
         compression = None if exact else self._compression
         began = time.monotonic()
         deadline = Deadline.after(self._timeout)
@@ -524,6 +528,9 @@ class ParameterClient:
             )
         deadline = Deadline.after(self._timeout)
         kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
+        for name, (some, grad) in gradients.items():
+            check_plain(some, f"the ids of {name}")
+            check_plain(grad, f"the gradient of {name}")
         layout = self._layout(gradients)
         routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
         squares = squares or {}
@@ -895,6 +902,7 @@ def _first_value(
     if isinstance(init, (int, float)):
         return torch.full(shape, float(init), dtype=dtype)
     value = init if isinstance(init, Tensor) else init(shape)
+    check_plain(value, "init")
     if tuple(value.shape) != shape:
         raise ValueError(f"init has the shape {tuple(value.shape)}, not {shape}")
     return value.detach().to("cpu", dtype)

@@ -43,11 +43,16 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
+        and not tensor.is_nested
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
     ):
         return tensor
+    if tensor.is_nested:
+        raise TypeError("a nested tensor cannot cross a boundary; send torch.nested.to_padded_tensor(tensor, 0.0)")
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no numbers that could cross a boundary")
     if tensor.layout is not torch.strided:
         raise TypeError(f"only strided tensors cross a boundary, got {tensor.layout}; send indices and values apart")
     if tensor.dtype not in DTYPE_CODES:
@@ -60,7 +65,7 @@ def plain_bytes(tensor: Tensor) -> memoryview | None:
 
     numpy refuses what lies on a device, or is conjugated or negated, which need not be asked one by one.
     """
-    if tensor.dtype not in _PLAIN or tensor.requires_grad or tensor.layout is not torch.strided:
+    if tensor.dtype not in _PLAIN or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if not tensor.is_contiguous():
         return None
