@@ -92,17 +92,17 @@ def pid_of(role, rank):
 
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-step = ab.TrainStep(model, lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-job = ab.job()
+step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with ab.Executor(step, comm_mode="PS") as executor:
     executor.resume(sys.argv[1])
-    first = executor.step
-    while executor.step < 8:
-        executor.run(torch.ones(2, 4) * (1 + executor.step))
-        if executor.step == 4:
+    first = done = executor.statistics().steps
+    while done < 8:
+        executor.run(batch=torch.ones(2, 4) * (1 + done))
+        done = executor.statistics().steps
+        if done == 4:
             executor.save(sys.argv[1])
-        if executor.step == 6 and not life and job.rank == 0:
+        if done == 6 and not life and ab.job().rank == 0:
             os.kill(pid_of("parameters", 0), signal.SIGKILL)
     print(json.dumps({"first": first, "life": life}), flush=True)
 """

@@ -72,7 +72,7 @@ class RestartBudget:
         return len(self._taken)
 
     def take(self) -> float | None:
-        """Seconds to wait before the next start, which grow with each in the stretch; ``None`` if there is none left."""
+        """Seconds to wait before the next start, more with each in the stretch; ``None`` if there is none left."""
         used = self.used
         if used >= self.times:
             return None
