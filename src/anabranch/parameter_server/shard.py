@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -681,14 +681,16 @@ class Shard:
                 if kinds:
                     rules.setdefault(part.name, kinds[part.rule])
         shares, peak = self._shares(pushes, scale, total)
-        before = {name: self._holder(name).rule for name in shares}
+        holders = {name: self._holder(name) for name in shares}
+        before = {name: holders[name].rule for name in rules}
         ids: dict[str, Tensor] = {}
         grads: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
         dense: dict[str, Tensor] = {}
         for name, given in shares.items():
-            holder = self._holder(name)
-            holder.rule = rules.get(name, holder.rule)
+            holder = holders[name]
+            if name in rules:
+                holder.rule = rules[name]
             if isinstance(holder, RowTable):
                 ids[name] = side_by_side([some for some, _, _ in given])
                 grads[name] = side_by_side([grad for _, grad, _ in given])
@@ -698,13 +700,10 @@ class Shard:
                 dense[name] = given[0][1]
                 for _, grad, _ in given[1:]:
                     dense[name] = dense[name] + grad
-        bounds = self._bounds_after(shares, peak)
-        for name in [name for name, bound in bounds.items() if not bound.safe]:
-            self._holder(name).measure()
-            bounds[name] = self._holder(name).bounds_after(peak)
-        if all(bound.safe for bound in bounds.values()):
+        bounds = _bounds_after(holders, peak)
+        if bounds is not None:
             for name, bound in bounds.items():
-                self._holder(name).bounds = bound
+                holders[name].bounds = bound
             for name, grad in dense.items():
                 self._dense[name].push(grad)
             self._push_rows(ids, grads, squares)
@@ -713,24 +712,13 @@ class Shard:
                 self._push_guarded(ids, grads, squares, dense)
             except NonFinite:
                 for name, rule in before.items():
-                    self._holder(name).rule = rule
+                    holders[name].rule = rule
                 raise
         for name, given in shares.items():
-            self._counts[name].pushes += len(given)
-            self._counts[name].rows_pushed += ids[name].shape[0] if name in ids else 0
-
-    def _bounds_after(self, names: Iterable[str], peak: float) -> dict[str, Bounds]:
-        """How large the numbers of each can be after a step; tables of one rule that stand alike share the answer."""
-        known: dict[tuple[Bounds, int, int], Bounds] = {}
-        found: dict[str, Bounds] = {}
-        for name in names:
-            holder = self._holder(name)
-            key = (holder.bounds, id(holder.rule), holder.width)
-            bounds = known.get(key)
-            if bounds is None:
-                bounds = known[key] = holder.bounds_after(peak)
-            found[name] = bounds
-        return found
+            counts = self._counts[name]
+            counts.pushes += len(given)
+            if name in ids:
+                counts.rows_pushed += ids[name].shape[0]
 
     def _push_guarded(
         self,
@@ -1036,6 +1024,28 @@ class Shard:
     def locked(self) -> threading.Condition:
         """The lock that every change is made under, for who must see none between two of its own steps."""
         return self._state
+
+
+def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
+    """How large the numbers of each can be after a step; ``None`` if a row may overflow.
+
+    Tables of one rule that stand alike share the answer.
+    """
+    known: dict[tuple[Bounds, int, int], Bounds] = {}
+    found: dict[str, Bounds] = {}
+    for name, holder in holders.items():
+        key = (holder.bounds, id(holder.rule), holder.width)
+        bounds = known.get(key)
+        if bounds is None:
+            bounds = holder.bounds_after(peak)
+            if not bounds.safe:
+                holder.measure()
+                bounds = holder.bounds_after(peak)
+                if not bounds.safe:
+                    return None
+            known[key] = bounds
+        found[name] = bounds
+    return found
 
 
 def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
