@@ -110,6 +110,22 @@ def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.
         assert beats.gone() == {1: "its process has ended"}
 
 
+def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(child: subprocess.Popen[bytes]) -> None:
+    """It may have ended because it saw the frozen one earlier than this rank."""
+    clock, here = Clock(), Identity.of_this_process()
+    with subprocess.Popen(["true"]) as other:  # has ended, and is no more, when this is left
+        gone = identity_of(other.pid)
+    with Beats({0: here, 1: identity_of(child.pid), 2: gone}, 0, heartbeat=1.0, clock=clock) as beats:
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "Tt")
+        assert beats.lost() == {}
+        clock.now = 1.0
+        assert beats.lost() == {1: "its process is stopped"}
+        child.send_signal(signal.SIGCONT)
+        wait_for_state(child.pid, "RS")
+        assert beats.lost() == {2: "its process has ended"}
+
+
 def test_another_process_under_the_number_of_a_dead_peer_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
     earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
     with Beats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
