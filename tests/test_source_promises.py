@@ -55,6 +55,9 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{node.func.attr}()"
 
 
+# The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing.
+FORKS = "launch/fork_server.py"
+
 # The one file that sets hooks on a user's tensors and modules.
 HOOKS = "autodiff/hooks.py"
 
@@ -79,7 +82,8 @@ def test_hooks_on_tensors_and_modules_are_set_in_one_file_only() -> None:
 
 
 def test_nothing_unpickles_or_evaluates_bytes() -> None:
-    assert found_in_the_sources(offences) == {}
+    found = {path: [what for _, what in places] for path, places in found_in_the_sources(offences).items()}
+    assert found == {FORKS: ["os.fork"] * 2}
 
 
 def test_no_wait_is_without_a_bound() -> None:

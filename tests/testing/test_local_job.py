@@ -67,8 +67,9 @@ def test_a_job_that_hangs_ends_at_its_deadline_and_shows_where_it_hung(tmp_path:
             """,
             str(pid_file),
         )
-    assert caught.value.peer == "rank 1"
-    assert "waits_for_godot" in caught.value.__notes__[0]
+    assert caught.value.peer is not None
+    assert caught.value.peer.endswith("rank 1")
+    assert "waits_for_godot" in caught.value.__notes__[-1]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 
