@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
+from anabranch.launch import forks
+
 __all__ = ["Held", "held", "wait_until_given_back"]
 
 SECONDS = 20.0  # the margin of a hang: what is ending already needs milliseconds, more on a busy machine
@@ -48,7 +50,14 @@ class Held:
 
 def held() -> Held:
     """Return what this process holds now."""
-    return Held(_threads(), _descriptors(), _shared(), _children())
+    kept = (
+        forks._kept
+    )  # LocalJob's fork server, for all tests of a process; there is no way to look without starting it
+    descriptors, children = _descriptors(), _children()
+    if kept is not None and kept.running:
+        descriptors = frozenset(entry for entry in descriptors if not entry.startswith(f"{kept.fileno()}: "))
+        children -= {kept.pid}
+    return Held(_threads(), descriptors, _shared(), children)
 
 
 def wait_until_given_back(before: Held, seconds: float = SECONDS, now: Callable[[], Held] = held) -> list[str]:
@@ -82,8 +91,10 @@ def _shared() -> frozenset[str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether an entry of /dev/shm is not another process's: it is open here, or in no process at all."""
+    """Whether a file of /dev/shm is not another process's: it is mapped here, or in no process at all."""
     path = f"/dev/shm/{name}"
+    if os.path.isdir(path):  # somebody's temporary directory
+        return False
     users = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

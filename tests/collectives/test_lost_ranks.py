@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from quick_processes import start_script
 
 PEER = """
 import json, os, sys
@@ -51,20 +50,15 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), mode],
-                env={
-                    **os.environ,
+            start_script(
+                script,
+                mode,
+                environment={
                     "RANK": str(rank),
                     "WORLD_SIZE": str(world),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": "1",
                 },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
             )
             for rank in range(world)
         ]

@@ -8,16 +8,14 @@ block whose first line is a comment with a file's name is written to that file t
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import anabranch as ab
+from quick_processes import start_script
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -48,7 +46,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(blocks(page))
     assert found
     lines: list[str] = []
@@ -59,11 +57,14 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
         lines += [""] * (line - len(lines)) + code.splitlines()
     script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    process = start_script(script)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors
 
 
 # Errors by their text.
