@@ -8,6 +8,7 @@ block whose first line is a comment with a file's name is written to that file t
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,14 +71,16 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
 # Errors by their text.
 
 
-def templates() -> Iterator[list[str]]:
+@functools.cache
+def templates() -> list[list[str]]:
     """The texts in the sources that are no docstrings, each as the pieces between what is filled in."""
+    found: list[list[str]] = []
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
-                yield [node.value]
+                found.append([node.value])
             elif isinstance(node, ast.JoinedStr):
                 pieces = [""]
                 for part in node.values:
@@ -85,7 +88,8 @@ def templates() -> Iterator[list[str]]:
                         pieces[-1] += str(part.value)
                     else:
                         pieces.append("")
-                yield pieces
+                found.append(pieces)
+    return found
 
 
 def spoken(templates: list[list[str]], quote: str) -> float:
@@ -108,7 +112,7 @@ def quotes() -> list[str]:
 
 
 def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
-    known = list(templates())
+    known = templates()
     assert len(quotes()) > 10
     assert [quote for quote in quotes() if spoken(known, quote) < 0.75] == []
 
@@ -118,7 +122,7 @@ def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
     ["the moon is not in its usual place", "the operation has met its deadline", "rank 1 is lost: it went home"],
 )
 def test_an_error_that_is_nowhere_in_the_sources_is_seen(quote: str) -> None:
-    assert spoken(list(templates()), quote) < 0.75
+    assert spoken(templates(), quote) < 0.75
 
 
 def test_a_benchmark_named_in_the_documentation_is_there() -> None:
