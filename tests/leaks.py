@@ -24,6 +24,7 @@ KEPT_THREADS = (
     "SubprocPool",  # the same, under another name
 )
 KEPT_DESCRIPTORS = (
+    "/mpl-data/fonts/",  # matplotlib keeps the fonts that it has drawn with
     "/dev/null",  # opened once by numba's and torch's lazy imports
     "/dev/urandom",
     "/sys/",  # how many cores there are: read by OpenMP and kept
@@ -81,7 +82,7 @@ def _descriptors() -> frozenset[str]:
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one that lists them is closed again
             target = os.readlink(f"/proc/self/fd/{number}")
-            if not target.startswith((*KEPT_DESCRIPTORS, f"/proc/{os.getpid()}/fd")):
+            if not any(part in target for part in (*KEPT_DESCRIPTORS, f"/proc/{os.getpid()}/fd")):
                 found.add(f"{number}: {target}")
     return frozenset(found)
 

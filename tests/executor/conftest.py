@@ -27,3 +27,4 @@ def opened() -> Iterator[Callable[..., BoundLoader]]:
     yield make
     for loader in loaders:
         loader.close()
+    loaders.clear()  # a DataLoader's persistent workers live as long as it does

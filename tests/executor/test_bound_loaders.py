@@ -179,7 +179,7 @@ for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, pus
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     train = ab.TrainStep(model, lambda m, ids: m(ids).sum(), sgd, reduction="sum")
     look = ab.EvalStep(model, lambda m, ids: {"rows": m(ids)})
-    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 20}
+    options = {"cache": cache, "dataloaders": {"train": batches}, "timeout": 60}
     with ab.Executor({"train": train, "look": look}, "Hybrid", **options) as executor:
         for _ in range(2 * executor.batch_num("train")):
             executor.run("train")
@@ -196,7 +196,7 @@ def test_a_worker_whose_loader_has_ended_goes_on_pushing_nothing() -> None:
     wanted = torch.zeros(8)
     for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
         wanted -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
-    for found in LocalJob(2, servers=2).run_source(UNEQUAL_ON_SERVERS).check().results:
+    for found in LocalJob(2, servers=2, timeout=110).run_source(UNEQUAL_ON_SERVERS).check().results:
         assert found is not None
         assert found["weights"] == [wanted.tolist()] * 3
 

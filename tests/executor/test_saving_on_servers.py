@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer, RowOptimizer, from_torch
+from pairwise import each_once
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -82,16 +84,23 @@ def executor_of(model: Model, optimizer: str, mode: str | None, accumulate: int 
     return ab.Executor(steps, mode, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+MOVES = [
+    (("Hybrid", 2), ("Hybrid", 3)),
+    (("Hybrid", 0), (None, 0)),
+    ((None, 0), ("Hybrid", 1)),
+    (("PS", 1), ("Hybrid", 2)),
+    ((None, 0), ("PS", 2)),
+    (("PS", 0), (None, 0)),
+]
+MOVED = each_once(tuple(OPTIMIZERS), MOVES)
+"""Every optimizer and every move; the other combinations are slow."""
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("optimizer", "first", "second"),
     [
-        (("Hybrid", 2), ("Hybrid", 3)),
-        (("Hybrid", 0), (None, 0)),
-        ((None, 0), ("Hybrid", 1)),
-        (("PS", 1), ("Hybrid", 2)),
-        ((None, 0), ("PS", 2)),
-        (("PS", 0), (None, 0)),
+        pytest.param(optimizer, *move, marks=() if (optimizer, move) in MOVED else pytest.mark.slow)
+        for optimizer, move in product(OPTIMIZERS, MOVES)
     ],
     ids=str,
 )
