@@ -115,10 +115,13 @@ def parameters(
     from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import serve_parameters
 
+    from anabranch.parameter_server.warming import compile_kernels
+
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
+    compile_kernels()  # takes seconds at first; a signal may still end it, since nothing is lost
     with told_plainly(), stopped_by_signals() as stop:
         serve_parameters(
             stop,

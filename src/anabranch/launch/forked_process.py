@@ -173,8 +173,10 @@ def _set_signals(ignored: Sequence[int], blocked: Sequence[int]) -> None:
 
 
 def _seed_anew() -> None:
-    """Forks share their server's generators; torch's has the same seed in every process, and nobody drew from it."""
+    """Forks share their server's generators, where each process that is started has seeds of its own."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     current_process().authkey = os.urandom(_AUTHENTICATION_KEY_BYTES)
