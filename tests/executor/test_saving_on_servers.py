@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer, RowOptimizer, from_torch
-from pairwise import each_once
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -92,7 +91,7 @@ MOVES = [
     ((None, 0), ("PS", 2)),
     (("PS", 0), (None, 0)),
 ]
-MOVED = each_once(tuple(OPTIMIZERS), MOVES)
+MOVED = list(zip(cycle(OPTIMIZERS), MOVES))
 """Every optimizer and every move; the other combinations are slow."""
 
 

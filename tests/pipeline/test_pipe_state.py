@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.events import on_fault_point, subscribe
 from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
-from pairwise import pairwise
+from covering import pairwise
 
 
 def normed_model() -> nn.Sequential:
