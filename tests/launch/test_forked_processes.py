@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,9 +206,7 @@ def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_se
 
 def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> None:
     """Its first import is one that starts a thread, which is a mistake of ours that would deadlock a fork some day."""
-    (tmp_path / "numpy.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
-    )
+    (tmp_path / "numpy.py").write_text("import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()")
     code = "import anabranch.launch.fork_server as f; f._IMPORTED, f._IMPORTED_IF_THERE = ('numpy',), (); f.main()"
     import anabranch.launch.forks as forks
 
