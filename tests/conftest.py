@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from programs import Programs, forker
+
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
 collect_ignore_glob = ["*/conftest.py"]
 
@@ -47,3 +49,10 @@ def _no_thread_left_behind() -> Iterator[None]:
     yield
     left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
     assert not left, f"threads outlived the test: {left}"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
+    with forker() as started:
+        yield started
