@@ -72,9 +72,9 @@ class Program:
     def __init__(self, pid: int, stdin: int, stdout: int, status: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdin = open(stdin, "w")
-        self.stdout = open(stdout)
-        self._status = open(status)
+        self.stdin = open(stdin, "w")  # noqa: SIM115 - closed by __exit__
+        self.stdout = open(stdout)  # noqa: SIM115
+        self._status = open(status)  # noqa: SIM115
 
     def wait(self, timeout: float = 60.0) -> int:
         """The exit code, minus the signal's number if one killed it.

@@ -14,15 +14,13 @@ from anabranch.transport import (
     Call,
     Client,
     Deadline,
-    Listener,
-    MemoryTransport,
     Request,
     RequestHeader,
     Server,
-    Stream,
     Verb,
 )
 from anabranch.transport.frame import Beat, FrameReader, Hello, Limits, encode
+from networks import Watched
 from waiting import join, wait_until
 
 HEARTBEAT = 0.05
@@ -31,34 +29,6 @@ HEARTBEAT = 0.05
 def waits(calls: list[Call]) -> Verb:
     """A verb whose calls nobody answers."""
     return Verb("wait", calls.append)
-
-
-class Counting:
-    """A network that counts what its clients have received."""
-
-    def __init__(self) -> None:
-        self.inner = MemoryTransport()
-        self.received = 0
-
-    def listen(self, endpoint: str | None) -> Listener:
-        return self.inner.listen(endpoint)
-
-    def connect(self, endpoint: str) -> Stream:
-        return _CountingStream(self, self.inner.connect(endpoint))  # type: ignore[return-value]
-
-
-class _CountingStream:
-    def __init__(self, network: Counting, stream: Stream) -> None:
-        self._network = network
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
-    def receive_into(self, buffer: memoryview) -> int:
-        count = self._stream.receive_into(buffer)
-        self._network.received += count
-        return count
 
 
 def test_a_server_beats_while_a_call_waits() -> None:
@@ -86,7 +56,7 @@ def test_a_server_beats_while_a_call_waits() -> None:
 
 def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the client's clock, which moves when it is told to; beats come when they come."""
-    clock, network = FakeClock(), Counting()
+    clock, network = FakeClock(), Watched()
     monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=clock))
     calls: list[Call] = []
     errors: list[Exception] = []

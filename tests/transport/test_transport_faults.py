@@ -29,6 +29,7 @@ from anabranch.transport import (
 )
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.once import OnceTable
+from networks import Watched
 from programs import Program, Programs
 from waiting import wait_until
 
@@ -76,31 +77,16 @@ def test_without_numbers_the_same_network_would_apply_pushes_twice() -> None:
 
 
 def test_a_retry_joins_the_request_that_still_runs() -> None:
-    network, running = MemoryTransport(), threading.Event()
+    network, running = Watched(), threading.Event()
     calls: list[Call] = []
 
     def slow(call: Call) -> None:
         calls.append(call)
         running.set()
 
-    class CutOnce:
-        """Cuts the first connection once its request has been delivered."""
-
-        def __init__(self) -> None:
-            self.streams: list[object] = []
-
-        def listen(self, endpoint: str | None) -> object:
-            return network.listen(endpoint)
-
-        def connect(self, endpoint: str) -> object:
-            stream = network.connect(endpoint)
-            self.streams.append(stream)
-            return stream
-
-    cutter = CutOnce()
     with (
         Server([Verb("slow", slow, once=True)], transport=network) as server,
-        Client(transport=cutter) as client,  # type: ignore[arg-type]
+        Client(transport=network) as client,
     ):
         answers: list[Answer] = []
         thread = threading.Thread(
@@ -109,7 +95,7 @@ def test_a_retry_joins_the_request_that_still_runs() -> None:
         )
         thread.start()
         assert running.wait(timeout=60)
-        cutter.streams[0].abort()  # type: ignore[attr-defined]
+        network.cut()
         wait_until(lambda: server.statistics().served >= 1)
         calls[0].reply(payload=b"once")
         thread.join(timeout=60)
