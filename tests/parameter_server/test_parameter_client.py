@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from anabranch import Directory, DirectoryServer
+from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server import (
     Constant,
@@ -227,20 +228,24 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
         run_workers(endpoints, network, world, "bsp", body)
 
 
-def test_under_ssp_the_others_halt_after_exactly_k_steps() -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards in this process soon say who is missing; their clients would wait for long."""
+    monkeypatch.setattr("anabranch.parameter_server.shard._patience", lambda deadline: Deadline.after(0.05))
+
+
+def test_under_ssp_the_others_halt_after_exactly_k_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(1) as (network, endpoints):
-        clients = [
-            ParameterClient(endpoints, worker=Worker(rank, 2, "ssp:3"), transport=network, timeout=0.3)
-            for rank in range(2)
-        ]
+        clients = [ParameterClient(endpoints, worker=Worker(rank, 2, "ssp:3"), transport=network) for rank in range(2)]
         for client in clients:
             client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         ids = torch.tensor([1])
         for step in range(4):  # none is more than 3 ahead of a worker that has finished none
             clients[0].pull_many({"t": ids}, step=step)
             clients[0].push_many({"t": (ids, torch.ones(1, 2))}, step=step)
-        with pytest.raises(DeadlineExceeded, match="worker 1"):
-            clients[0].pull_many({"t": ids}, step=4)
+        with monkeypatch.context() as patch:
+            impatient(patch)
+            with pytest.raises(DeadlineExceeded, match="worker 1"):
+                clients[0].pull_many({"t": ids}, step=4)
         clients[1].push_many({}, step=0)
         clients[0].pull_many({"t": ids}, step=4)
         for client in clients:
@@ -250,7 +255,7 @@ def test_under_ssp_the_others_halt_after_exactly_k_steps() -> None:
 def test_under_asp_nobody_waits() -> None:
     with (
         cluster(1) as (network, endpoints),
-        ParameterClient(endpoints, worker=Worker(0, 2, "asp"), transport=network, timeout=5) as client,
+        ParameterClient(endpoints, worker=Worker(0, 2, "asp"), transport=network) as client,
     ):
         client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         for step in range(5):
@@ -259,10 +264,13 @@ def test_under_asp_nobody_waits() -> None:
         assert client.pull("t")[1].tolist() == [-1.5, -1.5]
 
 
-def test_a_missing_worker_is_named() -> None:
+@pytest.mark.parametrize("timeout", [60.0, pytest.param(10.0, marks=pytest.mark.slow)])
+def test_a_missing_worker_is_named(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if timeout == 60.0:
+        impatient(monkeypatch)  # else the client's own deadline, of which a part is left for the answer
     with (
         cluster(1) as (network, endpoints),
-        ParameterClient(endpoints, worker=Worker(0, 3, "bsp"), transport=network, timeout=0.2) as client,
+        ParameterClient(endpoints, worker=Worker(0, 3, "bsp"), transport=network, timeout=timeout) as client,
     ):
         client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=0)

@@ -24,6 +24,7 @@ from anabranch.parameter_server import (
     Shard,
     TableSpec,
 )
+from anabranch.parameter_server import shard as shard_module
 from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
@@ -36,7 +37,7 @@ from anabranch.parameter_server.messages import (
     RestoreMessage,
 )
 from anabranch.parameter_server.push_log import PushLog, Record
-from anabranch.testing import LossyTransport, MemoryTransport
+from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 
 SGD = RowOptimizer(Family.SGD, lr=1.0)
@@ -54,6 +55,15 @@ def test_consistencies_have_names(name: str, merges: bool, lag: int | None) -> N
 def test_other_consistencies_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="consistency="):
         Consistency.parse(name)
+
+
+def test_a_shard_that_waits_for_a_worker_gives_up_while_there_is_time_to_say_for_whom() -> None:
+    clock = FakeClock()
+    deadline = Deadline.after(10.0, clock)
+    patience = shard_module._patience(deadline)
+    clock.advance(8.0)
+    assert patience.expired()
+    assert deadline.remaining() == 2.0
 
 
 def test_a_worker_of_another_job_is_refused() -> None:
