@@ -524,7 +524,7 @@ def make_backends(index: int) -> list[ExpertBackend]:
     return backends
 
 
-STEPS = 90
+STEPS = 60
 
 
 def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tuple[float, RemoteMixtureOfExperts]:

@@ -150,10 +150,8 @@ with on_fault_point(strike), ParameterServer(listen=endpoint, durability="log", 
 """
 
 
-@pytest.mark.parametrize(
-    "point",
-    [point if number == 2 else pytest.param(point, marks=pytest.mark.slow) for number, point in enumerate(SHARD)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SHARD)
 def test_a_shard_that_is_killed_comes_back_and_the_client_goes_on(
     point: str, tmp_path: Path, programs: Programs
 ) -> None:
