@@ -135,8 +135,15 @@ def train(engine: Engine, grid: Grid, *, dead: str | None = None, **options: obj
     return [*losses, *model.state_dict().values(), *(parameter.detach().clone() for parameter in theirs)]
 
 
-@pytest.mark.parametrize("switch", [False, True])
-@pytest.mark.parametrize("dead", [None, "ffn.1.2"])
+@pytest.mark.parametrize(
+    ("switch", "dead"),
+    [
+        (False, "ffn.1.2"),
+        (True, None),
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(True, "ffn.1.2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_graph_with_a_mixture_is_the_tape_to_the_bit(switch: bool, dead: str | None) -> None:
     options = {} if switch else {"k_best": 3, "k_min": 1}
     found = []
@@ -229,9 +236,10 @@ def test_inputs_that_do_not_fit_the_expert_are_refused_alike(engine: Engine) -> 
 
 def test_an_expert_that_moves_is_found_again_by_a_graph() -> None:
     directory = ab.Directory()
-    model = Model(ab.RemoteExpert("linear.0", directory, forward_timeout=10.0))
+    client = Client(retries=2)
+    model = Model(ab.RemoteExpert("linear.0", directory, client=client))
     batch = torch.randn(3, 4), torch.randn(3, 1)
-    with ab.Executor({"train": step_of(model)}, engine="graph") as executor:
+    with client, ab.Executor({"train": step_of(model)}, engine="graph") as executor:
         for _ in range(2):
             backend = ab.ExpertBackend("linear.0", nn.Linear(4, 4), args_schema=[ab.TensorSpec(4)])
             with ab.ExpertServer([backend], directory=directory, drain_seconds=0.1):

@@ -206,7 +206,7 @@ def test_a_push_that_overruns_its_deadline_is_said_to(monkeypatch: pytest.Monkey
     clock = FakeClock()
 
     def pass_time() -> None:
-        clock.advance(10.0)  # at each look
+        clock.advance(100.0)  # at the first look
 
     class Told(Deadline):
         def __init__(self, seconds: float, _: object = None) -> None:
