@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from leaks import held, wait_until_given_back
+from programs import Programs, forker
 
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
 collect_ignore_glob = ["*/conftest.py"]
@@ -48,3 +49,10 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     left = wait_until_given_back(before)
     assert not left, f"outlived the test: {'; '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
+    with forker() as started:
+        yield started
