@@ -19,10 +19,10 @@ demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models" $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
