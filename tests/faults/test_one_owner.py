@@ -103,4 +103,4 @@ def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, mo
     shutil.rmtree(tmp_path / "set-aside", ignore_errors=True)
     with Ownership(tmp_path) as owner:
         assert [record.verb for record, _ in LogReader(tmp_path, known=owner.found)] == [*read, "the second's"]
-    first._owner.close()
+    first.close()

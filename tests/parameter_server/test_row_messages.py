@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.errors import NonFinite, NotFound, ProtocolError, SchemaError
+from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server import (
     Constant,
     Family,
@@ -163,6 +163,8 @@ def test_a_shard_that_did_not_go_on_from_where_it_was_knows_of_nothing_known(tmp
             with ParameterClient(["memory:one"], transport=network) as other:
                 for _ in range(5):  # beyond where it was
                     other.push_many({"t": (ids[2:3], ones)})
+            with pytest.raises(RolledBack, match="3 pushes of this client are gone"):
+                client.pull_many({"t": ids}, known={"t": first.versions})
             again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
             assert again.positions.tolist() == [0, 1, 2, 3]
             assert again.rows[:, 0].tolist() == [-0.5, 0.0, -2.5, 0.0]

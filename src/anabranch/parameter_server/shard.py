@@ -150,7 +150,7 @@ class _Room:
         return self.parts[part]
 
 
-class Pushed(NamedTuple):
+class _Pushed(NamedTuple):
     """A push: its message, its tensors, and a bound for any sum of its gradients."""
 
     message: PushMessage
@@ -165,8 +165,8 @@ class _Job:
     world: int
     consistency: Consistency
     clocks: list[int]
-    pending: dict[int, dict[int, Pushed]] = field(default_factory=dict)
-    held: dict[int, dict[int, Pushed]] = field(default_factory=dict)
+    pending: dict[int, dict[int, _Pushed]] = field(default_factory=dict)
+    held: dict[int, dict[int, _Pushed]] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
     total: float | None = None  # what the workers' pushes of the last step weighed together
 
@@ -605,7 +605,7 @@ class Shard:
         if peak is None:  # from the journal, which holds what was checked
             sums = message.sums()
             peak = peak_of(tensors[1 + (sums > 0) :], tensors[1] if sums else None)
-        push = Pushed(message, tensors, peak)
+        push = _Pushed(message, tensors, peak)
         if message.rank < 0:
             self._apply([push])
             return
@@ -620,7 +620,7 @@ class Shard:
         job.clocks[message.rank] = message.step + 1
         self._state.notify_all()
 
-    def _merge(self, job: _Job, push: Pushed) -> None:
+    def _merge(self, job: _Job, push: _Pushed) -> None:
         """Keeps a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
         step = push.message.step
         # What is kept must not change when the sender's buffers are used again.
@@ -645,7 +645,7 @@ class Shard:
             self._state.notify_all()
 
     def _shares(
-        self, pushes: Sequence[Pushed], scale: float = 1.0, total: float | None = None
+        self, pushes: Sequence[_Pushed], scale: float = 1.0, total: float | None = None
     ) -> tuple[dict[str, list[_Given]], float]:
         """Of each table and parameter, every worker's ids and gradients by its share in the mean, times ``scale``.
 
@@ -666,7 +666,7 @@ class Shard:
                 shares.setdefault(part.name, []).append((some, grad if share == 1.0 else grad * share, own))
         return shares, peak
 
-    def _apply(self, pushes: Sequence[Pushed], scale: float = 1.0, total: float | None = None) -> None:
+    def _apply(self, pushes: Sequence[_Pushed], scale: float = 1.0, total: float | None = None) -> None:
         """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
 
         ``total`` is what the pushes' weights are shares of, by default what they come to.
