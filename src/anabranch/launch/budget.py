@@ -25,7 +25,7 @@ class RestartBudget:
     >>> budget = RestartBudget(3, 600.0, clock=lambda: now[0])
     >>> [budget.take() for _ in range(4)]
     [0.0, 0.5, 1.0, None]
-    >>> now[0] = 601.0
+    >>> now[0] = 600.8
     >>> budget.take()
     0.5
 
