@@ -253,7 +253,7 @@ time.sleep(600)
 
 
 def test_the_launcher_and_the_command_line_import_no_torch() -> None:
-    code = "import sys, anabranch.cli.app, anabranch.launch.local; sys.exit(not {'torch', 'numpy'}.isdisjoint(sys.modules))"
+    code = "import sys, anabranch.cli.app, anabranch.launch.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
