@@ -58,7 +58,7 @@ def main() -> None:
                 row[how] = round(seconds(script, workers, servers, experts, *chosen), 2)
             print(row, flush=True)
             rows.append(row)
-    keep(options.out, "start", {"before": before, "rows": rows})
+    keep("start", before, rows, options.out)
 
 
 if __name__ == "__main__":
