@@ -773,7 +773,9 @@ class ParameterClient:
         once: bool | None = None,
     ) -> Request:
         numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
-        return Request(self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step)
+        return Request(
+            self._endpoints[shard], verb, tensors=tensors, payload=payload, once=numbered, step=step, role="parameters"
+        )
 
     def _call(
         self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
