@@ -10,21 +10,19 @@ PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
 .PHONY: demo test test-all lint types docs bench bench-peers clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (once; torch is large, this takes a minute or two)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" -c constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable . --group dev
+	@$(BIN)/python tools/install.py
 	@touch $@
 
 demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models" $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
@@ -55,6 +53,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/pipeline.py threads --out $(RESULTS)
 	$(BIN)/anabranch run --workers 2 benchmarks/pipeline.py ranks --out $(RESULTS)
 	$(BIN)/python benchmarks/pipeline.py simulator --out $(RESULTS)
+	$(BIN)/python benchmarks/start.py --out $(RESULTS)
 
 # Beside other libraries, in a virtual environment of their own that borrows torch from ours.
 bench-peers: $(STAMP)

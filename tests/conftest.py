@@ -1,16 +1,18 @@
-"""Fixtures that all tests share, and the promise that a test leaves no thread behind."""
+"""Fixtures that all tests share, and the promise that a test gives back what it took."""
 
 from __future__ import annotations
 
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from leaks import held, wait_until_given_back
+from programs import Programs, forker
 
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
 collect_ignore_glob = ["*/conftest.py"]
@@ -42,8 +44,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_left_behind() -> Iterator[None]:
-    before = set(threading.enumerate())
+def _nothing_left_behind() -> Iterator[None]:
+    before = held()
     yield
-    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    assert not left, f"threads outlived the test: {left}"
+    left = wait_until_given_back(before)
+    assert not left, f"outlived the test: {'; '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
+    with forker() as started:
+        yield started

@@ -16,54 +16,58 @@ gives. The packages are floors, imports point down only:
 - ``tensors``, ``deadline``, ``errors``, ``job``, ``events``: what all of the above speak in.
 """
 
-from anabranch import (
-    launch,  # noqa: F401  provides what ab.job() can do
-    testing,
-)
-from anabranch.autodiff import (
-    Grad,
-    GradManager,
-    get_grad_managers,
-    map_with_parallel_backward,
-    run_isolated_backward,
-    run_isolated_forward,
-)
-from anabranch.collectives import all_reduce, recv, send
-from anabranch.errors import (
-    AnabranchError,
-    BoundaryError,
-    CaptureError,
-    CaptureWarning,
-    CheckpointError,
-    DeadlineExceeded,
-    NonFinite,
-    NotFound,
-    Overloaded,
-    PeerLost,
-    PipelineError,
-    ProtocolError,
-    RemoteError,
-    SchemaError,
-    SkipError,
-    Unauthorized,
-)
-from anabranch.executor import EvalStep, Executor, TrainStep
-from anabranch.experts import (
-    Directory,
-    DirectoryServer,
-    ExpertBackend,
-    ExpertServer,
-    RemoteExpert,
-    RemoteMixtureOfExperts,
-    RemoteSwitchMixtureOfExperts,
-    Runtime,
-    TaskPool,
-)
-from anabranch.graph import Graph, capture, gradients
-from anabranch.job import Job, job
-from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
-from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
-from anabranch.tensors import TensorSpec
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anabranch._lazy import lazy_names
+from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the function has its module's name
+
+if TYPE_CHECKING:
+    from anabranch import testing
+    from anabranch.autodiff import (
+        Grad,
+        GradManager,
+        get_grad_managers,
+        map_with_parallel_backward,
+        run_isolated_backward,
+        run_isolated_forward,
+    )
+    from anabranch.collectives import all_reduce, recv, send
+    from anabranch.errors import (
+        AnabranchError,
+        BoundaryError,
+        CaptureError,
+        CaptureWarning,
+        CheckpointError,
+        DeadlineExceeded,
+        NonFinite,
+        NotFound,
+        Overloaded,
+        PeerLost,
+        PipelineError,
+        ProtocolError,
+        RemoteError,
+        SchemaError,
+        SkipError,
+        Unauthorized,
+    )
+    from anabranch.executor import EvalStep, Executor, TrainStep
+    from anabranch.experts import (
+        Directory,
+        DirectoryServer,
+        ExpertBackend,
+        ExpertServer,
+        RemoteExpert,
+        RemoteMixtureOfExperts,
+        RemoteSwitchMixtureOfExperts,
+        Runtime,
+        TaskPool,
+    )
+    from anabranch.graph import Graph, capture, gradients
+    from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
+    from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
+    from anabranch.tensors import TensorSpec
 
 __all__ = [
     "AnabranchError",
@@ -122,3 +126,29 @@ __all__ = [
     "testing",
     "verify_skippables",
 ]
+
+
+def _job_functions() -> tuple[Serve, MakeGrid]:
+    from anabranch.launch.grid import make_grid
+    from anabranch.launch.roles import serve
+
+    return serve, make_grid
+
+
+provide(_job_functions)
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the package
+    __getattr__, __dir__ = lazy_names(
+        "anabranch",
+        [
+            "errors",
+            "tensors",
+            "autodiff",
+            "collectives",
+            "graph",
+            "parameter_server",
+            "experts",
+            "pipeline",
+            "executor",
+        ],
+    )

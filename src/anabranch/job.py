@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DirectoryLike", "Grid", "Job", "Role", "Serve", "job", "provide"]
+__all__ = ["DirectoryLike", "Grid", "Job", "MakeGrid", "Role", "Serve", "job", "provide"]
 
 Role = Literal["worker", "expert"]
 
@@ -75,13 +75,21 @@ class Serve(Protocol):
     ) -> DirectoryLike: ...
 
 
-_provided: tuple[Serve, Callable[[Job, int, int], Grid]] | None = None
+MakeGrid = Callable[["Job", int, int], Grid]
+"""The function behind ``Job.grid``."""
+
+_provider: Callable[[], tuple[Serve, MakeGrid]] | None = None
 
 
-def provide(serve: Serve, grid: Callable[[Job, int, int], Grid]) -> None:
-    """Says what ``Job.serve`` and ``Job.grid`` do; called by ``anabranch.launch``, which stands above all they need."""
-    global _provided
-    _provided = serve, grid
+def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
+    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they stand on."""
+    global _provider
+    _provider = provider
+
+
+def _provided() -> tuple[Serve, MakeGrid]:
+    assert _provider is not None, "importing anabranch provides it"
+    return _provider()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +160,7 @@ class Job:
             PeerLost: the directory does not answer.
             ValueError: several workers, and nobody who serves.
         """
-        assert _provided is not None, "importing anabranch provides it"
-        return _provided[0](
+        return _provided()[0](
             self,
             make_backends,
             checkpoint_dir=checkpoint_dir,
@@ -180,8 +187,7 @@ class Job:
             ValueError: ``data * pipeline`` is not the number of workers.
             DeadlineExceeded, PeerLost: not everyone came.
         """
-        assert _provided is not None, "importing anabranch provides it"
-        return _provided[1](self, data, pipeline)
+        return _provided()[1](self, data, pipeline)
 
 
 def job(environment: Mapping[str, str] | None = None) -> Job:

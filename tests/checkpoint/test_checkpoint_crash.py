@@ -1,6 +1,6 @@
 """A save that is killed, or meets a failing disk, at any point: the new checkpoint is whole, or the one before is.
 
-The sweeps run in processes of their own, forked by a small script that has nothing but the checkpoint to lose: one
+The sweeps run in processes of their own, forked by a program that has nothing but the checkpoint to lose: one
 child for each fault point, killed there by SIGKILL.
 """
 
@@ -24,6 +24,7 @@ from anabranch import checkpoint
 from anabranch.checkpoint import generations, tensor_file, writing
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
+from programs import Programs
 
 # Saves `before` times undisturbed and then once more, killed at the nth fault point; prints "acknowledged" if it came
 # that far. Directories are DIR/0, DIR/1, ... until a child lives through its save.
@@ -96,11 +97,10 @@ def assert_whole(found: checkpoint.Checkpoint, step: int) -> None:
 
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_save_killed_at_any_point_leaves_the_new_or_the_previous_checkpoint_whole(
-    tmp_path: Path, before: int
+    tmp_path: Path, before: int, programs: Programs
 ) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SWEEP, tmp_path, str(before)], capture_output=True, text=True, timeout=100, check=True
-    )
+    run = programs.run(SWEEP, tmp_path, before)
+    assert run.returncode == 0, run.stderr
     outcomes = [line.split() for line in run.stdout.splitlines()]
     assert outcomes[-1][1] == "acknowledged"
     seen = {name.removeprefix("checkpoint.") for _, _, name in outcomes}
@@ -214,7 +214,7 @@ def test_a_full_disk_keeps_what_was_saved_and_gives_its_space_back(
     save(tmp_path, 0)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     size = sum(map(len, before.values()))
-    for room in range(0, size, 7):
+    for room in range(0, size, 31):
         with monkeypatch.context() as patch:
             patch.setattr(writing, "open", FullDisk(room), raising=False)
             with pytest.raises(CheckpointError, match="No space left on device; what was saved there before is unt"):

@@ -69,7 +69,7 @@ names = st.text(max_size=20).filter(lambda name: name != "__metadata__")
 groups = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.dictionaries(groups, st.dictionaries(names, tensors, max_size=5), max_size=3))
 def test_tensors_of_every_dtype_and_shape_come_back(
     tmp_path_factory: pytest.TempPathFactory, given_groups: dict[str, dict[str, Tensor]]
@@ -165,7 +165,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(states)
 def test_state_comes_back_with_every_type_key_order_and_bit(value: object) -> None:
     text = json.dumps(checkpoint_state.encode(value), allow_nan=False)

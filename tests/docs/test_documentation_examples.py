@@ -8,16 +8,15 @@ block whose first line is a comment with a file's name is written to that file t
 from __future__ import annotations
 
 import ast
-import os
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import anabranch as ab
+from quick_processes import start_script
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -48,7 +47,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(blocks(page))
     assert found
     lines: list[str] = []
@@ -59,24 +58,29 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
         lines += [""] * (line - len(lines)) + code.splitlines()
     script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    process = start_script(script)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors
 
 
 # Errors by their text.
 
 
-def templates() -> Iterator[list[str]]:
+@functools.cache
+def templates() -> list[list[str]]:
     """The texts in the sources that are no docstrings, each as the pieces between what is filled in."""
+    found: list[list[str]] = []
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
-                yield [node.value]
+                found.append([node.value])
             elif isinstance(node, ast.JoinedStr):
                 pieces = [""]
                 for part in node.values:
@@ -84,7 +88,8 @@ def templates() -> Iterator[list[str]]:
                         pieces[-1] += str(part.value)
                     else:
                         pieces.append("")
-                yield pieces
+                found.append(pieces)
+    return found
 
 
 def spoken(templates: list[list[str]], quote: str) -> float:
@@ -107,7 +112,7 @@ def quotes() -> list[str]:
 
 
 def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
-    known = list(templates())
+    known = templates()
     assert len(quotes()) > 10
     assert [quote for quote in quotes() if spoken(known, quote) < 0.75] == []
 
@@ -117,7 +122,7 @@ def test_every_error_in_troubleshooting_is_in_the_sources() -> None:
     ["the moon is not in its usual place", "the operation has met its deadline", "rank 1 is lost: it went home"],
 )
 def test_an_error_that_is_nowhere_in_the_sources_is_seen(quote: str) -> None:
-    assert spoken(list(templates()), quote) < 0.75
+    assert spoken(templates(), quote) < 0.75
 
 
 def test_a_benchmark_named_in_the_documentation_is_there() -> None:

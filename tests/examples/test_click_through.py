@@ -15,7 +15,9 @@ from anabranch.testing import LocalJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "click_through.py"
-SMALL = shlex.split("--steps 6 --batch 64 --lines 1000 --held-out-lines 500 --ids 50 --rows 512 --evaluate-every 3")
+SMALL = shlex.split(
+    "--steps 6 --batch 64 --lines 1000 --held-out-lines 500 --ids 50 --rows 512 --evaluate-every 3 --engine tape"
+)
 TIMINGS = {"seconds", "examples_per_second", "resumed_from", "out"}
 
 
@@ -49,7 +51,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 # The models.
 
 
-@pytest.mark.parametrize("name", ["wide-deep", "deepfm", "dcn"])
+@pytest.mark.parametrize(
+    "name", ["wide-deep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepfm", "dcn"))]
+)
 def test_each_model_is_near_the_best_auc_after_80_steps(name, tmp_path, capsys):
     arguments = shlex.split("--steps 80 --batch 512 --lines 41000 --held-out-lines 8000 --ids 50 --rows 8192 --model")
     result = run_here(capsys, *arguments, name, "--out", tmp_path)
@@ -59,6 +63,7 @@ def test_each_model_is_near_the_best_auc_after_80_steps(name, tmp_path, capsys):
     assert result["model"] == name
 
 
+@pytest.mark.slow
 def test_adults_format_is_learnt_too(tmp_path, capsys):
     arguments = shlex.split("--format adult --steps 80 --batch 512 --lines 41000 --held-out-lines 8000 --rows 8192")
     result = run_here(capsys, *arguments, "--out", tmp_path)
@@ -208,18 +213,18 @@ def test_a_batch_that_workers_cannot_share_equally_is_refused(tmp_path, capsys, 
 # Every communication mode.
 
 
-@pytest.mark.parametrize("mode", ["AllReduce", "PS", "Hybrid"])
-def test_one_process_alone_runs_every_mode_alike(mode, tmp_path, capsys):
+def test_one_process_alone_runs_every_mode_alike(tmp_path, capsys):
     alone = run_here(capsys, *SMALL, "--out", tmp_path / "alone")
-    other = run_here(capsys, *SMALL, "--comm-mode", mode, "--out", tmp_path / mode)
-    assert other["comm_mode"] == mode
-    assert other["log_loss"] == pytest.approx(alone["log_loss"], rel=1e-6)
-    assert other["auc"] == pytest.approx(alone["auc"], abs=1e-4)
+    for mode in ("AllReduce", "PS", "Hybrid"):
+        other = run_here(capsys, *SMALL, "--comm-mode", mode, "--out", tmp_path / mode)
+        assert other["comm_mode"] == mode
+        assert other["log_loss"] == pytest.approx(alone["log_loss"], rel=1e-6), mode
+        assert other["auc"] == pytest.approx(alone["auc"], abs=1e-4), mode
 
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param("AllReduce", marks=pytest.mark.slow), "PS", pytest.param("Hybrid", marks=pytest.mark.slow), "cached"],
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("AllReduce", "PS", "Hybrid")), "cached"],
 )
 def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")

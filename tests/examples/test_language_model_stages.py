@@ -10,7 +10,7 @@ import pytest
 from anabranch.testing import LocalJob
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "language_model.py"
-SMALL = ("--batch", "4", "--memory-rows", "512")
+SMALL = ("--batch", "4", "--memory-rows", "512", "--engine", "tape")
 
 
 def run_alone(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, object], str]:

@@ -58,8 +58,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["Hybrid", "PS"])
-@pytest.mark.parametrize("case", CASES)
+QUICK = [("Hybrid", "plain"), ("PS", "cached"), ("PS", "clipped"), ("Hybrid", "accumulated")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        pytest.param(mode, case, marks=() if (mode, case) in QUICK else pytest.mark.slow)
+        for mode in ("Hybrid", "PS")
+        for case in CASES
+    ],
+)
 def test_a_graph_with_parameters_on_servers_is_the_tape_to_the_bit(mode: str, case: str) -> None:
     theirs, _, _ = train("tape", mode, **CASES[case])
     mine, used, crossed = train("auto" if case == "cached" else "graph", mode, **CASES[case])

@@ -37,7 +37,7 @@ def test_a_killed_worker_is_named_on_the_others_at_once(mode: str, tmp_path: Pat
         facts = result.results[rank]
         assert facts is not None, result.logs[rank]
         assert "rank 1" in str(facts["peer"])  # rank 0 may be lost to it by then
-        assert float(str(facts["seconds"])) < 5.0
+        assert float(str(facts["seconds"])) < 30.0  # of 50
 
 
 @pytest.mark.slow

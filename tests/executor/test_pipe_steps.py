@@ -49,8 +49,8 @@ def test_a_pipe_in_one_process_trains_as_the_plain_loop(chosen: dict):
 @pytest.mark.parametrize(
     ("data", "pipeline", "balance"),
     [
-        (1, 2, [3, 4]),
         (2, 2, [4, 3]),
+        pytest.param(1, 2, [3, 4], marks=pytest.mark.slow),
         pytest.param(3, 1, [3, 4], marks=pytest.mark.slow),
         pytest.param(1, 3, [2, 2, 3], marks=pytest.mark.slow),
         pytest.param(3, 2, [3, 4], marks=pytest.mark.slow),

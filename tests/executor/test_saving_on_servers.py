@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,23 @@ def executor_of(model: Model, optimizer: str, mode: str | None, accumulate: int 
     return ab.Executor(steps, mode, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+MOVES = [
+    (("Hybrid", 2), ("Hybrid", 3)),
+    (("Hybrid", 0), (None, 0)),
+    ((None, 0), ("Hybrid", 1)),
+    (("PS", 1), ("Hybrid", 2)),
+    ((None, 0), ("PS", 2)),
+    (("PS", 0), (None, 0)),
+]
+MOVED = list(zip(cycle(OPTIMIZERS), MOVES))
+"""Every optimizer and every move; the other combinations are slow."""
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("optimizer", "first", "second"),
     [
-        (("Hybrid", 2), ("Hybrid", 3)),
-        (("Hybrid", 0), (None, 0)),
-        ((None, 0), ("Hybrid", 1)),
-        (("PS", 1), ("Hybrid", 2)),
-        ((None, 0), ("PS", 2)),
-        (("PS", 0), (None, 0)),
+        pytest.param(optimizer, *move, marks=() if (optimizer, move) in MOVED else pytest.mark.slow)
+        for optimizer, move in product(OPTIMIZERS, MOVES)
     ],
     ids=str,
 )

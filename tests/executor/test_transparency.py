@@ -50,7 +50,12 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("workers", "engine"),
-    [(1, "tape"), (2, "tape"), (4, "tape"), pytest.param(2, "graph", marks=pytest.mark.slow)],
+    [
+        (1, "tape"),
+        (2, "tape"),
+        pytest.param(4, "tape", marks=pytest.mark.slow),
+        pytest.param(2, "graph", marks=pytest.mark.slow),
+    ],
 )
 def test_workers_on_shards_equal_one_loop_on_the_whole_batch(workers: int, engine: str) -> None:
     cases = [{**case, "engine": engine} for case in CASES]

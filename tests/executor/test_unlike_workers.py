@@ -13,7 +13,7 @@ rank = ab.job().rank
 
 def executor(model, **options):
     step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    return ab.Executor(step, comm_mode="AllReduce", timeout=20, **options)
+    return ab.Executor(step, comm_mode="AllReduce", timeout=50, **options)
 """
 
 LAYOUTS = (
@@ -98,7 +98,7 @@ def test_workers_that_are_in_different_runs_say_so() -> None:
 
         step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
         said = []
-        with ab.Executor(step, comm_mode="AllReduce", timeout=20) as executor:
+        with ab.Executor(step, comm_mode="AllReduce", timeout=50) as executor:
             for rows in (2, 3, 2):
                 try:
                     executor.run(batch=torch.ones(rows, 2))

@@ -34,7 +34,7 @@ assert after == before, {name: (before[name], after[name]) for name in after if 
 """
 
 
-@pytest.mark.parametrize("bounds", ["0, 0", "3, 2"])
+@pytest.mark.parametrize("bounds", ["3, 2", pytest.param("0, 0", marks=pytest.mark.slow)])
 def test_no_cached_step_compiles_anything(bounds: str) -> None:
     """In a process of its own, for in this one the tests before have compiled everything."""
     pytest.importorskip("numba")

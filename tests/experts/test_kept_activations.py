@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, Outcome, Request
+from waiting import join
 
 
 class Counted(nn.Module):
@@ -131,7 +132,7 @@ def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
         args_schema=[TensorSpec(4, dtype=torch.float64)],
         keep_activations=keep,
         min_batch_size=10,
-        timeout=5.0,
+        timeout=60.0,
     )
     inputs = [torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (1, 2, 3, 4)]
     outputs: dict[int, Tensor] = {}
@@ -149,8 +150,7 @@ def test_requests_batched_together_get_their_own_gradients(keep: int) -> None:
             threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join(timeout=20)
+            join(*threads)
     assert backend.updates == 1
     reference = torch.optim.SGD(start.parameters(), lr=0.1)
     for x in inputs:
@@ -193,7 +193,7 @@ def test_changing_a_gradient_in_place_changes_no_other_and_no_answer() -> None:
 
 def test_two_backwards_of_one_forward_in_a_batch_are_not_taken_for_one_of_twice_the_gradient() -> None:
     module = nn.Linear(4, 4)
-    backend = backend_of(module, keep=8, min_batch_size=2, timeout=0.5)
+    backend = backend_of(module, keep=8, min_batch_size=2, timeout=60.0)
     x = torch.ones(2, 4, requires_grad=True)
     gradients: list[Tensor] = []
     with ExpertServer([backend]) as server:
@@ -206,8 +206,7 @@ def test_two_backwards_of_one_forward_in_a_batch_are_not_taken_for_one_of_twice_
         threads = [threading.Thread(target=backward) for _ in range(2)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(timeout=20)
+        join(*threads)
     assert backend.updates == 2
     assert len(gradients) == 2
     assert any(torch.allclose(gradient, expected) for gradient in gradients)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,7 +31,9 @@ from anabranch.experts.beam_search import beam_search
 from anabranch.experts.finder import Avoidance
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
-from anabranch.transport import Call, Server, Verb
+from anabranch.transport import Call, Client, Server, Verb
+from programs import Program, Programs
+from waiting import join
 
 SPEC = TensorSpec(4, dtype=torch.float64)
 
@@ -54,7 +52,7 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.open.wait(timeout=20)
+        self.open.wait(timeout=60)
         if self.fault is not None:
             raise self.fault
         return self.linear(x) * self.factor
@@ -73,7 +71,7 @@ def grid(
     with ExitStack() as stack:
         for index in range(servers):
             mine = list(backends.values())[index::servers]
-            stack.enter_context(ExpertServer(mine, directory=directory, heartbeat=0.5, drain_seconds=0.1))
+            stack.enter_context(ExpertServer(mine, directory=directory, drain_seconds=0.1))
         yield directory, experts, backends
 
 
@@ -220,11 +218,10 @@ def test_stragglers_are_not_waited_for_once_every_row_has_its_answers() -> None:
                 drain_seconds=0.1,
             ),
         ):
-            start = time.monotonic()
-            output = moe(x)
-            assert time.monotonic() - start < 5.0
+            before = moe.statistics().cancelled
+            output = moe(x)  # ends though the slow one does not
         assert close(output, by_hand(moe.gate, (3,), experts, x, 3, dead=["ffn.1"]))
-        assert moe.statistics().cancelled == 1
+        assert moe.statistics().cancelled == before + 1
         experts["ffn.1"].open.set()
 
 
@@ -243,10 +240,10 @@ def test_enough_is_counted_for_each_row_and_not_for_the_batch() -> None:
         moe(x)
         experts["ffn.1"].open.clear()
         # The other row has its answer long before.
-        late = threading.Timer(0.5, experts["ffn.1"].open.set)
+        late = threading.Timer(0.1, experts["ffn.1"].open.set)
         late.start()
         assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 1))  # type: ignore[arg-type]
-        late.join(timeout=10)
+        join(late)
         assert moe.statistics().cancelled == 0  # type: ignore[operator]
 
 
@@ -277,7 +274,7 @@ def test_a_gradient_that_does_not_come_back_counts_against_backward_k_min() -> N
             experts["ffn.1"].fault = None
 
 
-def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again() -> None:
+def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     avoidance = Avoidance(clock)
     avoidance.failed("ffn.0")
@@ -291,6 +288,7 @@ def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again() -> None
     assert avoidance.now() == {"ffn.0"}
     avoidance.answered("ffn.0")
     assert avoidance.now() == set()
+    monkeypatch.setattr("anabranch.experts.finder.Avoidance", lambda: Avoidance(clock))
     with grid(2) as (directory, experts, _):
         moe = mixture(directory, (2,), k_best=2)
         experts["ffn.0"].fault = RuntimeError("broken")
@@ -300,6 +298,9 @@ def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again() -> None
         calls = experts["ffn.0"].calls
         moe(torch.randn(2, 4, dtype=torch.float64))
         assert experts["ffn.0"].calls == calls
+        clock.advance(0.6)
+        moe(torch.randn(2, 4, dtype=torch.float64))
+        assert experts["ffn.0"].calls > calls
 
 
 def test_inputs_with_dimensions_between_and_further_arguments() -> None:
@@ -378,7 +379,7 @@ def test_contradictory_arguments_say_which(options: dict[str, object], says: str
     k=st.integers(1, 6),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     directory = Directory()
@@ -464,17 +465,15 @@ def test_a_mixture_finds_its_experts_through_a_directory_server() -> None:
 )
 def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Callable[[Directory], nn.Module]) -> None:
     def never(call: Call) -> None:
-        # It beats on, so that only the deadline ends the wait.
+        # Its beats are not due yet, so only the deadline ends the wait.
         asked.append(call)
 
     asked: list[Call] = []
     verbs = [Verb(f"directory.{name}", never) for name in ("lookup", "active")]
-    with Server(verbs, heartbeat=0.05, drain_seconds=0.01) as server:
+    with Server(verbs, heartbeat=30.0, drain_seconds=0.01) as server:
         module = make(Directory(server.endpoint))
-        start = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
             module(torch.ones(1, 4))
-        assert time.monotonic() - start < 5.0
         assert caught.value.peer == server.endpoint
         assert str(caught.value.operation).startswith("directory.")
         for call in asked:
@@ -483,10 +482,10 @@ def test_the_deadline_of_a_call_covers_its_questions_to_the_directory(make: Call
 
 def test_an_expert_that_never_says_what_it_takes_leaves_time_for_the_others() -> None:
     asked: list[Call] = []
-    silent = Server([Verb("expert.info", asked.append)], heartbeat=0.05, drain_seconds=0.01)
+    silent = Server([Verb("expert.info", asked.append)], heartbeat=30.0, drain_seconds=0.01)
     with grid(1) as (directory, experts, _), silent:
         directory.announce(["ffn.1"], silent.endpoint, ttl=60.0)
-        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=2.0)
+        moe = mixture(directory, (2,), k_best=2, k_min=1, forward_timeout=4.0)
         x = torch.randn(3, 4, dtype=torch.float64)
         assert close(moe(x), by_hand(moe.gate, (2,), experts, x, 2))
         for call in asked:
@@ -507,10 +506,8 @@ for j in range(2):
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     backends.append(ExpertBackend(f"ffn.{index}.{j}", module, optimizer, args_schema=[TensorSpec(8)]))
-print("ready", flush=True)
-sys.stdin.readline()
-with ExpertServer(backends, directory=directory, ttl=3.0, checkpoint_dir=f"{checkpoints}/{index}",
-                  checkpoint_seconds=0.5):
+with ExpertServer(backends, directory=directory, ttl=60.0, checkpoint_dir=f"{checkpoints}/{index}",
+                  checkpoint_seconds=0.1):
     print("up", flush=True)
     sys.stdin.read()
 """
@@ -527,28 +524,7 @@ def make_backends(index: int) -> list[ExpertBackend]:
     return backends
 
 
-class VictimProcess:
-    """A server in a process of its own, made long before it serves: importing torch takes seconds."""
-
-    def __init__(self, index: int, directory: str, checkpoints: str) -> None:
-        arguments = [sys.executable, "-c", VICTIM_PROCESS, str(index), directory, checkpoints]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def serve(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-        self.process.stdin.write("serve\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "up\n"
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
+STEPS = 60
 
 
 def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tuple[float, RemoteMixtureOfExperts]:
@@ -556,26 +532,22 @@ def train(directory: Directory, seed: int, between: Callable[[int], None]) -> tu
     torch.manual_seed(seed)
     rng = random.Random(seed)
     target = nn.Linear(8, 8)
-    moe = RemoteMixtureOfExperts(
-        8, (4, 2), directory, "ffn", k_best=4, k_min=1, forward_timeout=10.0, backward_timeout=10.0
-    )
     head = nn.Linear(8, 8)
-    optimizer = torch.optim.Adam([*moe.parameters(), *head.parameters()], lr=0.01)
-    losses: list[float] = []
-    for step in range(STEPS):
-        between(step)
-        generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-        x = torch.randn(32, 8, generator=generator)
-        y = target(x).detach() + 0.5 * torch.randn(32, 8, generator=generator)
-        loss = (head(x + moe(x)) - y).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return sum(losses[-20:]) / 20, moe
-
-
-STEPS = 120
+    with Client(retries=2) as client:
+        moe = RemoteMixtureOfExperts(8, (4, 2), directory, "ffn", k_best=4, k_min=1, client=client)
+        optimizer = torch.optim.Adam([*moe.parameters(), *head.parameters()], lr=0.01)
+        losses: list[float] = []
+        for step in range(STEPS):
+            between(step)
+            generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+            x = torch.randn(32, 8, generator=generator)
+            y = target(x).detach() + 0.5 * torch.randn(32, 8, generator=generator)
+            loss = (head(x + moe(x)) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return sum(losses[-20:]) / 20, moe
 
 
 def train_undisturbed(seed: int) -> float:
@@ -586,32 +558,42 @@ def train_undisturbed(seed: int) -> float:
         return train(directory, seed, lambda step: None)[0]
 
 
-def train_disturbed(checkpoints: str, seed: int) -> tuple[float, RemoteMixtureOfExperts]:
+def train_disturbed(
+    programs: Programs, clock: FakeClock, checkpoints: str, seed: int
+) -> tuple[float, RemoteMixtureOfExperts]:
     """The same while one of the four servers, in a process of its own, is killed and comes back in another."""
     with ExitStack() as stack:
         directory = stack.enter_context(DirectoryServer())
-        first, second = (VictimProcess(seed % 4, directory.endpoint, checkpoints) for _ in range(2))
-        stack.callback(first.kill)
-        stack.callback(second.kill)
+
+        def serve() -> Program:
+            arguments = (str(seed % 4), directory.endpoint, checkpoints)
+            process = stack.enter_context(programs.start(VICTIM_PROCESS, *arguments))
+            assert process.stdout.readline() == "up\n"
+            return process
+
         for index in range(4):
             if index != seed % 4:
                 stack.enter_context(ExpertServer(make_backends(index), directory=directory.endpoint))
-        first.serve()
+        first = serve()
 
         def between(step: int) -> None:
+            clock.advance(0.25)  # who fails is left alone for so many steps
             if step == STEPS // 3:
-                first.process.kill()
-                first.process.wait(timeout=10)
+                first.kill()
             if step == STEPS // 2:
-                second.serve()
+                serve()
 
         return train(Directory(directory.endpoint), seed, between)
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5)]])
-def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(tmp_path: Path, seed: int) -> None:
+def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(
+    tmp_path: Path, seed: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("anabranch.experts.finder.Avoidance", lambda: Avoidance(clock))
     undisturbed = train_undisturbed(seed)
-    disturbed, moe = train_disturbed(str(tmp_path), seed)
+    disturbed, moe = train_disturbed(programs, clock, str(tmp_path), seed)
     assert moe.statistics().failed.get("PeerLost", 0) > 0
     assert disturbed <= undisturbed * 1.02
     # The server that came back is used again.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from anabranch.errors import BoundaryError, Unauthorized
+from anabranch.errors import BoundaryError, NotFound, Unauthorized
 from anabranch.experts import (
     Directory,
     DirectoryServer,
@@ -20,7 +20,8 @@ from anabranch.experts import (
 )
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
-from anabranch.transport import make_keys
+from anabranch.transport import Client, make_keys
+from waiting import wait_until
 
 
 def backend() -> ExpertBackend:
@@ -64,18 +65,26 @@ def test_a_mixture_asks_again_for_the_schema_of_an_expert_that_comes_back_with_a
 def test_a_directory_that_lost_its_table_learns_it_again_from_the_servers(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     names = f"unix:{tmp_path}/names"
-    directory = Directory(names)
-    first = DirectoryServer(names)
-    with first, ExpertServer([backend()], directory=names, ttl=0.3):
-        expert = RemoteExpert("ffn.0", directory)
+    with Client(retries=2) as client, ExitStack() as stack:
+        directory = Directory(names)
+        first = stack.enter_context(ExitStack())
+        first.enter_context(DirectoryServer(names))
+        stack.enter_context(ExpertServer([backend()], directory=names, ttl=0.3))
+        expert = RemoteExpert("ffn.0", directory, client=client)
         assert expert(torch.ones(1, 4)).shape == (1, 4)
-        first._server.close()
-        with DirectoryServer(names):
-            until = time.monotonic() + 20
-            while not directory.lookup(["ffn.0"]) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert directory.active(["ffn"]) == {"ffn": [0]}
-            assert RemoteExpert("ffn.0", directory)(torch.ones(1, 4)).shape == (1, 4)
+        first.close()
+        stack.enter_context(DirectoryServer(names))
+        # Announced again and again, and on a busy machine perhaps forgotten in between.
+        wait_until(lambda: directory.lookup(["ffn.0"]))
+        wait_until(lambda: directory.active(["ffn"]) == {"ffn": [0]})
+
+        def served() -> bool:
+            try:
+                return RemoteExpert("ffn.0", directory, client=client)(torch.ones(1, 4)).shape == (1, 4)
+            except NotFound:
+                return False
+
+        wait_until(served)
 
 
 def test_workers_may_look_up_and_not_announce(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,58 +19,53 @@ from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
 from anabranch.experts import RemoteExpert, expand_uids, make_backends
 from anabranch.experts.layers import find_factory, make_optimizer
+from anabranch.transport import Client
+from programs import Program, Programs
+from waiting import join
+
+SERVE = "import sys; from anabranch.cli import main; sys.argv[0] = 'anabranch'; main()"
 
 
 @contextmanager
-def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "anabranch.cli", "serve", *arguments], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("listening on ")
-            yield process, line.removeprefix("listening on ").strip()
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            finally:
-                process.kill()
+def service(programs: Programs, *arguments: str) -> Iterator[tuple[Program, str]]:
+    with programs.start(SERVE, "serve", *arguments) as process:
+        line = process.stdout.readline()
+        assert line.startswith("listening on ")
+        yield process, line.removeprefix("listening on ").strip()
 
 
-def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path) -> None:
+def test_sigterm_under_load_drains_saves_and_exits_with_0(tmp_path: Path, programs: Programs) -> None:
     errors: list[BaseException] = []
     done = [0]
 
     def load() -> None:
-        expert = RemoteExpert("ffn.0", endpoint, forward_timeout=10.0, backward_timeout=10.0)
-        try:
-            while True:
-                expert(torch.ones(2, 8)).sum().backward()
-                done[0] += 1
-                if done[0] == 3:
-                    busy.set()
-        except BoundaryError as error:
-            errors.append(error)
+        with Client(retries=2) as client:
+            expert = RemoteExpert("ffn.0", endpoint, client=client)
+            try:
+                while True:
+                    expert(torch.ones(2, 8)).sum().backward()
+                    done[0] += 1
+                    if done[0] == 3:
+                        busy.set()
+            except BoundaryError as error:
+                errors.append(error)
 
     busy = threading.Event()
     options = ("--uids", "ffn.[0:2]", "--features", "8", "--checkpoint-dir", str(tmp_path / "saved"))
     with (
-        service("directory") as (_, directory),
-        service("experts", *options, "--directory", directory) as (
-            process,
-            endpoint,
-        ),
+        service(programs, "directory") as (names, directory),
+        service(programs, "experts", *options, "--directory", directory) as (process, endpoint),
     ):
-        thread = threading.Thread(target=load, daemon=True)
+        thread = threading.Thread(target=load)
         thread.start()
         assert busy.wait(timeout=60)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-        thread.join(timeout=30)
+        assert process.wait() == 0
+        join(thread)
         assert len(errors) == 1
         assert not Path(endpoint.removeprefix("unix:")).parent.exists()
+        names.send_signal(signal.SIGTERM)
+        assert names.wait() == 0
     assert (tmp_path / "saved" / "ffn.0").is_dir()
 
 
@@ -150,7 +143,7 @@ with ExpertServer([backend]) as server, torch.no_grad():
     expert, together = RemoteExpert("same.0", server.endpoint), threading.Barrier(8)
 
     def ask():
-        together.wait(timeout=30)
+        together.wait(timeout=60)
         for _ in range(3):
             with torch.no_grad():
                 expert(x)
@@ -161,13 +154,13 @@ with ExpertServer([backend]) as server, torch.no_grad():
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(timeout=30)
+        caller.join(timeout=60)
     print(len(os.listdir("/proc/self/task")) - before, threading.active_count())
 """
 
 
-def test_threads_that_read_bring_no_teams_of_threads_along() -> None:
-    done = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, timeout=60)
+def test_threads_that_read_bring_no_teams_of_threads_along(programs: Programs) -> None:
+    done = programs.run(TEAMS)
     assert done.returncode == 0, done.stderr
     more, python = map(int, done.stdout.split())
     # A thread a connection, what the one device thread computes with, and callers' threads whose end is under way.

@@ -15,12 +15,13 @@ from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost
 from anabranch.experts import Runtime, Task, TaskPool
 from anabranch.experts.task_pool import Unrepeatable
 from anabranch.testing import FakeClock
+from waiting import wait_until
 
 Outcome = Sequence[Tensor | None] | BaseException
 
 
 def task(rows: int, answers: list[Outcome], value: float = 1.0, **options: object) -> Task:
-    options.setdefault("deadline", Deadline.after(20.0))
+    options.setdefault("deadline", Deadline.after(600.0))
     return Task([torch.full((rows, 1), value)], rows, finish=answers.append, **options)  # type: ignore[arg-type]
 
 
@@ -58,7 +59,7 @@ def test_batches_are_filled_oldest_first_up_to_the_maximum() -> None:
 def test_a_request_over_the_maximum_is_split_and_answered_once() -> None:
     answers: list[Outcome] = []
     pool = TaskPool(lambda x: [2 * x, None], max_batch_size=3)
-    pool.submit(Task([torch.arange(8.0)[:, None]], 8, Deadline.after(20.0), answers.append))
+    pool.submit(Task([torch.arange(8.0)[:, None]], 8, Deadline.after(600.0), answers.append))
     while batch := pool.take_batch():
         pool.run(batch)
     assert len(answers) == 1
@@ -111,10 +112,10 @@ def test_the_pool_whose_task_waited_longest_goes_first() -> None:
     for pool, age in ((a, 1.0), (b, 3.0), (c, 2.0)):
         pool.submit(task(1, answers, arrived=now - age))
     done = threading.Event()
-    last = Task([torch.ones(1, 1)], 1, Deadline.after(20.0), lambda outcome: done.set())
+    last = Task([torch.ones(1, 1)], 1, Deadline.after(600.0), lambda outcome: done.set())
     with Runtime([a, b, c]):
         c.submit(last)
-        assert done.wait(timeout=10)
+        assert done.wait(timeout=60)
     assert order[:3] == ["b", "c", "a"]
 
 
@@ -142,7 +143,7 @@ def test_no_batch_runs_while_the_runtime_is_paused() -> None:
         with runtime.paused():
             pool.submit(task(1, answers))
             assert not ran.wait(timeout=0.1)
-        assert ran.wait(timeout=10)
+        assert ran.wait(timeout=60)
 
 
 def test_pools_without_tasks_are_not_looked_at_however_many_there_are() -> None:
@@ -157,77 +158,91 @@ def test_pools_without_tasks_are_not_looked_at_however_many_there_are() -> None:
     pools = [Watched(lambda x: [x], name=str(index)) for index in range(50)]
 
     def one() -> Task:
-        return Task([torch.ones(1, 1)], 1, Deadline.after(20.0), lambda outcome: done.release())
+        return Task([torch.ones(1, 1)], 1, Deadline.after(600.0), lambda outcome: done.release())
 
     pools[3].submit(one())  # before there is a runtime
     with Runtime(pools) as runtime:
-        assert done.acquire(timeout=10)
+        assert done.acquire(timeout=60)
         runtime.submit({pools[7]: [one()], pools[9]: [one()]})
         pools[8].submit(one())
         for _ in range(3):
-            assert done.acquire(timeout=10)
+            assert done.acquire(timeout=60)
     assert set(looked) == {"3", "7", "8", "9"}
 
 
-def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_the_device_thread() -> None:
-    ran: list[tuple[str, int]] = []
-    done = threading.Semaphore(0)
-    pause = threading.Event()
-    seconds = [0.0]
+class QuickPool:
+    """A pool that notes on which thread its batches run; each is as slow as the test wants."""
 
-    def process(x: Tensor) -> list[Tensor]:
-        pause.wait(timeout=seconds[0])
-        ran.append((threading.current_thread().name, x.shape[0]))
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+        self.seconds = 0.0
+        self.pool = TaskPool(self._process, min_batch_size=2, timeout=600.0)
+        self._done = threading.Semaphore(0)
+        self._never = threading.Event()
+
+    def _process(self, x: Tensor) -> list[Tensor]:
+        self._never.wait(timeout=self.seconds)
+        self.ran.append((threading.current_thread().name, x.shape[0]))
         return [x]
 
-    pool = TaskPool(process, min_batch_size=2, timeout=20.0)
-    here = threading.current_thread().name
+    def tasks(self, *rows: int) -> list[Task]:
+        return [Task([torch.ones(n, 1)], n, Deadline.after(600.0), lambda _: self._done.release()) for n in rows]
 
-    def submit(*rows: int, one_of_many: bool = False) -> None:
-        tasks = [Task([torch.ones(n, 1)], n, Deadline.after(20.0), lambda outcome: done.release()) for n in rows]
-        idle()
-        runtime.submit({pool: tasks}, one_of_many=one_of_many)
+    def submit(self, runtime: Runtime, *rows: int, one_of_many: bool = False) -> None:
+        wait_until(runtime.idle)
+        runtime.submit({self.pool: self.tasks(*rows)}, one_of_many=one_of_many)
 
-    def idle() -> None:
-        until = time.monotonic() + 10
-        while not runtime._sleeps_until and time.monotonic() < until:  # the device thread is about to look for work
-            time.sleep(0.001)
-
-    def known_as_quick() -> None:
-        idle()
-        pool._took.clear()
-        pool.note_seconds(2, 1e-6)
-
-    def finished(count: int) -> None:
+    def finished(self, count: int = 1) -> None:
         for _ in range(count):
-            assert done.acquire(timeout=10)
+            assert self._done.acquire(timeout=60)
 
-    with Runtime([pool]) as runtime:
-        submit(2)  # has never run
-        finished(1)
-        known_as_quick()
-        submit(1)
-        assert not done.acquire(blocking=False)  # too few rows are no batch, whoever looks
-        submit(1)
-        finished(2)
+    def nothing_finished(self) -> bool:
+        return not self._done.acquire(blocking=False)
+
+    def known_as_quick(self, runtime: Runtime) -> None:
+        wait_until(runtime.idle)
+        for _ in range(60):  # what is quicker is believed by half
+            self.pool.note_seconds(2, 1e-6)
+
+
+DEVICE = "anabranch-device"
+
+
+def test_what_is_known_to_be_quick_runs_where_it_is_submitted_and_all_else_on_the_device_thread() -> None:
+    quick, here = QuickPool(), threading.current_thread().name
+    with Runtime([quick.pool]) as runtime:
+        quick.submit(runtime, 2)  # has never run
+        quick.finished()
+        quick.known_as_quick(runtime)
+        quick.submit(runtime, 1)
+        assert quick.nothing_finished()  # too few rows are no batch, whoever looks
+        quick.submit(runtime, 1)
+        quick.finished(2)
+        quick.known_as_quick(runtime)
         with runtime.paused():
-            submit(2)
-            assert not done.acquire(timeout=0.05)
-        finished(1)
-        submit(100)  # larger than anything that was quick
-        finished(1)
-        known_as_quick()
-        runtime._threads = 2
-        submit(2, one_of_many=True)
-        finished(1)
-        known_as_quick()
-        seconds[0] = 0.01
-        submit(2)
-        finished(1)
-        submit(2)  # not so quick any more
-        finished(1)
-    device = "anabranch-device"
-    assert ran == [(device, 2), (here, 2), (device, 2), (device, 100), (device, 2), (here, 2), (device, 2)]
+            quick.submit(runtime, 2)
+            assert quick.nothing_finished()
+        quick.finished()
+        quick.submit(runtime, 100)  # larger than anything that was quick
+        quick.finished()
+        quick.known_as_quick(runtime)
+        quick.seconds = 0.01
+        quick.submit(runtime, 2)
+        quick.finished()
+        quick.submit(runtime, 2)  # not so quick any more
+        quick.finished()
+    assert quick.ran == [(DEVICE, 2), (here, 2), (DEVICE, 2), (DEVICE, 100), (here, 2), (DEVICE, 2)]
+
+
+def test_one_of_many_threads_runs_nothing_itself_where_torch_computes_with_several() -> None:
+    for threads, where in ((1, threading.current_thread().name), (2, DEVICE)):
+        torch.set_num_threads(threads)
+        quick = QuickPool()
+        with Runtime([quick.pool]) as runtime:
+            quick.known_as_quick(runtime)
+            quick.submit(runtime, 2, one_of_many=True)
+            quick.finished()
+        assert quick.ran == [(where, 2)]
 
 
 def test_leaving_a_runtime_fails_what_still_waits() -> None:

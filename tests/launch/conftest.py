@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from process_marks import MARK, marked_processes
 
+from anabranch.launch import local
+from anabranch.launch.forks import ForkServer, kept_fork_server
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> ForkServer:
+    """The one that this test run keeps, started before any test has marked what it starts."""
+    return kept_fork_server(os.environ)
+
 
 @pytest.fixture(autouse=True)
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def _shared_fork_server(monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> None:
+    """A job that a test launches takes the test run's: a second's import less for each."""
+    monkeypatch.setattr(local, "ForkServer", lambda environment: nullcontext(fork_server))
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> Iterator[str]:
     """Marks everything that the test starts; fails it if any of that outlives it."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)

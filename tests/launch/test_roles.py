@@ -21,6 +21,7 @@ from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, launch, local
 from anabranch.launch.place import tcp_place
+from anabranch.launch.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
 
@@ -53,7 +54,7 @@ def stand_by():
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert processes count as having served."""
-    monkeypatch.setattr(local, "_is_announced", lambda directory, uid: True)
+    monkeypatch.setattr(Rendezvous, "is_announced", lambda rendezvous, uid: True)
 
 
 def test_services_know_their_role_and_are_stopped_when_the_workers_have_ended(script: Script, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anabranch.launch.store import host_store
+from anabranch.launch.rendezvous import Rendezvous
 
 LISTENING = "0A"
 LOOPBACK = "0100007F"
@@ -18,5 +18,5 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def test_the_store_listens_on_the_loopback_alone() -> None:
-    store = host_store()
-    assert listening_addresses(store.port) == {LOOPBACK}
+    with Rendezvous(None) as rendezvous:
+        assert listening_addresses(rendezvous.port) == {LOOPBACK}

@@ -201,7 +201,7 @@ class Workers(RuleBasedStateMachine):
 
 
 TestWorkersMissNothingOlderThanTheBounds = Workers.TestCase
-TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
 
 
 def make(server: Server, **options: object) -> RowCache:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from anabranch.parameter_server.distinct_ids import distinct_ids
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from([1, 2, 100, 5000, 10**7, 2**40]), st.integers(0, 60), st.booleans()), max_size=5

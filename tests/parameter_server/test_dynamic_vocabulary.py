@@ -97,8 +97,8 @@ class _PlainMachine(_Machine):
 
 TestCompiledTableAgainstADictionary = _Machine.TestCase
 TestPlainTableAgainstADictionary = _PlainMachine.TestCase
-TestCompiledTableAgainstADictionary.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
-TestPlainTableAgainstADictionary.settings = settings(deadline=None, max_examples=40, stateful_step_count=20)
+TestCompiledTableAgainstADictionary.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
+TestPlainTableAgainstADictionary.settings = settings(deadline=None, max_examples=15, stateful_step_count=20)
 
 
 def make(kind: str | None = None, **options: object) -> RowTable:

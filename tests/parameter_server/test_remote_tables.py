@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-import threading
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 import torch
+from remote_tables_models import OPTIMIZERS, ROWS, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, PeerLost
-from anabranch.events import Event, subscribe
+from anabranch.errors import NotFound
 from anabranch.parameter_server import (
     Cache,
     ParameterClient,
     ParameterServer,
-    Pulled,
     RemoteEmbedding,
     RemoteTables,
-    RowWiseAdagrad,
     Worker,
 )
 from anabranch.testing import MemoryTransport
 
-ROWS, WIDTH, STEPS = 20, 16, 6
-OPTIMIZERS = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, fused=True),
-    "nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
-    "row-wise adagrad": functools.partial(RowWiseAdagrad, lr=0.1),
-    "adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01, fused=True),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-}
+pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
+
+STEPS = 6
 
 
 class Bags(nn.Module):
@@ -129,7 +117,7 @@ def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, cons
         model = nn.Sequential(copy.deepcopy(start))
         mine = make(model.parameters())
         with ParameterClient(
-            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=30
+            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=60
         ) as client:
             tables = RemoteTables(client, cache=cache)
             tables.adopt(model, ["0.weight"], mine)
@@ -148,7 +136,7 @@ def test_workers_on_unequal_parts_are_one_on_the_whole(cache: Cache | None, cons
         endpoints = [stack.enter_context(ParameterServer(k, 2, transport=network)).endpoint for k in range(2)]
         with ThreadPoolExecutor(world) as pool:
             for future in [pool.submit(work, rank, endpoints, network) for rank in range(world)]:
-                future.result(timeout=60)
+                future.result(timeout=120)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -190,7 +178,7 @@ def test_what_waits_in_rows_that_leave_is_pushed_once(dtype: torch.dtype) -> Non
     with ParameterClient() as client:
         tables = RemoteTables(client, cache=Cache("LRU", capacity=4, pull_bound=50, push_bound=50))
         tables.adopt(model, ["0.weight"], torch.optim.SGD(model.parameters(), lr=0.125))
-        for step in range(30):
+        for step in range(20):
             ids = (torch.arange(3) * step) % ROWS
             tables.begin(step)
             for one in (plain, model):
@@ -199,7 +187,7 @@ def test_what_waits_in_rows_that_leave_is_pushed_once(dtype: torch.dtype) -> Non
             optimizer.step()
             optimizer.zero_grad()
         tables.close()
-        assert tables.statistics()["0.weight"].evictions > 10
+        assert tables.statistics()["0.weight"].evictions > 5
         tolerance = 1e-12 if dtype == torch.float64 else 0.05
         torch.testing.assert_close(client.pull("0.weight"), plain.weight.detach(), rtol=tolerance, atol=tolerance)
 
@@ -295,458 +283,3 @@ def test_remote_embeddings_of_a_model_join_its_tables() -> None:
         tables.push()
         found = client.statistics()[0].tables["a"]
         assert (found.rows, found.step, found.rows_pushed) == (2, 1, 2)
-
-
-@pytest.mark.parametrize("pull_bound", [0, 3])
-def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: int) -> None:
-    """The order of events says so, and the result is that without prefetching."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]
-    start = nn.Embedding(ROWS, WIDTH)
-    make = OPTIMIZERS["adagrad"]
-    plain = copy.deepcopy(start)
-    optimizer = make(plain.parameters())
-    model = nn.Sequential(copy.deepcopy(start))
-    log: list[str] = []
-    fetched = threading.Event()
-
-    def note(event: Event) -> None:
-        if event.name == "tables.prefetch":
-            log.append("prefetch")
-            fetched.set()
-
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: Tensor) -> Tensor:
-            fetched.wait(timeout=10)
-            log.append("backward ends")
-            return grad
-
-    with ParameterClient() as client, subscribe(note):
-        cache = Cache(capacity=ROWS, pull_bound=pull_bound)
-        with RemoteTables(client, cache=cache) as tables:
-            tables.adopt(model, ["0.weight"], make(model.parameters()))
-            for step in range(STEPS):
-                tables.begin(step)
-                found, wanted = model(batches[step]), plain(batches[step])
-                assert torch.equal(found, wanted)
-                fetched.clear()
-                ((caches, coming),) = tables._by_cache({"0.weight": torch.unique(batches[step + 1])})
-                if not caches.ahead(coming, step, training=True).ids:
-                    fetched.set()
-                tables.prefetch({"0.weight": batches[step + 1]})
-                Wait.apply(found).square().sum().backward()
-                wanted.square().sum().backward()
-                tables.push()
-                optimizer.step()
-                optimizer.zero_grad()
-        first = log.index("prefetch")
-        assert log[first + 1] == "backward ends"
-
-
-def test_prefetching_needs_a_cache() -> None:
-    with ParameterClient() as client, pytest.raises(ValueError, match="cache"):
-        RemoteTables(client).prefetch({})
-
-
-@pytest.mark.parametrize("way", ["flushed", "due in a step without rows"])
-@pytest.mark.parametrize("mean", [True, False])
-def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool, way: str) -> None:
-    """Flushed gradients once counted as if their worker were alone, and those due in a step without rows not at all."""
-    network = MemoryTransport()
-    ids, weights = torch.tensor([1]), [1.0, 3.0]
-    with ExitStack() as stack:
-        server = stack.enter_context(ParameterServer(transport=network))
-        enter = stack.enter_context
-        bare = enter(ParameterClient([server.endpoint], transport=network))
-        models = []
-        for rank in range(2):
-            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
-            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-            tables = RemoteTables(client, cache=Cache(capacity=4, pull_bound=2, push_bound=2))
-            tables.adopt_modules(table)
-            models.append((table, tables))
-
-        def steps(rank: int) -> None:
-            table, tables = models[rank]
-            tables.begin(0)
-            table(ids).sum().backward()
-            tables.push(weights[rank], mean=mean)
-            for step in (1, 2):
-                if way != "flushed":
-                    tables.begin(step)
-                    tables.push(0.0 if mean else 1.0, mean=mean)
-            tables.flush()
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(steps, range(2)))
-        assert torch.equal(-bare.sparse_pull("t", ids), torch.full((1, 2), 1.0 if mean else 2.0))
-
-
-class _Gate:
-    """A client whose pushes do not leave before they are let."""
-
-    def __init__(self, client: ParameterClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        self.failure: Exception | None = None
-        self._push = client.push_many
-        monkeypatch.setattr(client, "push_many", self.push_many)
-
-    def push_many(self, *args: Any, **options: Any) -> None:
-        assert self.opened.wait(timeout=30)
-        if self.failure is not None:
-            raise self.failure
-        self._push(*args, **options)
-
-
-def _table_and_its_twin(
-    make: Callable[..., torch.optim.Optimizer],
-) -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-    plain = nn.Embedding(ROWS, WIDTH)
-    model = nn.Sequential(copy.deepcopy(plain))
-    return model, plain, [make(model.parameters()), make(plain.parameters())]
-
-
-def _one_step(model: nn.Module, plain: nn.Module, own: torch.optim.Optimizer, ids: Tensor) -> None:
-    """Compares what both read, and has both go back; only the twin moves here."""
-    torch.testing.assert_close(model(ids), plain(ids), rtol=1e-5, atol=1e-6)
-    for one in (model, plain):
-        one(ids).square().sum().backward()
-    own.step()
-    own.zero_grad()
-
-
-def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    everyone = torch.arange(ROWS)
-    with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, monkeypatch)
-        tables.begin(0)
-        _one_step(model, plain, own, everyone)
-        gate.opened.set()
-        tables.push()  # of nothing yet
-        tables.begin(1)
-        _one_step(model, plain, own, everyone)
-        tables._arrive()
-        gate.opened.clear()
-        tables.push()  # of both steps, which returns though nothing leaves
-        tables.begin(2)
-        _one_step(model, plain, own, everyone)
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
-        gate.opened.set()
-        tables.push()
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == ROWS
-        tables.close()
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
-
-
-def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The push leaves when the read has begun to wait for it: who does not wait reads too early, or nothing."""
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache("LFUOpt", capacity=1, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, monkeypatch)
-        arrive = tables._arrive
-
-        def let() -> None:
-            gate.opened.set()
-            arrive()
-
-        monkeypatch.setattr(tables, "_arrive", let)
-        for step in range(4):
-            tables.begin(step)
-            _one_step(model, plain, own, torch.tensor([1, 2, 3]))
-            gate.opened.clear()
-            tables.push()
-        tables.close()
-
-
-def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
-    ids = torch.tensor([1, 2])
-    with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, monkeypatch)
-        gate.opened.set()
-        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
-        tables.begin(0)
-        _one_step(model, plain, own, ids)
-        tables.push()
-        for call in (tables.push, tables.flush, lambda: model(torch.tensor([5]))):
-            with pytest.raises(DeadlineExceeded, match="gone"):
-                call()
-        gate.failure = None
-        tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
-        tables.begin(1)
-        assert torch.equal(model(ids), client.pull("0.weight")[ids])
-        tables.close()
-
-
-def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a push from before would move what a checkpoint has put back."""
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
-    with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, monkeypatch)
-        tables.begin(0)
-        _one_step(model, plain, own, torch.tensor([1, 2]))
-        tables.push()
-        dropped = thread.submit(tables.drop_caches)
-        assert not futures.wait([dropped], timeout=0.2).done
-        gate.opened.set()
-        dropped.result(timeout=30)
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
-        tables.close()
-
-
-def test_gradients_that_are_no_numbers_are_refused_and_spoil_no_cached_row() -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    ids = torch.tensor([1, 2])
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            for step in range(3):
-                tables.begin(step)
-                _one_step(model, plain, own, ids)
-                tables.push()
-            tables.begin(3)
-            (model(ids) * torch.tensor(math.nan)).sum().backward()
-            with pytest.raises(NonFinite, match="0.weight"):
-                tables.push()
-            tables.begin(3)
-            _one_step(model, plain, own, ids)
-            tables.push()
-        assert sum(client.statistics()[0].refused_values.values()) == 1
-        torch.testing.assert_close(client.pull("0.weight")[ids], plain.weight[ids], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
-def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS[name])
-    draw = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, ROWS, (3,), generator=draw).unique() for _ in range(60)]
-    reads: list[int] = []
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=9, push_bound=9)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            pull = client.pull_many
-
-            def noted(*args: Any, ahead: bool = False, **options: Any) -> dict[str, Pulled]:
-                reads.extend([] if ahead else [tables._step])
-                return pull(*args, ahead=ahead, **options)
-
-            monkeypatch.setattr(client, "pull_many", noted)
-            for step, ids in enumerate(batches[:-1]):
-                tables.begin(step)
-                found = model(ids)
-                tables.prefetch({"0.weight": batches[step + 1]})
-                if name == "sgd":  # of the others a sum of gradients is no sum of steps
-                    torch.testing.assert_close(found, plain(ids), rtol=1e-4, atol=1e-5)
-                for rows in (found, plain(ids)):
-                    rows.sum().backward()
-                tables.push()
-                own.step()
-                own.zero_grad()
-            assert reads == [0]
-        if name == "sgd":
-            torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_of_a_row_whose_state_was_asked_for_wait_for_it() -> None:
-    """Else its first gradient is pushed, and the state that comes is too old to be of use."""
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
-    ids = torch.tensor([1, 2])
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            for step in range(4):
-                tables.begin(step)
-                found = model(ids)
-                tables.prefetch({"0.weight": ids})
-                torch.testing.assert_close(found, plain(ids), rtol=1e-5, atol=1e-6)
-                for rows in (found, plain(ids)):
-                    rows.square().sum().backward()
-                tables.push()
-                own.step()
-                own.zero_grad()
-            tables.begin(4)
-            assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
-        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
-
-
-def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
-    """Asked before the other worker's push of the step before, it is answered after it."""
-    network = MemoryTransport()
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        server = enter(ParameterServer(transport=network))
-        sides = []
-        for rank in range(2):
-            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
-            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-            cache = Cache(capacity=ROWS, pull_bound=50, push_bound=50) if rank == 0 else None
-            sides.append((table, RemoteTables(client, cache=cache)))
-            sides[-1][1].adopt_modules(table)
-        (table, tables), (other, others) = sides
-        tables.begin(0)
-        tables.push(mean=False)
-        tables.begin(1)
-        tables.prefetch({"t": torch.tensor([7])})
-        assert tables._coming is not None
-        # However long it is waited for: the other one has not pushed.
-        assert not futures.wait([tables._coming[1]], timeout=0.2).done
-        others.begin(0)
-        other(torch.tensor([7])).sum().backward()
-        others.push(mean=False)
-        others.begin(1)
-        others.push(mean=False)
-        tables.push(mean=False)
-        tables.begin(2)
-        assert torch.equal(table(torch.tensor([7])), torch.full((1, 2), -1.0))
-        tables.close()
-
-
-@contextmanager
-def _row_1_left() -> Iterator[tuple[ParameterClient, RemoteTables, nn.Module, nn.Module, torch.optim.Optimizer]]:
-    """In step 1 row 2 has been read in the place of row 1, whose gradient of step 0 waits."""
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    with (
-        ParameterClient() as client,
-        RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables,
-    ):
-        tables.adopt(model, ["0.weight"], theirs)
-        tables.begin(0)
-        _one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
-        tables.begin(1)
-        model(torch.tensor([2]))
-        yield client, tables, model, plain, own
-
-
-def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
-    with _row_1_left() as (client, tables, model, plain, own):
-        _one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
-        tables.flush()
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
-
-
-def test_what_left_before_the_servers_rows_were_replaced_is_not_pushed_after() -> None:
-    with _row_1_left() as (client, tables, *_):
-        wanted = client.pull("0.weight")  # the step fails, so a checkpoint is loaded
-        tables.drop_caches()
-        tables.begin(1)
-        tables.push()
-        tables.flush()
-        assert torch.equal(client.pull("0.weight"), wanted)
-
-
-def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
-    """What lies beside the steps counts by the workers' shares in the last one, so it waits for all of that."""
-    network = MemoryTransport()
-    lost = threading.Event()
-
-    def watch() -> None:
-        if lost.is_set():
-            raise PeerLost("rank 1 is lost", peer="rank 1")
-
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        server = enter(ParameterServer(transport=network))
-        enter(ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2)))
-        client = enter(
-            ParameterClient(
-                [server.endpoint], transport=network, worker=Worker(0, 2), watch=watch, heartbeat=0.05, timeout=20.0
-            )
-        )
-        table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt_modules(table)
-        tables.begin(0)
-        table(torch.tensor([7])).sum().backward()
-        tables.push(mean=False)
-        lost.set()
-        with pytest.raises(PeerLost, match="rank 1"):
-            tables.flush()
-        client.close()
-        tables.abandon()
-
-
-def test_a_push_that_overruns_its_deadline_is_said_to() -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
-    with ParameterClient(timeout=0.3, heartbeat=0.05) as client, pytest.MonkeyPatch.context() as patch:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, patch)
-        tables.begin(0)
-        _one_step(model, plain, own, torch.tensor([1]))
-        tables.push()
-        with pytest.raises(DeadlineExceeded, match="push"):
-            tables.flush()
-        gate.opened.set()
-        tables.abandon()
-
-
-def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
-    """A step later this worker would wait for the others in that step, and they for its push."""
-    model, _, (theirs, _) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
-        tables.adopt(model, ["0.weight"], theirs)
-        tables.begin(0)
-        (model(torch.tensor([1])) * 3e38).sum().backward()
-        tables.push()
-        tables.begin(1)
-        (model(torch.tensor([1])) * 3e38).sum().backward()
-        with pytest.raises(NonFinite, match="0.weight"):
-            tables.push()
-        tables.abandon()
-
-
-def test_a_dense_gradient_that_is_no_number_takes_nothing_out_of_the_cache() -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["sgd"])
-    ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
-    with ParameterClient() as client:
-        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=2)) as tables:
-            tables.adopt(model, ["0.weight"], theirs)
-            rule = tables._sources["0.weight"].rule()
-            client.init_dense("bias", torch.zeros(2), rule)
-            for step in range(2):
-                tables.begin(step)
-                _one_step(model, plain, own, ids)
-                tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
-            tables.begin(2)
-            model(ids).sum().backward()
-            with pytest.raises(NonFinite, match="bias"):
-                tables.push(beside={"bias": (nothing, torch.full((2,), math.nan), rule)})
-            tables.begin(2)
-            _one_step(model, plain, own, ids)
-            tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
-        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
-
-
-def test_closing_ends_the_threads_though_a_push_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain, (theirs, own) = _table_and_its_twin(OPTIMIZERS["adagrad"])
-    with ParameterClient() as client:
-        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
-        tables.adopt(model, ["0.weight"], theirs)
-        gate = _Gate(client, monkeypatch)
-        gate.opened.set()
-        tables.begin(0)
-        _one_step(model, plain, own, torch.tensor([1]))
-        tables.prefetch({"0.weight": torch.tensor([2])})
-        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
-        tables.push()
-        with pytest.raises(DeadlineExceeded, match="gone"):
-            tables.close()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-p")]

@@ -30,6 +30,8 @@ from anabranch.parameter_server.row_table import RowTable
 from anabranch.parameter_server.shard import Shard
 from anabranch.testing import MemoryTransport
 
+pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
+
 SGD = RowOptimizer(Family.SGD, lr=0.5)
 ADAGRAD = RowOptimizer(Family.ADAGRAD, lr=0.5, eps=1e-10)
 ROW_WISE = RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=0.5, eps=1e-10)
@@ -144,31 +146,30 @@ def test_a_shard_that_did_not_go_on_from_where_it_was_knows_of_nothing_known(tmp
             listen=listen, transport=network, durability="checkpoint", checkpoint_dir=tmp_path / "state"
         )
 
-    with serve("memory:one") as server, ParameterClient([server.endpoint], transport=network) as client:
-        client.init_table(spec, SGD)
-        client.push_many({"t": (ids[:1], ones)})
-        server.checkpoint()
-        shutil.copytree(tmp_path / "state", tmp_path / "aside")
-        for _ in range(3):
-            client.push_many({"t": (ids[1:2], ones)})
-        first = client.pull_many({"t": ids})["t"]
-        same = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
-        assert not len(same.rows)
-    shutil.rmtree(tmp_path / "state")
-    shutil.move(tmp_path / "aside", tmp_path / "state")
-    with serve("memory:two") as server:
-        with ParameterClient([server.endpoint], transport=network) as other:
-            for _ in range(5):  # beyond where it was
-                other.push_many({"t": (ids[2:3], ones)})
-        with ParameterClient([server.endpoint], transport=network) as other:
-            other._clocks, other._holdings = client._clocks, client._holdings  # who was there before
-            again = other.pull_many({"t": ids}, known={"t": first.versions})["t"]
+    with ParameterClient(["memory:one"], transport=network) as client:
+        with serve("memory:one") as server:
+            client.init_table(spec, SGD)
+            client.push_many({"t": (ids[:1], ones)})
+            server.checkpoint()
+            shutil.copytree(tmp_path / "state", tmp_path / "aside")
+            for _ in range(3):
+                client.push_many({"t": (ids[1:2], ones)})
+            first = client.pull_many({"t": ids})["t"]
+            same = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
+            assert not len(same.rows)
+        shutil.rmtree(tmp_path / "state")
+        shutil.move(tmp_path / "aside", tmp_path / "state")
+        with serve("memory:one"):
+            with ParameterClient(["memory:one"], transport=network) as other:
+                for _ in range(5):  # beyond where it was
+                    other.push_many({"t": (ids[2:3], ones)})
+            again = client.pull_many({"t": ids}, known={"t": first.versions})["t"]
             assert again.positions.tolist() == [0, 1, 2, 3]
             assert again.rows[:, 0].tolist() == [-0.5, 0.0, -2.5, 0.0]
             assert (again.versions > first.versions).all()
             mixed = torch.tensor([int(again.versions[0]), int(first.versions[1]), -1, int(again.versions[3])])
-            assert other.pull_many({"t": ids}, known={"t": mixed})["t"].positions.tolist() == [1, 2]
-            assert len(other.pull_many({"t": ids}, known={"t": first.versions})["t"].rows) == 4
+            assert client.pull_many({"t": ids}, known={"t": mixed})["t"].positions.tolist() == [1, 2]
+            assert len(client.pull_many({"t": ids}, known={"t": first.versions})["t"].rows) == 4
 
 
 @pytest.mark.parametrize("how", ["drop", "restore"])

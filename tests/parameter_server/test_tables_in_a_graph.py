@@ -133,7 +133,7 @@ def test_a_lost_server_ends_a_graph_run_as_it_ends_the_tape_and_the_next_run_goe
     program = StepProgram(model, loss, [optimizer])
     ids = torch.arange(8).reshape(2, 4)
     with ParameterServer() as server:
-        client = ParameterClient([server.endpoint], timeout=1.0)
+        client = ParameterClient([server.endpoint], retries=2)
         tables = RemoteTables(client)
         tables.adopt_modules(model, optimizer)
         tables.begin(0)

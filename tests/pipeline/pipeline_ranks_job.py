@@ -384,7 +384,7 @@ def mistakes() -> dict:
 
         started = time.monotonic()
         caught = raised_by(partial(pipe.step, x, target, loss=refuse))
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 15.0  # not by the deadline
         assert caught is error if last == RANK else words in str(caught)
         step(pipe, x, target)
     pipe.close()

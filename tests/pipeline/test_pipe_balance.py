@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import (
     Action,
     Kind,
+    balance,
     balance_by_size,
     balance_by_time,
     draw,
@@ -29,11 +30,17 @@ from anabranch.pipeline import (
     simulate,
 )
 from anabranch.pipeline.balance import _cut
+from anabranch.testing import FakeClock
 
 PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
 
 
+_clock = FakeClock()
+
+
 class Busy(nn.Module):
+    """Takes its time on a clock that stands still otherwise."""
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
@@ -47,12 +54,12 @@ class _Busy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, seconds):
         ctx.seconds = seconds
-        time.sleep(seconds)
+        _clock.advance(seconds)
         return x * weight
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(2 * ctx.seconds)
+        _clock.advance(2 * ctx.seconds)
         return grad, grad.sum(), None
 
 
@@ -85,7 +92,8 @@ def test_no_cut_has_a_cheaper_dearest_stage(case: tuple[list[int], list[int], in
     assert dearest(found) == min(map(dearest, every))
 
 
-def test_time_is_forward_and_backward_of_each_layer():
+def test_time_is_forward_and_backward_of_each_layer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=_clock))
     model = nn.Sequential(Busy(0.006), Busy(0.002), Busy(0.002), Busy(0.002))
     assert balance_by_time(2, model, torch.randn(2, 3)) == [1, 3]
 

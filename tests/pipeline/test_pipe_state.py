@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.events import on_fault_point, subscribe
 from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
+from covering import pairwise
 
 
 def normed_model() -> nn.Sequential:
@@ -45,10 +46,10 @@ def test_evaluation_uses_and_keeps_the_running_statistics():
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("rows", [8, 7])
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBV"])
+@pytest.mark.parametrize(
+    ("momentum", "rows", "checkpoint", "schedule"),
+    pairwise((0.1, None), (8, 7), ("always", "never"), ("GPipe", "Interleaved1F1B", "ZBV")),
+)
 def test_deferred_batch_norm_has_the_whole_batchs_statistics(
     momentum: float | None, rows: int, checkpoint: str, schedule: str
 ):

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from anabranch.testing import LocalJob
+from quick_processes import start_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
 
 
 def alone(out: Path, steps: int) -> dict:
-    arguments = [sys.executable, str(SCRIPT), "--steps", str(steps), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    text = subprocess.run(arguments, env=environment, timeout=200, check=True, capture_output=True, text=True).stdout
+    process = start_script(SCRIPT, "--steps", str(steps), "--out", str(out))
+    try:
+        text, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors
     return json.loads(text.splitlines()[-1])
 
 
 def test_one_process_and_two_workers_have_the_same_loss_curve(tmp_path: Path):
-    found = alone(tmp_path / "one", steps=8)
-    results = LocalJob(2, timeout=100).run(SCRIPT, "--steps", "8", "--out", str(tmp_path / "two")).check().results
+    found = alone(tmp_path / "one", steps=3)
+    results = LocalJob(2, timeout=100).run(SCRIPT, "--steps", "3", "--out", str(tmp_path / "two")).check().results
     assert results[0] == found
     assert (tmp_path / "one/losses.json").read_text() == (tmp_path / "two/losses.json").read_text()
     for name in ("digits.png", "loss.png", "schedule.svg"):

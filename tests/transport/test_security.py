@@ -6,9 +6,7 @@ import os
 import socket
 import ssl
 import stat
-import subprocess
-import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.transport import Call, Client, Request, Server, SocketTransport, Verb, make_keys
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.streams import Peer
+from programs import Programs
 
 
 def echo(call: Call) -> None:
@@ -29,7 +28,7 @@ ECHO = Verb("echo", echo)
 
 
 def soon() -> Deadline:
-    return Deadline.after(20.0)
+    return Deadline.after(60.0)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_tcp_without_certificates_is_refused_unless_spelled_out(monkeypatch: pyt
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
 
 
-@pytest.mark.parametrize("size", [1, 100_000, 3_000_000])
+@pytest.mark.parametrize("size", [1, 1_000_000])
 def test_certified_peers_speak_over_tls(keys: Path, size: int) -> None:
     tensor = torch.randn(size)
     with (
@@ -80,24 +79,30 @@ def test_the_environment_may_name_the_keys(keys: Path, monkeypatch: pytest.Monke
 
 
 def test_beats_pass_under_tls_while_a_call_waits(keys: Path) -> None:
-    calls: list[Call] = []
+    """The call is answered when three beats have been sent, and by then it has received them: they come in order."""
+    beaten = threading.Semaphore(0)
+
+    def healthy() -> bool:
+        beaten.release()  # asked before each beat
+        return True
+
+    def wait(call: Call) -> None:
+        for _ in range(4):
+            assert beaten.acquire(timeout=60)
+        call.reply()
+
     with (
-        Server(
-            [Verb("wait", calls.append)], listen="tcp://127.0.0.1:0", keys=keys, heartbeat=0.25, drain_seconds=0.01
-        ) as server,
+        Server([Verb("wait", wait)], listen="tcp://127.0.0.1:0", keys=keys, heartbeat=0.05, healthy=healthy) as server,
         Client(keys=keys) as client,
     ):
-        outcome = client.gather([Request(server.endpoint, "wait")], Deadline.after(1.3))[0]
-        assert type(outcome).__name__ == "DeadlineExceeded"
-        calls[0].drop()
+        assert client.call(Request(server.endpoint, "wait"), soon()).payload == b""
 
 
-def refused_in(client: Client, endpoint: str) -> float:
-    start = time.monotonic()
+def refused(client: Client, endpoint: str) -> None:
+    """At once, for nothing else ends the call before its deadline, which is another error."""
     with pytest.raises(Unauthorized) as caught:
         client.call(Request(endpoint, "echo"), soon())
     assert caught.value.peer == endpoint
-    return time.monotonic() - start
 
 
 def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path, tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         for folder in (foreign_keys, mixed):
             with Client(keys=folder) as client:
-                assert refused_in(client, server.endpoint) < 1.0
+                refused(client, server.endpoint)
         with Client(keys=keys) as client:
             assert client.call(Request(server.endpoint, "echo"), soon())
 
@@ -121,14 +126,14 @@ def test_an_expired_certificate_is_told_so_at_once(keys: Path, tmp_path: Path) -
         (tmp_path / name).chmod(0o600)
     make_keys(tmp_path, roles=["worker"], days=-0.01)
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=tmp_path) as client:
-        assert refused_in(client, server.endpoint) < 1.0
+        refused(client, server.endpoint)
 
 
 def test_a_role_that_may_not_ask_is_told_so(keys: Path) -> None:
     verb = Verb("echo", echo, roles=frozenset({"worker"}))
     with Server([verb], listen="tcp://127.0.0.1:0", keys=keys) as server:
         with Client(keys=keys, role="directory") as client:
-            refused_in(client, server.endpoint)
+            refused(client, server.endpoint)
         with Client(keys=keys) as client:
             assert client.call(Request(server.endpoint, "echo"), soon())
 
@@ -137,11 +142,9 @@ def test_a_peer_without_tls_is_told_so_at_once(keys: Path) -> None:
     with (
         Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
         Client(insecure=True) as client,
+        pytest.raises(Unauthorized, match="peers with certificates alone"),
     ):
-        start = time.monotonic()
-        with pytest.raises(Unauthorized, match="peers with certificates alone"):
-            client.call(Request(server.endpoint, "echo"), soon())
-        assert time.monotonic() - start < 1.0
+        client.call(Request(server.endpoint, "echo"), soon())
 
 
 def test_a_server_without_tls_is_refused_by_a_client_with_keys(keys: Path) -> None:
@@ -160,14 +163,12 @@ def test_a_peer_without_a_certificate_gets_nothing_and_is_told_so(keys: Path) ->
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")
         with (
-            socket.create_connection((host, int(port)), timeout=10) as plain,
+            socket.create_connection((host, int(port)), timeout=60) as plain,
             context.wrap_socket(plain) as sock,
         ):
             sock.sendall(b"".join(bytes(part) for part in encode(Hello())))
-            start = time.monotonic()
             with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
                 sock.recv(1)
-            assert time.monotonic() - start < 1.0
 
 
 def test_an_old_tls_version_is_refused(keys: Path) -> None:
@@ -180,7 +181,7 @@ def test_an_old_tls_version_is_refused(keys: Path) -> None:
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")
         with (
-            socket.create_connection((host, int(port)), timeout=10) as plain,
+            socket.create_connection((host, int(port)), timeout=60) as plain,
             pytest.raises(ssl.SSLError),
         ):
             context.wrap_socket(plain)
@@ -234,27 +235,26 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
         Server([ECHO], listen=f"unix:{folder}/{'x' * 120}")
 
 
-def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path) -> None:
+LISTENS = """
+import sys
+from anabranch.transport import Server, Verb
+
+with Server([Verb("echo", lambda call: call.reply())], listen=sys.argv[1]):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_live_path_cannot_be_taken_and_a_dead_one_can(tmp_path: Path, programs: Programs) -> None:
     folder = private(tmp_path / "run")
     endpoint = f"unix:{folder}/socket"
-    program = (
-        "import os, signal, sys\n"
-        "from anabranch.transport import Server, Verb\n"
-        "with Server([Verb('echo', lambda call: call.reply())], listen=sys.argv[1]):\n"
-        "    print('up', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+    with programs.start(LISTENS, endpoint) as process:
         assert process.stdout.readline() == "up\n"
         with pytest.raises(ValueError, match="live process"):
             Server([ECHO], listen=endpoint)
         with Client() as client:
             assert client.call(Request(endpoint, "echo"), soon())
         process.kill()
-        process.wait(timeout=10)
     assert (folder / "socket").exists()
     with Server([ECHO], listen=endpoint) as server, Client() as client:
         assert client.call(Request(server.endpoint, "echo"), soon())

@@ -7,8 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +29,9 @@ from anabranch.transport import (
 )
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.once import OnceTable
+from networks import Watched
+from programs import Program, Programs
+from waiting import wait_until
 
 
 def soon() -> Deadline:
@@ -43,15 +44,15 @@ class Parameter:
     def __init__(self) -> None:
         self.value = 0.0
         self.pushes = 0
-        self.verb = Verb("push", self._push, once=True)
+        self.verb = Verb("push", self.push, once=True)
 
-    def _push(self, call: Call) -> None:
+    def push(self, call: Call) -> None:
         self.value -= float(call.tensors[0])
         self.pushes += 1
         call.reply([torch.tensor(self.value)])
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_push_is_applied_once_however_often_the_network_cuts_or_repeats_it(count: int) -> None:
     network, parameter = MemoryTransport(), Parameter()
     lossy = LossyTransport(drop=0.2, duplicate=0.1, seed=3, transport=network)
@@ -67,40 +68,25 @@ def test_a_push_is_applied_once_however_often_the_network_cuts_or_repeats_it(cou
 
 def test_without_numbers_the_same_network_would_apply_pushes_twice() -> None:
     network, parameter = MemoryTransport(), Parameter()
-    verb = Verb("push", parameter._push)
+    verb = Verb("push", parameter.push)
     lossy = LossyTransport(drop=0.2, duplicate=0.1, seed=3, transport=network)
     with Server([verb], transport=network) as server, Client(transport=lossy, retries=100) as client:
-        for _ in range(200):
+        for _ in range(100):
             client.call(Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)]), soon())
-    assert parameter.value > 200
+    assert parameter.value > 100
 
 
 def test_a_retry_joins_the_request_that_still_runs() -> None:
-    network, running = MemoryTransport(), threading.Event()
+    network, running = Watched(), threading.Event()
     calls: list[Call] = []
 
     def slow(call: Call) -> None:
         calls.append(call)
         running.set()
 
-    class CutOnce:
-        """Cuts the first connection once its request has been delivered."""
-
-        def __init__(self) -> None:
-            self.streams: list[object] = []
-
-        def listen(self, endpoint: str | None) -> object:
-            return network.listen(endpoint)
-
-        def connect(self, endpoint: str) -> object:
-            stream = network.connect(endpoint)
-            self.streams.append(stream)
-            return stream
-
-    cutter = CutOnce()
     with (
         Server([Verb("slow", slow, once=True)], transport=network) as server,
-        Client(transport=cutter) as client,  # type: ignore[arg-type]
+        Client(transport=network) as client,
     ):
         answers: list[Answer] = []
         thread = threading.Thread(
@@ -108,13 +94,11 @@ def test_a_retry_joins_the_request_that_still_runs() -> None:
             daemon=True,
         )
         thread.start()
-        assert running.wait(timeout=10)
-        cutter.streams[0].abort()  # type: ignore[attr-defined]
-        until = time.monotonic() + 10
-        while server.statistics().served < 1 and time.monotonic() < until:
-            time.sleep(0.001)
+        assert running.wait(timeout=60)
+        network.cut()
+        wait_until(lambda: server.statistics().served >= 1)
         calls[0].reply(payload=b"once")
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert len(calls) == 1
     assert answers[0].payload == b"once"
 
@@ -141,7 +125,7 @@ def test_a_request_done_before_a_restart_is_not_done_again() -> None:
         call.reply(payload=b"again")
 
     parameter = Parameter()
-    verb = Verb("push", parameter._push, once=True, again=answer_again)
+    verb = Verb("push", parameter.push, once=True, again=answer_again)
     with Server([verb]) as server, Client() as client:
         server.once.restore([(client.epoch, 0)])
         push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
@@ -168,7 +152,7 @@ def test_the_table_forgets_what_is_settled_and_answers_over_its_budget() -> None
     assert ask(b"a", 0) is None
     assert ask(b"a", 2) == [memoryview(bytes(60))]
     ask(b"a", 3, settled=3)
-    assert table._kept_bytes == 0
+    assert table.kept_bytes == 0
     with pytest.raises(Exception, match="settled"):
         ask(b"a", 1, settled=3)
     table.abandon((b"a", 3))
@@ -177,7 +161,7 @@ def test_the_table_forgets_what_is_settled_and_answers_over_its_budget() -> None
         ask(epoch, 0)
         table.finish((epoch, 0), [memoryview(bytes(10))])
     # The epoch with a request running stays, however silent its client is.
-    assert set(table._epochs) >= {b"a", b"c"}
+    assert table.epochs >= {b"a", b"c"}
 
 
 def test_slow_and_narrow_networks_are_waited_for() -> None:
@@ -187,68 +171,58 @@ def test_slow_and_narrow_networks_are_waited_for() -> None:
     with Server([echo], transport=network) as server, Client(transport=narrow) as client:
         start = time.monotonic()
         answer = client.call(Request(server.endpoint, "echo", tensors=[torch.ones(100_000)]), soon())
-        assert time.monotonic() - start > 0.15
+        assert time.monotonic() - start > 0.15  # 800 kB at 4 MB/s; longer on a busy machine, never shorter
         assert torch.equal(answer.tensors[0], torch.ones(100_000))
 
 
+MORTAL = """
+import sys
+from anabranch.testing import faults
+from anabranch.transport import Server, Verb
+
+verbs = [
+    Verb("echo", lambda call: call.reply(call.tensors, call.payload)),
+    Verb("die", lambda call: faults.kill()),
+    Verb("freeze", lambda call: faults.stop()),
+]
+with Server(verbs, heartbeat=1.0) as server:
+    print(server.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="module")
-def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    program = (
-        "import sys\n"
-        "from anabranch.transport import Server, Verb\n"
-        "from anabranch.testing import faults\n"
-        "with Server([Verb('echo', lambda call: call.reply(call.tensors, call.payload)),\n"
-        "             Verb('die', lambda call: faults.kill()), Verb('freeze', lambda call: faults.stop())],\n"
-        "            heartbeat=0.25) as server:\n"
-        "    print(server.endpoint, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
+def server_process(programs: Programs) -> Iterator[tuple[Program, str]]:
+    with programs.start(MORTAL) as process:
         yield process, process.stdout.readline().strip()
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait(timeout=10)
-        process.stdin.close()
-        process.stdout.close()
 
 
-@pytest.mark.parametrize("when", ["before the call", "during the call"])
-def test_a_server_that_freezes_is_lost_within_two_heartbeats(
-    server_process: tuple[subprocess.Popen[str], str], when: str
+@pytest.mark.parametrize("when", [pytest.param("before the call", marks=pytest.mark.slow), "during the call"])
+def test_a_server_that_freezes_is_lost_and_asked_again_when_it_goes_on(
+    server_process: tuple[Program, str], when: str
 ) -> None:
     process, endpoint = server_process
-    with Client(heartbeat=0.25) as client:
-        client.call(Request(endpoint, "echo"), soon())
+    with Client(heartbeat=20.0) as client:
+        client.call(Request(endpoint, "echo"), soon())  # from here on its own heartbeat counts
         if when == "before the call":
             process.send_signal(signal.SIGSTOP)
-            # The signal is sent, not yet obeyed: wait until the kernel says that every thread stands still.
-            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-        start = time.monotonic()
+            process.wait_until_stopped()
         verb = "echo" if when == "before the call" else "freeze"
         with pytest.raises(PeerLost, match="no beat") as caught:
             client.call(Request(endpoint, verb), soon())
-        # Two heartbeats, and room for a busy machine.
-        assert 0.4 < time.monotonic() - start < 3.0
     assert caught.value.elapsed is not None
+    assert caught.value.elapsed >= 2.0
     process.send_signal(signal.SIGCONT)
-    with Client(heartbeat=5.0) as client:
+    with Client(heartbeat=20.0) as client:
         assert client.call(Request(endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
-def test_a_server_that_is_killed_is_lost_at_once(server_process: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_server_that_is_killed_is_lost_and_named(server_process: tuple[Program, str]) -> None:
     _, endpoint = server_process
-    with Client(retries=1) as client:
-        assert client.call(Request(endpoint, "echo", payload=b"x"), soon()).payload == b"x"
-        start = time.monotonic()
-        with pytest.raises(PeerLost) as caught:
-            client.call(Request(endpoint, "die", step=2), soon())
-    assert time.monotonic() - start < 2.0
+    with Client(retries=1, heartbeat=20.0) as client, pytest.raises(PeerLost) as caught:
+        client.call(Request(endpoint, "die", step=2), soon())
+    # By the end of its connection, not by its silence.
+    assert "no beat" not in str(caught.value)
     assert caught.value.peer == endpoint
     assert caught.value.operation == "die"
     assert caught.value.step == 2
@@ -258,11 +232,15 @@ def test_a_server_that_is_killed_is_lost_at_once(server_process: tuple[subproces
 def test_a_fault_before_the_answer_leaves_does_not_undo_what_was_done() -> None:
     parameter = Parameter()
     with Server([parameter.verb]) as server, Client() as client:
+        push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
+        other = Request(server.endpoint, "nosuch")
         with faults.at("transport.before_reply") as fault:
-            push = Request(server.endpoint, "push", tensors=[torch.tensor(-1.0)], once=True)
-            with pytest.raises(BoundaryError):
-                client.call(push, Deadline.after(0.5))
-        assert fault.struck
+            # The push is cancelled once its answer was lost: what the other one is told has nothing to do with it.
+            def lost(_: object) -> bool:
+                wait_until(lambda: fault.struck)
+                return True
+
+            assert client.gather([push, other], soon(), enough=lost)[0] is None
         assert float(client.call(push, soon()).tensors[0]) == 2.0
 
 
@@ -299,13 +277,13 @@ def abuse(server: Server, client: Client, rng: random.Random, rounds: int) -> No
 
 def throw_garbage(endpoint: str, rng: random.Random) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(endpoint.removeprefix("unix:"))
         greeting = b"".join(bytes(part) for part in encode(Hello()))
         sock.sendall(rng.choice([b"", greeting, greeting[:10]]) + rng.randbytes(rng.randrange(1, 100)))
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_mixed_abuse_leaves_descriptors_threads_and_memory_where_they_were(count: int) -> None:
     def check(header: RequestHeader) -> None:
         raise SchemaError("never right")
@@ -333,9 +311,7 @@ def test_mixed_abuse_leaves_descriptors_threads_and_memory_where_they_were(count
         before, memory = descriptors(), resident_bytes()
         abuse(server, client, rng, count - count // 3)
         client.call(Request(server.endpoint, "echo", tensors=[torch.ones(64)]), soon())
-        until = time.monotonic() + 20
-        while server.statistics().connections > 4 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: server.statistics().connections <= 4)
         gc.collect()
         assert server.statistics().connections <= 4
         assert descriptors() <= before + 8

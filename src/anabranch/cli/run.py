@@ -42,6 +42,12 @@ def run(
             show_default=False,
         ),
     ] = None,
+    spawn: Annotated[
+        bool,
+        typer.Option(
+            "--spawn", help="Start every process anew, instead of forking them from one that has imported torch."
+        ),
+    ] = False,
     log_dir: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +81,7 @@ def run(
             host=host,
             log_dir=directory,
             live=True,
+            spawn=spawn,
             tell=_tell,
         )
         _show_failure(outcome)

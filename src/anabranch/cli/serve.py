@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
 from anabranch.cli.mistakes import told_plainly
-from anabranch.experts import make_backends, serve_directory, serve_experts, stopped_by_signals
-from anabranch.observe import Metric, expert_metrics, parameter_metrics, serve_metrics
-from anabranch.parameter_server import serve_parameters
+
+if TYPE_CHECKING:
+    from anabranch.observe import Metric
 
 __all__ = ["directory", "experts", "parameters", "serve"]
 
@@ -58,6 +58,10 @@ def experts(
     metrics: _Metrics = None,
 ) -> None:
     """Serve experts that train themselves."""
+    # Here, as in the others: with torch, which the rest of the command line does without.
+    from anabranch.experts import make_backends, serve_experts, stopped_by_signals
+    from anabranch.observe import expert_metrics
+
     with told_plainly():
         backends = make_backends(
             uids,
@@ -84,6 +88,8 @@ def experts(
 @serve.command()
 def directory(listen: _Listen = None, keys: _Keys = None, insecure: _Insecure = False) -> None:
     """Serve a directory: who serves which expert."""
+    from anabranch.experts import serve_directory, stopped_by_signals
+
     with told_plainly(), stopped_by_signals() as stop:
         serve_directory(stop, listen=listen, keys=keys, insecure=insecure)
 
@@ -105,10 +111,17 @@ def parameters(
     metrics: _Metrics = None,
 ) -> None:
     """Serve one shard of the tables and parameters."""
+    from anabranch.experts import stopped_by_signals
+    from anabranch.observe import parameter_metrics
+    from anabranch.parameter_server import serve_parameters
+
+    from anabranch.parameter_server.warming import compile_kernels
+
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
+    compile_kernels()  # takes seconds at first; a signal may still end it, since nothing is lost
     with told_plainly(), stopped_by_signals() as stop:
         serve_parameters(
             stop,
@@ -133,4 +146,6 @@ def _beside(
     """What serves a server's metrics at ``address``, if there is one."""
     if address is None:
         return None
+    from anabranch.observe import serve_metrics
+
     return lambda server: serve_metrics(address, lambda: read(server))

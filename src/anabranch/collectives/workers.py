@@ -215,9 +215,10 @@ class Workers:
         """The error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found so."""
         lost: dict[int, str] = {}
         if self._beats is not None:
-            # A killed process closes its sockets a moment before the kernel has buried it.
-            until = time.monotonic() + self._beats.heartbeat
-            while not (lost := self._beats.gone() or self._beats.lost()) and time.monotonic() < until:
+            # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
+            # another froze has been so quick that this rank is yet to see the frozen one.
+            until = time.monotonic() + 2 * self._beats.heartbeat
+            while not (lost := self._beats.lost()) and time.monotonic() < until:
                 time.sleep(0.01)
         if lost:
             return self._peer_lost(lost, started, operation, step)

@@ -119,6 +119,11 @@ class Runtime:
         finally:
             self._batch.release()
 
+    def idle(self) -> bool:
+        """Whether the device thread sleeps and no other runs batches: a quick batch would run where it is submitted."""
+        with self._lock:
+            return self._sleeps_until > 0 and not self._helped
+
     def healthy(self) -> bool:
         """Whether no batch has overrun the last of its tasks' deadlines: then the device is stuck, or far too slow."""
         running = self._running

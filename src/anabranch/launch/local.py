@@ -2,35 +2,39 @@
 
 ::
 
-    launcher ── directory (in the launcher itself, so that it is there before all others and outlives them)
+    launcher ── fork server         has imported everything; the others are forked from it, see fork_server.py
+        ├── rendezvous          the store and the directory, there before all others
         ├── worker 0..W-1       SCRIPT, a torch.distributed job
         ├── expert 0..N-1       SCRIPT, up to job.serve()
         └── parameters 0..S-1   anabranch serve parameters
 
-``place.py`` says where the services listen.
+``place.py`` says where the services listen. All are plain processes where they cannot be forked, see ``conditions.py``.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import select
+import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from anabranch.experts import Directory, DirectoryServer
+from anabranch.launch.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
+from anabranch.launch.forks import ForkServer, ForkServerError
 from anabranch.launch.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.outcome import Outcome
 from anabranch.launch.place import private_place, tcp_place
-from anabranch.launch.roles import expert_mark
+from anabranch.launch.program import Program
+from anabranch.launch.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import collect_signals
-from anabranch.launch.store import host_store
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
 from anabranch.transport.keys import KEYS_VARIABLE
@@ -40,6 +44,7 @@ __all__ = ["Durability", "launch"]
 
 Durability = Literal["none", "checkpoint", "log"]
 _RESTARTS = 3
+_END_SECONDS = 5.0
 
 
 def launch(
@@ -57,6 +62,8 @@ def launch(
     patience: Patience | None = None,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    spawn: bool = False,
+    server: ForkServer | None = None,
 ) -> Outcome:
     """Runs ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and waits for all of them.
 
@@ -82,6 +89,8 @@ def launch(
         patience: how long workers may take to end after a failure or a signal.
         seconds: end the job after this time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
+        spawn: start plain processes, none by forking.
+        server: forks them; by default one of the job's own.
 
     Raises:
         ValueError: a number of processes that cannot be, no such script, or a host that is no address of this machine.
@@ -96,40 +105,52 @@ def launch(
         raise ValueError(f"there is no script {str(script)!r} here; it is looked up from {os.getcwd()!r}")
     run_id = uuid.uuid4().hex
     base = os.environ if environment is None else environment
-    command = [sys.executable, "-u", str(script), *arguments]
+    program = Program(str(script), tuple(arguments))
     started = time.monotonic()
     with ExitStack() as stack:
+        if spawn or why_no_fork_server(base):
+            server = None
+        elif server is None:
+            server = stack.enter_context(ForkServer(base))  # imports while the rest is made ready
         scratch = stack.enter_context(PrivateFolder())
-        store = host_store()
         place = stack.enter_context(
             private_place(servers) if host is None else tcp_place(host, servers, base.get(KEYS_VARIABLE) or None)
         )
-        directory = None
-        if servers or experts:
-            directory = stack.enter_context(DirectoryServer(place.directory, keys=place.keys))
+        has_services = bool(servers or experts)
+        rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
+        if has_services:
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
         screen = stack.enter_context(Screen(log_dir / "worker-0.log")) if live else None
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
         services: list[Worker] = []
-        sessions: set[int] = set()
         stack.enter_context(adopt_orphans())
-        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", sessions))
 
         def say(line: str) -> None:
             if screen:
                 screen.finish_line()
             tell(line)
 
-        def start(recipe: Recipe, restarted: int = 0) -> Worker:
-            process = Worker(recipe, restarted)
-            sessions.add(process.pid)
-            return process
-
+        start = _Starter(server, say)
+        stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
+        meeting_place = start(
+            Recipe(
+                "rendezvous",
+                0,
+                PROGRAM,
+                {**base, "TORCHELASTIC_RUN_ID": run_id},
+                log_dir / "rendezvous-0.log",
+                stdin=rendezvous.descriptor,
+            )
+        )
+        stack.callback(_end, meeting_place, rendezvous)
+        rendezvous.started()
+        rendezvous.wait_until_ready()
         supervisor = Supervisor(
             running,
             signals,
             services=services,
+            rendezvous=meeting_place,
             start=start,
             screen=screen,
             patience=patience,
@@ -152,34 +173,33 @@ def launch(
                     )
                 )
             )
-        for index in range(experts):
-            assert directory is not None
-            services.append(
-                start(
-                    Recipe(
-                        "expert",
-                        index,
-                        command,
-                        expert_environment(index, experts, workers, run_id=run_id, threads=threads, base=base),
-                        log_dir / f"expert-{index}.log",
-                        restarts=_RESTARTS,
-                        has_served=partial(_is_announced, directory.directory, expert_mark(index)),
-                    )
+        services.extend(
+            start(
+                Recipe(
+                    "expert",
+                    index,
+                    program,
+                    expert_environment(index, experts, workers, run_id=run_id, threads=threads, base=base),
+                    log_dir / f"expert-{index}.log",
+                    restarts=_RESTARTS,
+                    has_served=partial(rendezvous.is_announced, expert_mark(index)),
                 )
             )
+            for index in range(experts)
+        )
         for rank in range(workers):
             env = worker_environment(
                 rank,
                 workers,
                 run_id=run_id,
-                store_port=store.port,
+                store_port=rendezvous.port,
                 error_file=scratch / f"error-{rank}.json",
                 base=base,
                 experts=experts,
             )
             running.append(
                 start(
-                    Recipe("worker", rank, command, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None)
+                    Recipe("worker", rank, program, env, log_dir / f"worker-{rank}.log", screen if rank == 0 else None)
                 )
             )
         if screen:
@@ -190,15 +210,52 @@ def launch(
         interrupted=supervisor.interrupted,
         timed_out=supervisor.timed_out,
         seconds=time.monotonic() - started,
-        services=tuple(process.exit for process in services),
+        services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [meeting_place]))),
     )
 
 
-def _serve_parameters(shard: int, shards: int, endpoint: str, durability: Durability, state: Path) -> list[str]:
-    command = [sys.executable, "-u", "-P", "-m", "anabranch.cli", "serve", "parameters", "--listen", endpoint]
-    command += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
-    return command if durability == "none" else [*command, "--checkpoint-dir", str(state)]
+class _Starter:
+    """Starts processes: forked where that is possible.
+
+    Attributes:
+        sessions: those of all that it has started.
+    """
+
+    def __init__(self, server: ForkServer | None, tell: Callable[[str], None]) -> None:
+        self.sessions: set[int] = set()
+        self._server = server
+        self._tell = tell
+
+    def __call__(self, recipe: Recipe, restarted: int = 0) -> Worker:
+        process = self._forked(recipe, restarted) or Worker(recipe, restarted)
+        self.sessions.add(process.pid)
+        return process
+
+    def _forked(self, recipe: Recipe, restarted: int) -> Worker | None:
+        if self._server is None or why_not_forked(recipe.program, recipe.environment, self._server.environment):
+            return None
+        try:
+            return Worker(replace(recipe, server=self._server), restarted)
+        except ForkServerError as error:
+            self._tell(f"starting plain processes, which takes longer: {error}")
+            self._server = None
+            return None
 
 
-def _is_announced(directory: Directory, uid: str) -> bool:
-    return bool(directory.lookup([uid]))
+def _end(process: Worker, rendezvous: Rendezvous) -> None:
+    """Ends the process behind ``rendezvous``, which ends by itself when that is closed."""
+    rendezvous.__exit__(None, None, None)
+    if process.running:
+        if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
+            process.signal(signal.SIGKILL)
+        process.reap()
+    if not process.log.stat().st_size:
+        process.log.unlink()
+
+
+def _serve_parameters(shard: int, shards: int, endpoint: str, durability: Durability, state: Path) -> Program:
+    arguments = ["serve", "parameters", "--listen", endpoint]
+    arguments += ["--shard", str(shard), "--shards", str(shards), "--durability", durability]
+    if durability != "none":
+        arguments += ["--checkpoint-dir", str(state)]
+    return Program("anabranch.cli", tuple(arguments), is_module=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = ["Exit", "Outcome", "Role", "called"]
 
-Role = Literal["worker", "parameters", "expert"]
+Role = Literal["worker", "parameters", "expert", "rendezvous"]
 """What a process of a job does."""
 
 _TAIL_LINES = 20

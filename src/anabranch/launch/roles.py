@@ -1,6 +1,6 @@
-"""What a script does in the role it was given: the functions behind ``job.serve`` and ``job.grid``.
+"""What a script does in the role it was given: the function behind ``job.serve``.
 
-``job`` lies below everything that serves and may not import it; importing this module hands it both functions.
+``job`` lies below everything that serves and may not import it; ``anabranch`` tells it where this is.
 
 ::
 
@@ -25,13 +25,12 @@ from typing import NoReturn, cast
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
-from anabranch.job import DirectoryLike, Job, provide
-from anabranch.launch.grid import make_grid
+from anabranch.job import DirectoryLike, Job
+from anabranch.launch.rendezvous import EXPERT_MARK, expert_mark
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
-__all__ = ["expert_mark", "serve"]
+__all__ = ["serve"]
 
-_MARK = "anabranch-expert"
 _MARK_TTL = 24 * 3600.0  # seconds; announced again with each renewal
 _LOOK_EVERY = 0.05
 
@@ -39,15 +38,6 @@ MakeBackends = Callable[[int, int], Sequence[ExpertBackend]]
 
 _alone = ExitStack()
 atexit.register(_alone.close)
-
-
-def expert_mark(index: int) -> str:
-    """The uid under which the expert process ``index`` itself is announced, beside its experts.
-
-    >>> expert_mark(0)
-    'anabranch-expert.0'
-    """
-    return f"{_MARK}.{index}"
 
 
 def serve(
@@ -159,7 +149,7 @@ def _beside(directory: str, index: int) -> str:
 
 def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) -> None:
     while True:
-        here = directory.active([_MARK])[_MARK]
+        here = directory.active([EXPERT_MARK])[EXPERT_MARK]
         missing = [index for index in range(count) if index not in here]
         if not missing:
             return
@@ -171,6 +161,3 @@ def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) 
                 elapsed=deadline.elapsed(),
             )
         time.sleep(_LOOK_EVERY)
-
-
-provide(serve, make_grid)

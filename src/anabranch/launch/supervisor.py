@@ -119,6 +119,7 @@ class Supervisor:
         workers: the running workers, by rank.
         signals: what the launcher received.
         services: the running services; one that is started again takes its predecessor's place here.
+        rendezvous: where they all find one another; a job that loses it ends. It is for the caller to end.
         start: starts one again.
         screen: rank 0's output, if it is shown.
         patience: how long processes may take to end.
@@ -136,6 +137,7 @@ class Supervisor:
         signals: SignalBox,
         *,
         services: MutableSequence[Worker] | None = None,
+        rendezvous: Worker | None = None,
         start: Callable[[Recipe, int], Worker] = Worker,
         screen: Screen | None = None,
         patience: Patience | None = None,
@@ -145,6 +147,7 @@ class Supervisor:
         self.interrupted: signal.Signals | None = None
         self.timed_out = False
         self._services: MutableSequence[Worker] = [] if services is None else services
+        self._rendezvous = rendezvous
         self._start = start
         self._workers = _Ending(workers, tell)
         self._service_ending = _Ending(self._services, tell)
@@ -162,7 +165,7 @@ class Supervisor:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
             for source in self._screen.targets if self._screen else ():
                 selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
-            for process in (*self._workers.processes, *self._services):
+            for process in (*self._workers.processes, *self._services, *filter(None, [self._rendezvous])):
                 self._watch(selector, process)
             while self._workers.running() or self._service_ending.running():
                 if not self._workers.running() and not self._service_ending.planned:
@@ -196,7 +199,10 @@ class Supervisor:
     def _on_end(self, selector: selectors.BaseSelector, process: Worker) -> None:
         selector.unregister(process.pidfd)
         process.reap()
-        if process.role != "worker":
+        if process is self._rendezvous:
+            process.early = True
+            self._fail(process)
+        elif process.role != "worker":
             self._on_service_end(selector, process)
         elif process.exit_code != 0 and not process.stopped:
             self._fail(process)

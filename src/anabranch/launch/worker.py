@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.launch import leash
+from anabranch.launch.forks import ForkServer
 from anabranch.launch.outcome import Exit, Role
+from anabranch.launch.program import Program
 from anabranch.launch.screen import Screen
 
 __all__ = ["Recipe", "Worker"]
-
-_REAP_SECONDS = 5.0
 
 
 def _never() -> bool:
@@ -31,20 +31,24 @@ class Recipe:
     Attributes:
         role: what it does.
         rank: which of its role it is.
-        command: its command line.
+        program: what it runs.
         environment: the whole of it.
         log: the file for its output.
         screen: shows the output, too.
+        stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
+        server: forks it; a plain process is started where there is none.
         restarts: how often it is started again when it dies.
         has_served: whether it has been of use once: a service that never was is not started again.
     """
 
     role: Role
     rank: int
-    command: Sequence[str]
+    program: Program
     environment: Mapping[str, str]
     log: Path
     screen: Screen | None = None
+    stdin: int | None = None
+    server: ForkServer | None = None
     restarts: int = 0
     has_served: Callable[[], bool] = _never
 
@@ -80,19 +84,26 @@ class Worker:
         self.stopped = False
         self.forgiven = False
         self.early = False
-        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *recipe.command]
-        screen = recipe.screen
-        with self.log.open("ab" if screen or restarted else "wb") as file:
-            self._process = subprocess.Popen(
-                leashed,
-                env={**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(restarted)},
-                stdin=None if screen else subprocess.DEVNULL,
-                stdout=screen.stdout if screen else file,
-                stderr=screen.stderr if screen else file,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+        self.pid = self._start()
         self.pidfd = os.pidfd_open(self.pid)
+
+    def _start(self) -> int:
+        recipe, screen = self.recipe, self.recipe.screen
+        environment = {**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(self.restarted)}
+        with self.log.open("ab" if screen or self.restarted else "wb") as file, open(os.devnull, "rb") as nothing:
+            shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
+            stdin = shared if recipe.stdin is None else recipe.stdin
+            stdout = screen.stdout if screen else file.fileno()
+            stderr = screen.stderr if screen else file.fileno()
+            if recipe.server is not None:
+                name = f"{self.role}-{self.rank}"
+                return recipe.server.fork(name, recipe.program, environment, stdin, stdout, stderr)
+            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *recipe.program.command]
+            process = subprocess.Popen(
+                leashed, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+        process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
+        return process.pid
 
     @property
     def exit(self) -> Exit:
@@ -129,7 +140,9 @@ class Worker:
     def reap(self) -> None:
         """Takes the exit code of a worker that has ended."""
         self.ended_at = time.time()
-        self.exit_code = self._process.wait(timeout=_REAP_SECONDS)
+        end = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        assert end is not None, "only WNOHANG gives none"
+        self.exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         os.close(self.pidfd)
 
     def abandon(self) -> None:

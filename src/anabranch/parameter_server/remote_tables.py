@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +46,8 @@ from anabranch.parameter_server.table_spec import TableSpec
 __all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
 
 _T = TypeVar("_T")
+# A push ends by its own deadline; on a busy machine its thread may be late by seconds.
+_LAST_WAIT = 30.0
 Use = tuple[nn.Module, str]
 """A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
@@ -88,12 +90,17 @@ class RemoteTables:
         self._between: Callable[[], None] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
         self._coming: tuple[list[tuple[Caches, Question]], Future[dict[str, Pulled]]] | None = None
-        self._leaves: Future[None] | None = None  # the push that is on its way, or has failed
+        self._leaves: _Push | None = None  # the push that is on its way, or has failed
 
     @property
     def names(self) -> list[str]:
         """The tables, in the order in which they were adopted."""
         return list(self._sources)
+
+    @property
+    def prefetching(self) -> bool:
+        """Whether rows of the next step have been asked for: they are on their way, or wait for it to begin."""
+        return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
         """What the servers know of one table."""
@@ -352,7 +359,7 @@ class RemoteTables:
             self._fetcher.shutdown()
             self._fetcher = None
         if self._leaves is not None:
-            wait([self._leaves], timeout=self._client.timeout)
+            self._leaves.end(max(self._client.timeout, _LAST_WAIT))
             self._leaves = None
 
     def __enter__(self) -> RemoteTables:
@@ -426,14 +433,15 @@ class RemoteTables:
         leaves = waits and not beside and all_finite([grads for _, grads, _ in due.values()])
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
         if leaves:
-            self._leaves = _in_a_thread(send)
+            self._leaves = _Push(send)
         else:
             send()
 
     def _arrive(self) -> None:
         """Returns once the last step's push has arrived, or raises what it has met."""
         if self._leaves is not None:
-            self._client.wait_for(self._leaves, "push", step=self._step)
+            self._client.wait_for(self._leaves.arrived, "push", step=self._step)
+            self._leaves.end(_LAST_WAIT)
 
     def squared_norm(self) -> float:
         """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
@@ -460,7 +468,7 @@ class RemoteTables:
             self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
             # Under bsp it waits for the other workers, who may be lost meanwhile: so it is waited for like any push.
-            self._leaves = _in_a_thread(
+            self._leaves = _Push(
                 partial(
                     self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
                     weight=self._weight, mean=self._mean, beside=True,
@@ -481,7 +489,7 @@ class RemoteTables:
 
     def come_to_rest(self) -> None:
         """Returns once nothing is on its way, whatever has become of it: before the servers' rows are replaced."""
-        ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves]
+        ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
             with suppress(Exception):  # raised by who needs it, if anybody does
@@ -579,20 +587,28 @@ class _Source:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
 
 
-def _in_a_thread(run: Callable[[], None]) -> Future[None]:
-    """A thread for each push, so that none is left behind by tables that nobody closes."""
-    future: Future[None] = Future()
+class _Push:
+    """A push on a thread of its own, which ends with it: so tables that nobody closes leave no thread behind."""
 
-    def work() -> None:
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.arrived: Future[None] = Future()
+        self._send = send
+        self._thread = threading.Thread(target=self._run, name="anabranch-push")
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            run()
+            self._send()
         except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
-            future.set_exception(error)
+            self.arrived.set_exception(error)
         else:
-            future.set_result(None)
+            self.arrived.set_result(None)
 
-    threading.Thread(target=work, name="anabranch-push").start()
-    return future
+    def end(self, seconds: float) -> None:
+        """Waits until the thread has ended, whatever the push has met; it has a deadline of its own."""
+        self._thread.join(timeout=seconds)
+        if self._thread.is_alive():
+            report("tables.thread_left_behind", thread=self._thread.name)
 
 
 def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

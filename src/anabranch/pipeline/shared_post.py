@@ -196,6 +196,15 @@ class _Line:
                 return header, self._theirs[index].tensors(header.tensors)
             return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
 
+    def close(self) -> None:
+        """Gives back the socket, the slots, and the descriptors of those that the peer was never told of."""
+        self.socket.close()
+        for _, descriptor in self.unsent:
+            if descriptor is not None:
+                os.close(descriptor)
+        for kept in (self.unsent, self._slots, self._theirs, self._began):
+            kept.clear()
+
 
 class SharedPost:
     """A socket and some slots a peer.
@@ -264,9 +273,9 @@ class SharedPost:
         """Nothing: no thread waits for a peer."""
 
     def close(self) -> None:
-        """Closes the sockets; slots live on under the tensors that lie in them."""
+        """Closes the sockets and lets go of the slots, which live on under the tensors that lie in them."""
         for line in self._lines.values():
-            line.socket.close()
+            line.close()
 
 
 class Meeting:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.launch import Durability, Outcome, Patience, launch
+from anabranch.launch.conditions import why_no_fork_server
+from anabranch.launch.forks import kept_fork_server
 
 __all__ = ["JobResult", "LocalJob"]
 
@@ -88,6 +90,8 @@ class LocalJob:
         patience: how long processes may take to end after one of them failed.
         durability: what a parameter server that died comes back with; ``"none"`` ends the job.
         host: an address of this machine where the services listen on TCP, under certificates made for the job.
+        spawn: start each process anew. By default they are forked, where that makes no difference to them, from a
+            server that has imported torch; this process keeps one, from its first job on until it ends.
     """
 
     def __init__(
@@ -101,12 +105,14 @@ class LocalJob:
         patience: Patience | None = None,
         durability: Durability = "none",
         host: str | None = None,
+        spawn: bool = False,
     ) -> None:
         self.workers = workers
         self.servers = servers
         self.experts = experts
         self._durability = durability
         self._host = host
+        self._spawn = spawn
         self.timeout = timeout
         self._environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._patience = patience
@@ -120,6 +126,8 @@ class LocalJob:
         """
         with tempfile.TemporaryDirectory(prefix="anabranch-job-") as directory:
             told: list[str] = []
+            environment = {**os.environ, **self._environment}
+            forks = not self._spawn and why_no_fork_server(environment) is None
             outcome = launch(
                 Path(script),
                 arguments,
@@ -129,10 +137,12 @@ class LocalJob:
                 durability=self._durability,
                 host=self._host,
                 log_dir=Path(directory),
-                environment={**os.environ, **self._environment},
+                environment=environment,
                 patience=self._patience,
                 seconds=self.timeout,
                 tell=told.append,
+                spawn=self._spawn,
+                server=kept_fork_server(environment) if forks else None,
             )
             return _result(outcome, told)
 

@@ -7,15 +7,22 @@ why a retry does no harm, ``keys.py`` who may come in, ``heap.py`` how a service
 ``beats.py`` is another matter: it tells whether the ranks of a ``torch.distributed`` job are still there.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anabranch._lazy import lazy_names
 from anabranch.deadline import Deadline
-from anabranch.transport.beats import Beats
-from anabranch.transport.client import Answer, Client, Outcome, Request
-from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
-from anabranch.transport.keys import make_keys
-from anabranch.transport.memory import MemoryTransport
-from anabranch.transport.server import Call, Server, ServerStatistics, Verb
-from anabranch.transport.sockets import SocketTransport
-from anabranch.transport.streams import Listener, Peer, Stream, Transport
+
+if TYPE_CHECKING:
+    from anabranch.transport.beats import Beats
+    from anabranch.transport.client import Answer, Client, Outcome, Request
+    from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
+    from anabranch.transport.keys import make_keys
+    from anabranch.transport.memory import MemoryTransport
+    from anabranch.transport.server import Call, Server, ServerStatistics, Verb
+    from anabranch.transport.sockets import SocketTransport
+    from anabranch.transport.streams import Listener, Peer, Stream, Transport
 
 __all__ = [
     "Answer",
@@ -42,3 +49,8 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the package
+    __getattr__, __dir__ = lazy_names(
+        "anabranch.transport", ["keys", "streams", "frame", "beats", "sockets", "memory", "client", "server"]
+    )

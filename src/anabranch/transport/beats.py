@@ -125,14 +125,15 @@ class Beats:
     def lost(self) -> dict[int, str]:
         """The ranks known to be lost, each with what became of it.
 
-        A rank that froze is named alone: those that have ended meanwhile may have ended because of it.
+        A rank that froze is named alone: those that have ended meanwhile may have ended because of it. While one is
+        stopped and it is open whether it has frozen, nobody is named, for a heartbeat at most.
         """
         now = self._clock()
         frozen = self._stopped_here(now)
         for peer, (_, seen) in list(self._counters.items()):
             if now - seen > 2 * self.heartbeat:
                 frozen[peer] = f"sent no beat for {now - seen:.1f} s"
-        return frozen or self.gone()
+        return frozen or ({} if self._stopped_since else self.gone())
 
     def gone(self) -> dict[int, str]:
         """The ranks of this host whose process has ended: known at once, without waiting for a beat."""

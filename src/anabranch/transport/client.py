@@ -158,6 +158,11 @@ class Client:
         """The 16 bytes that name this client in the requests it numbers."""
         return self._epoch
 
+    def idle_connections(self) -> dict[str, int]:
+        """How many connections are kept to each server that some are kept to."""
+        with self._lock:
+            return {endpoint: len(channels) for endpoint, channels in self._idle.items()}
+
     def __enter__(self) -> Client:
         return self
 

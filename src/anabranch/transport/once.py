@@ -58,6 +58,17 @@ class OnceTable(Generic[_Call]):
         self._kept: OrderedDict[Identity, int] = OrderedDict()
         self._kept_bytes = 0
 
+    @property
+    def epochs(self) -> frozenset[bytes]:
+        """The clients that are remembered."""
+        with self.lock:
+            return frozenset(self._epochs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the answers that are kept."""
+        return self._kept_bytes
+
     def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
         """What to do with a request that came: the call itself if it is new, the call it joins, or its old answer.
 

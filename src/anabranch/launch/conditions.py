@@ -1,0 +1,92 @@
+"""When a process of a job cannot be forked and has to be started: what it needs is settled before its first line runs.
+
+A fork has the fork server's interpreter, libraries and everything that those read from the environment when they were
+loaded. So a process whose environment says otherwise there is started as a plain one, and so are the processes of a job
+that has a GPU at hand: a CUDA driver does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from anabranch.launch.program import Program
+
+__all__ = ["why_no_fork_server", "why_not_forked"]
+
+# Each of these is there where a driver is loaded: NVIDIA's, its kind under WSL, AMD's.
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+
+# Read when the interpreter, the C library, torch, NumPy or numba is loaded.
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "GLIBC_",
+    "MALLOC_",
+    "LC_",
+    "LANG",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "GOTO_",
+    "NPY_",
+    "NUMPY_",
+    "NUMBA_",
+    "TORCH",
+    "PYTORCH",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+    "CUDA",
+    "NVIDIA_",
+    "NCCL_",
+    "HIP_",
+    "ROCR_",
+    "ASAN_",
+    "TSAN_",
+    "VIRTUAL_ENV",
+)
+# ... but for these, which are read when they are needed, or which a fork sets itself.
+_READ_LATER = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONFAULTHANDLER",
+    "PYTHONUNBUFFERED",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_HOME",
+)
+# Where these stand at all each process is bound to processors, or watched, from its start on.
+_FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
+
+
+def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
+    """Why no process of a job with ``environment`` can be forked; ``None`` if they can."""
+    if not sys.platform.startswith("linux"):
+        return "forks are made on Linux alone"
+    if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
+        return "a GPU is visible, and its driver does not survive a fork"
+    for name in environment:
+        if name.startswith(_FROM_THE_START) and name != "OMP_NUM_THREADS":
+            return f"{name} is set, which is read as a process starts"
+    return None
+
+
+def why_not_forked(program: Program, environment: Mapping[str, str], server: Mapping[str, str]) -> str | None:
+    """Why ``program`` cannot be forked with ``environment`` by a fork server with its own; ``None`` if it can."""
+    for name in sorted(environment.keys() | server.keys()):
+        settled = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+        if settled and environment.get(name) != server.get(name):
+            return f"{name} differs from the fork server's and is read as a process starts"
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        text = environment.get(name)
+        if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):
+            return f"{name}={text!r} is no plain number"
+    if not program.is_source:
+        return f"{os.fspath(program.target)!r} is no file of Python source"
+    return None

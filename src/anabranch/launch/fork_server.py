@@ -1,0 +1,121 @@
+"""The process that has imported everything and of which a job's processes are forked, in milliseconds each.
+
+::
+
+    launcher ── fork server ── (a moment's process) ── role        asked for over the channel
+        └────────────────────────────────────────────── role        once that moment's process has ended
+
+A fork of a process with threads may find a lock taken that nobody will release, so this one has exactly one thread, and
+looks before each fork. It opens nothing either: no socket but its channel, no process group, no CUDA; and it draws from
+no generator. Between it and a role stands a process that ends at once, so that the kernel hands the role to the
+launcher, the nearest subreaper: the launcher signals it, sees its end and has its exit code as of any child.
+
+It ends when the launcher closes the channel, or dies. Started by ``forks.py``; ``forked_process.py`` is what a fork
+becomes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from importlib import import_module
+
+from anabranch.launch.channel import receive, send
+from anabranch.launch.forked_process import ForkedProcess
+from anabranch.launch.quick_exit import keep_shared_libraries, keep_shared_modules
+from anabranch.launch.title import set_title
+
+__all__ = ["main", "threads"]
+
+# All that workers, experts and parameter servers import before their first step; the last ones are optional.
+_IMPORTED = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "anabranch.cli.serve",
+    "anabranch.experts",
+    "anabranch.executor",
+    "anabranch.launch.roles",
+    "anabranch.launch.store",
+    "anabranch.observe",
+    "anabranch.parameter_server",
+    "anabranch.pipeline",
+)
+_IMPORTED_IF_THERE = ("anabranch.parameter_server._compiled", "anabranch.parameter_server._compiled_group")
+
+_started_as = sys.modules["__main__"]  # a role puts its own in place; the interpreter still needs this one
+
+
+def main() -> None:
+    """Serves the launcher at the other end of stdin until it goes; in a fork, runs the role that was asked for."""
+    shared: list[str] = []
+    keep_shared_modules(shared)
+    set_title("fork-server", ["anabranch: fork server"])
+    channel = socket.socket(fileno=0)
+    try:
+        _import_all()
+    except BaseException:
+        with suppress(OSError):
+            send(channel, {"error": traceback.format_exc()})
+        raise
+    shared += sys.modules.keys() - {"__main__", "sys", "builtins"}
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to, and so copy, every page that they share
+    with suppress(OSError):
+        send(channel, {"ready": True})
+    role = _serve(channel)
+    channel.detach()  # a role's stdin takes its place
+    role.take_over()
+    keep_shared_libraries()
+    role.run()
+
+
+def threads() -> int:
+    """How many threads this process has, those of C libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _import_all() -> None:
+    for name in _IMPORTED:
+        import_module(name)
+    for name in _IMPORTED_IF_THERE:
+        with suppress(ModuleNotFoundError):
+            import_module(name)
+
+
+def _serve(channel: socket.socket) -> ForkedProcess:
+    """Returns in forks alone."""
+    while True:
+        try:
+            received = receive(channel)
+        except OSError:  # the launcher was killed in the middle of a message
+            received = None
+        if received is None:
+            sys.exit(0)
+        role = ForkedProcess.from_message(*received)
+        try:
+            if threads() != 1:
+                raise RuntimeError(f"the fork server has {threads()} threads; a fork might find their locks taken")
+            middle = os.fork()
+        except (OSError, RuntimeError) as error:
+            role.refuse(str(error))
+        else:
+            if middle == 0:
+                if _fork_again(role):
+                    return role
+                os._exit(0)
+            os.waitpid(middle, 0)
+        role.close()
+
+
+def _fork_again(role: ForkedProcess) -> bool:
+    try:
+        return os.fork() == 0
+    except OSError as error:
+        role.refuse(str(error))
+        return False

@@ -1,0 +1,200 @@
+"""The launcher's side of the fork server: how it is started, asked for processes, and ended."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+
+from anabranch.deadline import Deadline
+from anabranch.launch.channel import receive, send
+from anabranch.launch.forked_process import ForkedProcess, ignored_signals, umask
+from anabranch.launch.program import Program
+from anabranch.launch.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
+
+__all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
+
+# Without the current directory, which `-c` puts first.
+_CODE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.fork_server import main; main()"
+_START_SECONDS = 120.0  # importing torch from a cold disk, beside other jobs
+_FORK_SECONDS = 60.0
+_END_SECONDS = 5.0
+_LONGEST_REPORT = 4096
+# Left to each fork: the server has them at what every fork can be set from.
+_LEFT_OPEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER")
+
+
+class ForkServerError(Exception):
+    """The fork server could not be started, or did not give a process."""
+
+
+class ForkServer:
+    """A fork server of this process; a context manager.
+
+    It starts in the background: ``wait_until_ready`` returns when it can be asked, and ``fork`` waits by itself.
+
+    Args:
+        environment: what it is started with, and what its forks' may differ from as ``conditions.py`` allows.
+
+    Attributes:
+        environment: the same.
+        pid: its process.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        settled = {name: value for name, value in environment.items() if name not in _LEFT_OPEN}
+        settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * ENVIRONMENT_ROOM}
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _CODE, " " * ARGUMENTS_ROOM],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=settled,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._owner = os.getpid()
+        self._ready = False
+        self._lock = threading.Lock()  # jobs may run in several threads
+
+    @property
+    def running(self) -> bool:
+        """Whether its process lives."""
+        return self._process.poll() is None
+
+    def fileno(self) -> int:
+        """The descriptor of this side of its channel."""
+        return self._channel.fileno()
+
+    def wait_until_ready(self) -> None:
+        """Returns when it has imported what its forks need.
+
+        Raises:
+            ForkServerError: it could not, or not in time.
+        """
+        with self._lock:
+            self._meet()
+
+    def fork(
+        self, name: str, program: Program, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+    ) -> int:
+        """Runs ``program`` in a fork that is a child of this process, and returns its process id.
+
+        This process must be a subreaper, see ``adopt_orphans``.
+
+        Raises:
+            ForkServerError: there is no such process.
+        """
+        directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        reader, report = os.pipe()
+        role = ForkedProcess(
+            name,
+            program,
+            dict(environment),
+            launcher=os.getpid(),
+            ignored=ignored_signals(),
+            blocked=tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+            umask=umask(),
+            stdio=(stdin, stdout, stderr),
+            directory=directory,
+            report=report,
+        )
+        try:
+            with self._lock:
+                self._meet()
+                self._ask(role)
+            os.close(report)
+            report = -1
+            return self._reported(reader)
+        finally:
+            for descriptor in (directory, reader, report):
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Ends it; its forks live on."""
+        if os.getpid() != self._owner:  # a fork of this process has no business with it
+            return
+        self._channel.close()
+        try:
+            self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:  # still importing, or stopped
+            self._process.kill()
+            self._process.wait(timeout=_END_SECONDS)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _meet(self) -> None:
+        if self._ready:
+            return
+        self._channel.settimeout(_START_SECONDS)
+        try:
+            received = receive(self._channel)
+        except OSError as error:
+            raise ForkServerError(f"the fork server does not answer: {error}") from None
+        if received is None:
+            raise ForkServerError("the fork server died while it started")
+        message, _ = received
+        if "error" in message:
+            raise ForkServerError(f"the fork server could not import what its forks need:\n{message['error']}")
+        self._channel.settimeout(_FORK_SECONDS)
+        self._ready = True
+
+    def _ask(self, role: ForkedProcess) -> None:
+        try:
+            send(self._channel, *role.to_message())
+        except OSError as error:
+            raise ForkServerError(f"the fork server is gone: {error}") from None
+
+    def _reported(self, reader: int) -> int:
+        deadline = Deadline.after(_FORK_SECONDS)
+        if not select.select([reader], [], [], deadline.remaining())[0]:
+            raise ForkServerError(f"the fork server did not answer in {_FORK_SECONDS:.0f} s")
+        report = os.read(reader, _LONGEST_REPORT).decode(errors="replace")
+        if not report.isdecimal():
+            raise ForkServerError(report.removeprefix("error ") or "the fork server died")
+        return int(report)
+
+
+_kept: ForkServer | None = None
+_keeping = threading.Lock()
+
+
+def kept_fork_server(environment: Mapping[str, str]) -> ForkServer:
+    """The fork server that this process keeps until it ends, started now if there is none."""
+    global _kept
+    with _keeping:
+        if _kept is None or not _kept.running:
+            if _kept is not None:
+                _kept.close()
+            _kept = ForkServer(environment)
+        return _kept
+
+
+def close_kept_fork_server() -> None:
+    """Ends the fork server that this process keeps; the next job starts another."""
+    global _kept
+    with _keeping:
+        if _kept is not None:
+            with suppress(OSError):
+                _kept.close()
+            _kept = None
+
+
+atexit.register(close_kept_fork_server)

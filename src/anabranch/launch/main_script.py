@@ -1,0 +1,80 @@
+"""Runs a Python file or module as ``__main__`` of this process, so that it cannot tell it from ``python file.py``."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+from anabranch.launch.program import Program
+
+__all__ = ["run_as_main"]
+
+_OURS = (
+    __file__,
+    runpy.__file__,
+    "<frozen runpy>",
+    "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+)
+
+
+class _ScriptLoader(SourceFileLoader):
+    """Compiles a script each time: a script's code is not cached, as a module's is."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def run_as_main(program: Program) -> None:
+    """Runs ``program``; returns or raises as it ends, and shows an error's traceback from its own first frame on."""
+    sys.argv = [program.target, *program.arguments]
+    sys.orig_argv = program.command
+    try:
+        if program.is_module:
+            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(program.target)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _show_from_the_script_on(error)
+        raise
+
+
+def _run_file(target: str) -> None:
+    path = os.path.join(os.getcwd(), target.removeprefix("./"))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    module = ModuleType("__main__")
+    loader = _ScriptLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    try:
+        loader.get_data(path)
+    except OSError as error:
+        _cannot_open(path, error)
+    loader.exec_module(module)
+
+
+def _cannot_open(path: str, error: OSError) -> NoReturn:
+    print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _show_from_the_script_on(error: BaseException) -> None:
+    """Leaves the frames that lead to the script out of the traceback that the interpreter is about to show."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    shown_by = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = shown_by
+        shown_by(kind, value.with_traceback(trace), trace)
+
+    sys.excepthook = show

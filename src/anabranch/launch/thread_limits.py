@@ -1,0 +1,39 @@
+"""How many threads a forked process computes with: what its environment would have settled had it been started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["limit_threads"]
+
+_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")
+
+
+def limit_threads(environment: Mapping[str, str]) -> None:
+    """Compute with as many threads as ``OMP_NUM_THREADS`` and ``OPENBLAS_NUM_THREADS`` say, or else as is usual.
+
+    The fork server left torch's number open, so where nothing is said torch finds it by itself. It had to settle that
+    of NumPy's BLAS, at 1: that library starts its threads as it is loaded.
+    """
+    torch_threads = environment.get("OMP_NUM_THREADS")
+    if torch_threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(torch_threads))
+    blas_threads = environment.get("OPENBLAS_NUM_THREADS") or torch_threads or len(os.sched_getaffinity(0))
+    if int(blas_threads) > 1:
+        for library in _loaded_blas():
+            for name in _SETTERS:
+                with suppress(AttributeError):
+                    library[name](ctypes.c_int(int(blas_threads)))
+
+
+def _loaded_blas() -> Iterator[ctypes.CDLL]:
+    """NumPy's and SciPy's copies of OpenBLAS in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for path in sorted({line.split(maxsplit=5)[5] for line in lines if "openblas" in line and "/" in line}):
+        with suppress(OSError):
+            yield ctypes.CDLL(path)

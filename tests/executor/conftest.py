@@ -1,0 +1,30 @@
+"""Loaders that are closed at a test's end, each fetching ahead however quick it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from loader_kinds import bound
+
+from anabranch.executor import loading
+from anabranch.executor.loading import BoundLoader
+
+
+@pytest.fixture
+def every_fetch_is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_WORTH_A_THREAD", -1.0)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., BoundLoader]]:
+    loaders: list[BoundLoader] = []
+
+    def make(loader: Iterable[object], **options: object) -> BoundLoader:
+        loaders.append(bound(loader, **options))  # type: ignore[arg-type]
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+    loaders.clear()  # a DataLoader's persistent workers live as long as it does

@@ -1,0 +1,251 @@
+"""Loaders of every kind, and the plain loop that their batches are compared with."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from anabranch.executor.loading import ENDED, BoundLoader
+
+
+def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1, prefetch: bool = True) -> BoundLoader:
+    return BoundLoader(loader, rank=rank, world_size=world_size, prefetch=prefetch)
+
+
+def numbers(batch: object) -> list[float]:
+    """What is in a batch, flat."""
+    if isinstance(batch, Tensor):
+        return [float(value) for value in batch.reshape(-1).tolist()]
+    if isinstance(batch, list | tuple):
+        return [value for part in batch for value in numbers(part)]
+    return [float(batch)]  # type: ignore[arg-type]
+
+
+def train(batch: object) -> list[float]:
+    """Stands for a step: it draws from every global generator, and takes long enough for a fetch to overlap."""
+    draws = [torch.rand(()).item(), random.random(), float(np.random.random())]
+    return [*numbers(batch), *draws]
+
+
+def take(loader: BoundLoader, count: int) -> list[list[float]]:
+    """Trains for ``count`` steps, as an executor on one worker would."""
+    steps = []
+    while len(steps) < count:
+        batch = loader.next_batch()
+        if batch is ENDED:
+            loader.start_epoch()
+        else:
+            steps.append(train(batch))
+    return steps
+
+
+def plain(loader: Iterable[object], count: int) -> list[list[float]]:
+    """The loop that all of this must equal."""
+    steps: list[list[float]] = []
+    for epoch in itertools.count():
+        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        for batch in loader:
+            steps.append(train(batch))
+            if len(steps) == count:
+                return steps
+    raise AssertionError
+
+
+# Loaders of every kind; each call makes them anew, as a restarted script does.
+
+
+class Squares(Dataset[Tensor]):
+    def __init__(self, count: int = 11) -> None:
+        self.count = count
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded.append(index)
+        return torch.tensor(float(index * index))
+
+
+class Noisy(Squares):
+    """Draws from the global generator for each sample."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand(()) + random.random()
+
+
+class NoisyByItself(Squares):
+    """Draws from the generator that its sampler has too."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand((), generator=self.generator)
+
+
+class EagerSampler(Sampler[int]):
+    """Draws from the global generator when iteration starts, not at the first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(11).tolist())
+
+    def __len__(self) -> int:
+        return 11
+
+
+class PairSampler(Sampler[list[int]]):
+    """A batch sampler of its own kind."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(5).tolist()
+        return iter([[2 * index, 2 * index + 1] for index in order])
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(11):
+            yield torch.tensor(float(index))
+
+
+class Plain:
+    """Batches from a class with no more than ``__iter__``."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(7).tolist():
+            yield torch.tensor([float(index)])
+
+
+class Stateful:
+    """Keeps its position; its state holds tensors and is alive: it changes as the loader goes on."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, object] = {"next": 0, "sum": torch.zeros(1), "epoch": 0}
+
+    def state_dict(self) -> dict[str, object]:
+        return self.current
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.current = dict(state)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        state = self.current
+        while state["next"] < 6:  # type: ignore[operator]
+            state["next"] += 1  # type: ignore[operator]
+            state["sum"] += state["next"]  # type: ignore[operator]
+            yield torch.stack([state["sum"][0], torch.tensor(float(state["epoch"]))])  # type: ignore[index,arg-type]
+        state["next"] = 0
+        state["epoch"] += 1  # type: ignore[operator]
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def with_own_generator() -> DataLoader[Tensor]:
+    return DataLoader(Squares(), batch_size=2, shuffle=True, generator=seeded())
+
+
+def noisy_by_itself() -> DataLoader[Tensor]:
+    generator = seeded()
+    return DataLoader(NoisyByItself(generator), batch_size=2, shuffle=True, generator=generator)
+
+
+LOADERS: dict[str, Callable[[], Iterable[object]]] = {
+    "list": lambda: [torch.tensor([float(i)]) for i in range(5)],
+    "plain": Plain,
+    "stateful": Stateful,
+    "sequential": lambda: DataLoader(Squares(), batch_size=2),
+    "drop_last": lambda: DataLoader(Squares(), batch_size=2, drop_last=True),
+    "shuffled": lambda: DataLoader(Squares(), batch_size=2, shuffle=True),
+    "own_generator": with_own_generator,
+    "replacement": lambda: DataLoader(
+        Squares(), batch_size=2, sampler=RandomSampler(range(11), replacement=True, num_samples=40, generator=seeded())
+    ),
+    "weighted": lambda: DataLoader(Squares(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 11, 9)),
+    "eager": lambda: DataLoader(Squares(), batch_size=2, sampler=EagerSampler()),
+    "pairs": lambda: DataLoader(Squares(), batch_sampler=PairSampler()),
+    "outer": lambda: DataLoader(Squares(), batch_sampler=BatchSampler(EagerSampler(), 3, False)),
+    "unbatched": lambda: DataLoader(Squares(), batch_size=None, shuffle=True),
+    "distributed": lambda: DataLoader(
+        Squares(), batch_size=2, sampler=DistributedSampler(range(11), num_replicas=1, rank=0, seed=3)
+    ),
+    "noisy": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
+    "noisy_by_itself": noisy_by_itself,
+    "iterable": lambda: DataLoader(Stream(), batch_size=2),
+    "two_workers": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=2),
+    "two_workers_own_generator": lambda: DataLoader(
+        Squares(), batch_size=2, shuffle=True, num_workers=2, generator=seeded()
+    ),
+    "two_workers_iterable": lambda: DataLoader(Stream(), batch_size=2, num_workers=1),
+}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+class Watched:
+    """Notes which thread does what; ``act(index)`` runs as batch ``index`` is fetched."""
+
+    def __init__(self, count: int = 6, act: Callable[[int], object] | None = None) -> None:
+        self.count, self.act = count, act
+        self.iterated: list[int] = []
+        self.fetched: list[int] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.iterated.append(threading.get_ident())
+        return self.batches()
+
+    def batches(self) -> Iterator[Tensor]:
+        for index in range(self.count):
+            self.fetched.append(threading.get_ident())
+            extra = self.act(index) if self.act else 0
+            yield torch.tensor([float(index), float(extra or 0)])
+
+
+def drain(loader: BoundLoader) -> int:
+    count = 0
+    while loader.next_batch() is not ENDED:
+        count += 1
+    return count
+
+
+def strided(rank: int, world_size: int, count: int, batch_size: int = 2, **options: object) -> DataLoader[Tensor]:
+    sampler: DistributedSampler[int] = DistributedSampler(
+        range(count),
+        num_replicas=world_size,
+        rank=rank,
+        seed=7,
+        **options,  # type: ignore[arg-type]
+    )
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size=batch_size, sampler=sampler)
+
+
+class Broken(RuntimeError):
+    pass

@@ -1,0 +1,121 @@
+"""Modules that tests of remote experts serve, and ways to ask them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.experts import ExpertBackend, ExpertServer
+from anabranch.tensors import Structure, TensorSpec
+from waiting import join
+
+
+class Feedforward(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Nested(nn.Module):
+    """Positional and keyword inputs, nested, bool and int ones; a dict with an integer output and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, ids: Tensor, options: dict[str, Tensor]) -> dict[str, object]:
+        x, y = pair
+        hidden = self.linear(x) * y + self.table(ids)
+        hidden = torch.where(options["mask"][:, None], hidden, torch.zeros_like(hidden))
+        return {"hidden": hidden, "best": hidden.argmax(dim=1), "parts": (hidden.sum(1), None, [y * 2])}
+
+
+NESTED_SCHEMA = {
+    "args_schema": ((TensorSpec(4), TensorSpec(4)),),
+    "kwargs_schema": {"ids": TensorSpec(dtype=torch.int64), "options": {"mask": TensorSpec(dtype=torch.bool)}},
+}
+
+
+def nested_inputs(rows: int) -> tuple[tuple[Tensor, Tensor], dict[str, Structure]]:
+    pair = torch.randn(rows, 4, requires_grad=True), torch.randn(rows, 4, requires_grad=True)
+    return pair, {"ids": torch.arange(rows) % 10, "options": {"mask": torch.arange(rows) % 3 != 0}}
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 2)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class Slow(nn.Module):
+    """Waits for the test before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.threads: list[str] = []
+        self.open.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.append(threading.current_thread().name)
+        self.entered.set()
+        self.open.wait(timeout=60)
+        return x * 1.0
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+@contextmanager
+def served(*backends: ExpertBackend, **options: object) -> Iterator[ExpertServer]:
+    options.setdefault("drain_seconds", 0.5)
+    with ExpertServer(backends, **options) as server:  # type: ignore[arg-type]
+        yield server
+
+
+@contextmanager
+def in_the_module(module: Slow, ask: Callable[[], object]) -> Iterator[None]:
+    """While the block runs a thread that asks is in the module; then it is let out, and ends."""
+    module.open.clear()
+    module.entered.clear()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert module.entered.wait(timeout=60)
+        yield
+    finally:
+        module.open.set()
+        join(thread)
+
+
+def together(count: int, ask: Callable[[int], object]) -> list[object]:
+    """What ``ask`` returned, or raised, on so many threads at once."""
+    outcomes: list[object] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        barrier.wait(timeout=60)
+        try:
+            outcomes[index] = ask(index)
+        except Exception as error:  # noqa: BLE001 - what a caller gets is what is tested
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    return outcomes

@@ -1,0 +1,122 @@
+"""Requests that come together are computed together, and each gets the answer that it would get alone."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+from expert_modules import (
+    Feedforward,
+    served,
+    together,
+)
+from torch import Tensor, nn
+
+from anabranch.errors import (
+    RemoteError,
+)
+from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.tensors import TensorSpec
+
+
+def test_empty_and_oversize_requests_are_answered() -> None:
+    module = Feedforward()
+    here = copy.deepcopy(module)
+    backend = ExpertBackend("ffn.0", module, args_schema=[TensorSpec(4)], max_batch_size=4)
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        empty = torch.zeros(0, 4, requires_grad=True)
+        expert(empty).sum().backward()
+        assert empty.grad is not None
+        assert empty.grad.shape == (0, 4)
+        x = torch.randn(11, 4, requires_grad=True)
+        answer = expert(x)
+        assert torch.allclose(answer, here(x), atol=1e-6)
+        answer.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == (11, 4)
+    assert backend.forward_pool.statistics().batches == 3
+    assert backend.forward_pool.statistics().rows == 11
+
+
+def test_sixteen_callers_get_the_answers_they_would_get_alone_in_fewer_module_calls() -> None:
+    module = Feedforward().double()
+    here = copy.deepcopy(module)
+    backend = ExpertBackend(
+        "ffn.0", module, args_schema=[TensorSpec(4, dtype=torch.float64)], min_batch_size=136, timeout=60.0
+    )
+    inputs = [torch.randn(rows, 4, dtype=torch.float64) for rows in range(1, 17)]
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        expert.get_info()
+        outcomes = together(16, lambda index: expert(inputs[index]))
+    for x, outcome in zip(inputs, outcomes, strict=True):
+        assert isinstance(outcome, Tensor)
+        assert torch.allclose(outcome, here(x), rtol=0, atol=1e-14)
+    assert backend.forward_pool.statistics().tasks == 16
+    assert backend.forward_pool.statistics().batches == 1
+
+
+def test_a_batch_below_the_minimum_runs_after_its_timeout() -> None:
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)], min_batch_size=100, timeout=0.1)
+    with served(backend) as server:
+        start = time.monotonic()
+        assert RemoteExpert("ffn.0", server.endpoint)(torch.ones(2, 4)).shape == (2, 4)
+        assert time.monotonic() - start >= 0.1
+
+
+def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
+    updates = []
+    for reduction in ("sum", "mean"):
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        backend = ExpertBackend(
+            "linear.0",
+            module,
+            torch.optim.SGD(module.parameters(), lr=1.0),
+            args_schema=[TensorSpec(2)],
+            gradient_reduction=reduction,  # type: ignore[arg-type]
+            min_batch_size=4,
+            timeout=60.0,
+        )
+        with served(backend) as server:
+            expert = RemoteExpert("linear.0", server.endpoint)
+            outputs = together(4, lambda _, expert=expert: expert(torch.ones(1, 2)))
+            together(4, lambda index, outputs=outputs: outputs[index].sum().backward())
+        assert backend.updates == 1
+        updates.append(module.weight.detach().clone())
+    assert torch.equal(updates[0], 4 * updates[1])
+
+
+class Picky(nn.Module):
+    """Fails on values: the kind of fault that no schema shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.table(ids)
+
+
+def test_one_request_that_fails_in_the_module_harms_none_of_its_batch() -> None:
+    module = Picky()
+    backend = ExpertBackend(
+        "table.0", module, args_schema=[TensorSpec(dtype=torch.int64)], min_batch_size=8, timeout=60.0
+    )
+    with served(backend) as server:
+        expert = RemoteExpert("table.0", server.endpoint)
+        outcomes = together(8, lambda index: expert(torch.tensor([99 if index == 3 else index])))
+        for index, outcome in enumerate(outcomes):
+            if index == 3:
+                assert isinstance(outcome, RemoteError)
+                assert outcome.remote_type == "IndexError"
+                assert "self.table(ids)" in outcome.remote_traceback
+            else:
+                assert torch.equal(outcome, module.table(torch.tensor([index])))  # type: ignore[arg-type]
+        backend.forward_pool.min_batch_size = 1
+        for _ in range(20):
+            assert expert(torch.tensor([1])).shape == (1, 2)

@@ -1,0 +1,175 @@
+"""What does not fit an expert is refused where it is found out, says what was expected, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expert_modules import (
+    Feedforward,
+    adam,
+    served,
+)
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import (
+    NonFinite,
+    NotFound,
+    SchemaError,
+)
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
+from anabranch.tensors import TensorSpec
+from anabranch.transport import Client, Request
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: (torch.ones(2, 5),), r"args\.0: expected \(rows, 4\) float32, got \(2, 5\)"),
+        (lambda: (torch.ones(2, 4, dtype=torch.float64),), "float64"),
+        (lambda: (torch.ones(4),), r"got \(4\)"),
+        (lambda: (torch.ones(2, 4), torch.ones(2, 4)), "expected arguments"),
+        (lambda: ([torch.ones(2, 4)],), "expected arguments"),
+        (lambda: ("text",), "got str"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_here_and_say_what_was_expected(
+    make: Callable[[], tuple[object, ...]], says: str
+) -> None:
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
+    with served(backend) as server, pytest.raises(SchemaError, match=says):
+        RemoteExpert("ffn.0", server.endpoint)(*make())
+
+
+def test_rows_that_disagree_name_both_inputs() -> None:
+    schema = [TensorSpec(2), TensorSpec(2)]
+    backend = ExpertBackend("pair.0", nn.Bilinear(2, 2, 1), args_schema=schema)
+    with served(backend) as server, pytest.raises(SchemaError, match=r"args\.0 has 2, args\.1 has 3"):
+        RemoteExpert("pair.0", server.endpoint)(torch.ones(2, 2), torch.ones(3, 2))
+
+
+def test_what_slips_past_the_caller_is_refused_by_the_server_before_it_is_queued() -> None:
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
+    right = backend.schema.hash
+    bad = [
+        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 5)], schema=right),
+        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4).double()], schema=right),
+        Request("", wire.FORWARD, "ffn.0", [], schema=right),
+        Request("", wire.FORWARD, "ffn.0", [torch.tensor(1.0)], schema=right),
+        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4)] * 2, schema=right),
+        Request("", wire.FORWARD, "ffn.0", [torch.ones(2, 4)], schema=b"other"),
+        Request("", wire.FORWARD, "ffn.9", [torch.ones(2, 4)], schema=right),
+        Request("", "expert.steal", "ffn.0", [torch.ones(2, 4)], schema=right),
+        Request("", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\xc1", once=True),
+        Request(
+            "", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x92\x91\xc3\xc4\x00", once=True
+        ),
+        Request(
+            "", wire.BACKWARD, "ffn.0", [torch.ones(2, 4)], schema=right, payload=b"\x92\x92\xc3\xc3\xc4\x00", once=True
+        ),
+        Request(
+            "",
+            wire.BACKWARD,
+            "ffn.0",
+            [torch.ones(2, 4), torch.ones(3, 4)],
+            schema=right,
+            payload=b"\x92\x91\xc3\xc4\x00",
+            once=True,
+        ),
+    ]
+    with served(backend) as server, Client() as client:
+        for request in bad:
+            request = type(request)(
+                server.endpoint,
+                request.verb,
+                request.target,
+                request.tensors,
+                request.payload,
+                request.schema,
+                request.once,
+            )
+            with pytest.raises((SchemaError, NotFound, Exception)) as caught:
+                client.call(request, Deadline.after(60.0))
+            assert isinstance(caught.value, (SchemaError, NotFound)) or "ProtocolError" in type(caught.value).__name__
+        assert backend.forward_pool.statistics().tasks == 0
+        assert backend.backward_pool.statistics().tasks == 0
+        assert RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 4)).shape == (1, 4)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused_where_it_arrives_and_counted(poison: float) -> None:
+    module = Feedforward()
+    backend = ExpertBackend("ffn.0", module, adam(module), args_schema=[TensorSpec(4)])
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        x = torch.ones(2, 4)
+        x[0, 0] = poison
+        with pytest.raises(NonFinite, match=r"args\.0"):
+            expert(x)
+        good = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(NonFinite, match="gradient of output 0"):
+            expert(good).backward(x)
+        expert(good).sum().backward()
+        assert sum(server.statistics().not_finite.values()) == 2
+    assert backend.updates == 1
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def test_a_gradient_that_overflows_inside_the_expert_updates_nothing() -> None:
+    class Explode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight * 1e30
+
+    module = Explode()
+    backend = ExpertBackend("big.0", module, adam(module), args_schema=[TensorSpec(1)])
+    with served(backend) as server:
+        output = RemoteExpert("big.0", server.endpoint)(torch.full((1, 1), 1e5))
+        with pytest.raises(NonFinite, match="nothing was updated"):
+            output.backward(torch.full((1, 1), 1e30))
+    assert torch.equal(module.weight, torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: ExpertBackend("ffn", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "no uid"),
+        (lambda: ExpertBackend("ffn.01", nn.Identity(), args_schema=[TensorSpec(1)]), ValueError, "leading"),
+        (lambda: ExpertBackend("ffn.0", nn.Identity()), ValueError, "without inputs"),
+        (
+            lambda: ExpertBackend("ffn.0", nn.Linear(1, 1), adam(nn.Linear(1, 1)), args_schema=[TensorSpec(1)]),
+            ValueError,
+            "another module",
+        ),
+        (lambda: ExpertBackend("ffn.0", nn.Linear(2, 1), args_schema=[TensorSpec(1)]), SchemaError, "does not take"),
+        (lambda: ExpertBackend("ffn.0", nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
+        (lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=["x"]), SchemaError, "TensorSpec"),
+        (
+            lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=[TensorSpec(1)], max_batch_size=0),
+            ValueError,
+            "batch sizes",
+        ),
+        (
+            lambda: ExpertBackend("ffn.0", nn.Identity(), args_schema=[TensorSpec(1)], gradient_reduction="max"),  # type: ignore[arg-type]
+            ValueError,
+            "gradient_reduction",
+        ),
+        (lambda: ExpertServer([]), ValueError, "without experts"),
+        (lambda: RemoteExpert("ffn", "unix:/nowhere"), ValueError, "no uid"),
+        (lambda: RemoteExpert("ffn.0", "unix:/nowhere", forward_timeout=0), ValueError, "forward_timeout"),
+    ],
+)
+def test_mistakes_say_what_is_wrong(make: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_an_unknown_uid_is_not_found() -> None:
+    backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
+    with served(backend) as server, pytest.raises(NotFound, match=r"no expert 'ffn\.1' here"):
+        RemoteExpert("ffn.1", server.endpoint)(torch.ones(1, 4))

@@ -1,0 +1,296 @@
+"""A process that was forked for a job is to its script as one that was started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_marks import wait_until
+
+from anabranch.launch import launch
+from anabranch.launch.forks import ForkServer, ForkServerError
+from anabranch.launch.orphans import adopt_orphans
+from anabranch.launch.program import Program
+from anabranch.testing import LocalJob
+
+Script = Callable[[str], Path]
+
+# Whether a script was forked: only then has somebody imported torch before it.
+FACTS = """
+import faulthandler, json, os, random, sys
+forked = "torch" in sys.modules
+import multiprocessing, signal, tempfile, threading
+import numpy, torch
+main = sys.modules["__main__"]
+print(json.dumps({
+    "forked": forked,
+    "torch": torch.rand(2).tolist(), "seed": torch.initial_seed(), "random": random.random(), "numpy": numpy.random.random(), "key": multiprocessing.current_process().authkey.hex(),
+    "facts": {
+        "argv": sys.argv, "flags": repr(sys.flags), "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__,
+        "file": __file__, "cached": __cached__, "spec": repr(__spec__), "package": repr(__package__),
+        "main": vars(main) is globals(), "builtins": repr(__builtins__), "annotations": __annotations__,
+        "loader": type(__loader__).__mro__[-3].__name__,
+        "threads": torch.get_num_threads(),
+        "thread_count": len(os.listdir("/proc/self/task")), "thread": threading.current_thread().name,
+        "cwd": os.getcwd(), "umask": os.umask(0), "environment": dict(os.environ), "group": os.getpgid(0) == os.getpid(),
+        "session": os.getsid(0) == os.getpid(), "temporary": tempfile.gettempdir(),
+        "encodings": [sys.stdin.encoding, sys.stdout.encoding, sys.stderr.errors, sys.stdout.write_through],
+        "stdin": sys.stdin.read(), "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1],
+        "signals": [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN],
+        "Ctrl-C": repr(signal.getsignal(signal.SIGINT)), "stacks": faulthandler.is_enabled(),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "cmdline": open("/proc/self/cmdline").read().rstrip("\\0"),
+        "environ": sorted(filter(None, open("/proc/self/environ").read().split("\\0"))),
+        "parent": os.getppid(), "process": multiprocessing.current_process().name,
+        "children": multiprocessing.active_children(),
+    },
+}))
+"""
+# What no two processes, or no two jobs, have in common.
+OWN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT")
+
+
+def seen(script: Path, *arguments: str, spawn: bool) -> tuple[dict[str, object], ...]:
+    environment = {"TMPDIR": str(script.parent), "TZ": "Asia/Tokyo"}
+    result = LocalJob(workers=2, spawn=spawn, environment=environment).run(script, *arguments).check()
+    assert all(found is not None and found["forked"] is not spawn for found in result.results), result.logs
+    return result.results  # type: ignore[return-value]
+
+
+def comparable(found: dict[str, object]) -> dict[str, object]:
+    facts = dict(found["facts"])  # type: ignore[call-overload]
+    facts["environment"] = {name: value for name, value in facts["environment"].items() if name not in OWN}
+    facts["environ"] = [entry for entry in facts["environ"] if entry.partition("=")[0] not in OWN]
+    return facts
+
+
+def test_a_script_finds_what_it_finds_in_a_process_that_was_started(script: Script) -> None:
+    path = script(FACTS)
+    forked, started = (seen(path, "--x", "a b", spawn=spawn) for spawn in (False, True))
+    for one, other in zip(forked, started, strict=True):
+        assert comparable(one) == comparable(other)
+
+
+def test_each_fork_draws_its_own_random_numbers_where_a_process_does(script: Script) -> None:
+    first, second = seen(script(FACTS), spawn=False)
+    for name in ("torch", "seed", "random", "numpy", "key"):
+        assert first[name] != second[name]
+
+
+# A script that ends in each of these ways; both kinds of process must end and say the same.
+ENDS = {
+    "an error": "def f():\n    {}['absent']\ntry:\n    f()\nexcept KeyError as e:\n    raise RuntimeError('worse') from e",
+    "no such module": "import no_such_module",
+    "wrong syntax": "x = (\ny = 1",
+    "a hook": "import sys\nsys.excepthook = lambda kind, e, trace: print(kind, trace.tb_frame.f_code.co_name)\n1 / 0",
+    "a code": "import sys; sys.exit(7)",
+    "a message": "import sys; sys.exit('enough')",
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "atexit": "import atexit; atexit.register(print, 'last')\nclass X:\n    def __del__(self): print('gone')\nx = X()",
+    "a thread": "import threading, time; threading.Timer(0.05, print, ('late',)).start(); print('early')",
+    "os._exit": "import os; print('half', end=''); os._exit(3)",
+    "C's output": "import ctypes; ctypes.CDLL(None).printf(b'from C')",
+}
+
+
+def test_every_end_is_that_of_a_process_that_was_started(tmp_path: Path) -> None:
+    """One script a rank: the ends are compared in two jobs."""
+    paths = []
+    for index, source in enumerate(ENDS.values()):
+        paths.append(tmp_path / f"end_{index}.py")
+        paths[-1].write_text(source)
+    server = ForkServer(os.environ)
+    with server, adopt_orphans():
+        for (what, _), path in zip(ENDS.items(), paths, strict=True):
+            ends = []
+            for forked in (True, False):
+                log = tmp_path / "log"
+                with log.open("wb") as file, open(os.devnull, "rb") as nothing:
+                    program = Program(str(path))
+                    if forked:
+                        streams = (nothing.fileno(), file.fileno(), file.fileno())
+                        pid = server.fork("worker-0", program, os.environ, *streams)
+                    else:
+                        pid = subprocess.Popen(program.command, stdin=nothing, stdout=file, stderr=file).pid
+                ends.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), log.read_text()))
+            assert ends[0] == ends[1], what
+
+
+def test_a_file_that_cannot_be_read_is_named_as_python_names_it(tmp_path: Path, script: Script) -> None:
+    path = script("")
+    path.unlink()
+    path.symlink_to(tmp_path / "loop")
+    (tmp_path / "loop").symlink_to(path)
+    log = tmp_path / "log"
+    with log.open("wb") as file, adopt_orphans(), ForkServer(os.environ) as server:
+        pid = server.fork("worker-0", Program(str(path)), os.environ, 0, file.fileno(), file.fileno())
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    assert f"can't open file '{path}'" in log.read_text()
+
+
+def test_the_role_is_the_name_that_top_shows(script: Script, tmp_path: Path) -> None:
+    path = script("print(open('/proc/self/comm').read(), end='')")
+    launch(path, workers=2, log_dir=tmp_path)
+    assert [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)] == ["worker-0\n", "worker-1\n"]
+
+
+def test_threads_are_as_many_as_the_environment_says(script: Script, tmp_path: Path) -> None:
+    # With two threads NumPy's BLAS has a second one as soon as it is told so.
+    path = script(
+        """
+        import json, os, torch
+        found = [torch.get_num_threads(), len(os.listdir("/proc/self/task"))]
+        print(json.dumps({"threads": found, "variable": os.environ.get("OMP_NUM_THREADS")}))
+        """
+    )
+    for threads in ("1", "2", "3"):
+        environment = {"OMP_NUM_THREADS": threads}
+        (forked,), (started,) = (
+            LocalJob(environment=environment, spawn=spawn).run(path).check().results for spawn in (False, True)
+        )
+        assert forked == started
+    assert forked is not None
+    assert forked["threads"][0] == 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PYTHONHASHSEED", "5"), ("LD_PRELOAD", ""), ("OMP_PROC_BIND", "false"), ("OMP_NUM_THREADS", "2,1")],
+)
+def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script, name: str, value: str) -> None:
+    path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
+    results = [LocalJob(environment={name: value}).run(path).check().results[0] for _ in range(2)]
+    assert all(found is not None and not found["forked"] for found in results)
+    if name == "PYTHONHASHSEED":
+        assert results[0] == results[1]
+
+
+def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> None:
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "__main__.py").write_text("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules}))")
+    assert LocalJob().run(folder).check().results == ({"forked": False},)
+
+
+def test_forks_of_one_server_meet_in_a_process_group_with_numbers_of_their_own(tmp_path: Path) -> None:
+    result = LocalJob(workers=2).run_source(
+        """
+        import json, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.ones(4, requires_grad=True)
+        (x * (dist.get_rank() + 1)).sum().backward()  # threads of autograd, in both
+        dist.all_reduce(x.grad)
+        print(json.dumps({"sum": x.grad.tolist()}))
+        dist.destroy_process_group()
+        """
+    )
+    assert result.check().results == ({"sum": [3.0] * 4},) * 2
+
+
+def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_server: ForkServer) -> None:
+    fork_server.wait_until_ready()
+    here = Path("/proc", str(fork_server.pid))
+    assert len(list((here / "task").iterdir())) == 1
+    sockets = [path.name for path in (here / "fd").iterdir() if os.readlink(path).startswith("socket:")]
+    assert sockets == ["0"]
+    assert (here / "comm").read_text() == "fork-server\n"
+    assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
+
+
+def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> None:
+    """Its first import is one that starts a thread, which is a mistake of ours that would deadlock a fork some day."""
+    (tmp_path / "numpy.py").write_text("import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()")
+    code = "import anabranch.launch.fork_server as f; f._IMPORTED, f._IMPORTED_IF_THERE = ('numpy',), (); f.main()"
+    import anabranch.launch.forks as forks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forks, "_CODE", code)
+        with ForkServer({**os.environ, "PYTHONPATH": str(tmp_path)}) as server, adopt_orphans():
+            with pytest.raises(ForkServerError, match="has 2 threads"):
+                server.fork("worker-0", Program("x.py"), os.environ, 0, 1, 2)
+            os.kill(server.pid, signal.SIGKILL)
+
+
+def test_a_job_whose_fork_server_fails_says_so_and_runs_in_plain_processes(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ForkServer(os.environ) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        told: list[str] = []
+        path = script("import sys; print('torch' in sys.modules)")
+        assert launch(path, workers=2, log_dir=tmp_path, server=server, tell=told.append).exit_code == 0
+    assert (tmp_path / "worker-1.log").read_text() == "False\n"
+    assert len(told) == 1
+    assert told[0].startswith("starting plain processes, which takes longer: the fork server")
+
+
+def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
+    code = "import os, anabranch.launch.forks as f; s = f.ForkServer(os.environ); print(s.pid); os._exit(0)"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_fork_dies_with_its_launcher_and_not_with_the_fork_server(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from anabranch.launch.forks import ForkServer
+from anabranch.launch.orphans import adopt_orphans
+from anabranch.launch.program import Program
+with adopt_orphans(), ForkServer(os.environ) as server:
+    pid = server.fork("worker-0", Program(sys.argv[1]), os.environ, 0, 1, 2)
+    print(pid, flush=True)
+os.kill(pid, 0)  # the server has ended
+print("lives", flush=True)
+time.sleep(600)
+"""
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", code, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        pid = int(launcher.stdout.readline())
+        assert launcher.stdout.readline() == "lives\n"
+        launcher.kill()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_the_launcher_and_the_command_line_import_no_torch() -> None:
+    code = "import sys, anabranch.cli.app, anabranch.launch.local; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_gpu_makes_plain_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anabranch.launch import conditions
+
+    assert conditions.why_no_fork_server({}) is None
+    monkeypatch.setattr(conditions, "_DRIVERS", (tmp_path,))
+    assert conditions.why_no_fork_server({}) is not None
+    assert conditions.why_no_fork_server({"CUDA_VISIBLE_DEVICES": "0"}) is not None
+    assert conditions.why_no_fork_server({"CUDA_VISIBLE_DEVICES": ""}) is None
+
+
+def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, pathlib, signal, time
+        for path in pathlib.Path("/proc").glob("[0-9]*/comm"):
+            try:
+                found = path.read_text() == "rendezvous-0\\n"
+                mine = os.environ["TORCHELASTIC_RUN_ID"] in path.with_name("environ").read_text()
+            except OSError:
+                continue
+            if found and mine:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        time.sleep(600)
+        """
+    )
+    outcome = launch(path, log_dir=tmp_path)
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")

@@ -1,0 +1,15 @@
+"""What tests of parameter servers share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anabranch.parameter_server.warming import compile_kernels
+
+
+@pytest.fixture(scope="session")
+def compiled_for_all_dtypes() -> None:
+    """Kernels of every dtype: a server in this process that compiles in a request sends no beats meanwhile."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        compile_kernels(dtype)

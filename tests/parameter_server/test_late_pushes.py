@@ -1,0 +1,287 @@
+"""Gradients that wait in a cache and leave while the next step runs: what counts, what is refused, and who is told."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from remote_tables_models import OPTIMIZERS, ROWS, Gate, one_step, table_and_its_twin
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost
+from anabranch.parameter_server import (
+    Cache,
+    ParameterClient,
+    ParameterServer,
+    RemoteEmbedding,
+    RemoteTables,
+    RowOptimizer,
+    Worker,
+)
+from anabranch.testing import FakeClock, MemoryTransport
+from waiting import join
+
+
+@pytest.mark.parametrize("way", ["flushed", "due in a step without rows"])
+@pytest.mark.parametrize("mean", [True, False])
+def test_what_waited_counts_by_its_workers_share_as_what_a_step_pushes(mean: bool, way: str) -> None:
+    """Flushed gradients once counted as if their worker were alone, and those due in a step without rows not at all."""
+    network = MemoryTransport()
+    ids, weights = torch.tensor([1]), [1.0, 3.0]
+    with ExitStack() as stack:
+        server = stack.enter_context(ParameterServer(transport=network))
+        enter = stack.enter_context
+        bare = enter(ParameterClient([server.endpoint], transport=network))
+        models = []
+        for rank in range(2):
+            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
+            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            tables = RemoteTables(client, cache=Cache(capacity=4, pull_bound=2, push_bound=2))
+            tables.adopt_modules(table)
+            models.append((table, tables))
+
+        def steps(rank: int) -> None:
+            table, tables = models[rank]
+            tables.begin(0)
+            table(ids).sum().backward()
+            tables.push(weights[rank], mean=mean)
+            for step in (1, 2):
+                if way != "flushed":
+                    tables.begin(step)
+                    tables.push(0.0 if mean else 1.0, mean=mean)
+            tables.flush()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(steps, range(2)))
+        assert torch.equal(-bare.sparse_pull("t", ids), torch.full((1, 2), 1.0 if mean else 2.0))
+
+
+def test_a_push_is_on_its_way_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
+    everyone = torch.arange(ROWS)
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        tables.begin(0)
+        one_step(model, plain, own, everyone)
+        gate.opened.set()
+        tables.push()  # of nothing yet
+        tables.begin(1)
+        one_step(model, plain, own, everyone)
+        tables.come_to_rest()
+        gate.opened.clear()
+        tables.push()  # of both steps, which returns though nothing leaves
+        tables.begin(2)
+        one_step(model, plain, own, everyone)
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        gate.opened.set()
+        tables.push()
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == ROWS
+        tables.close()
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_is_not_here_is_read_once_its_push_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The push leaves when the read has begun to wait for it: who does not wait reads too early, or nothing."""
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache("LFUOpt", capacity=1, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        wait_for = client.wait_for
+
+        def let(*args: Any, **options: Any) -> object:
+            gate.opened.set()
+            return wait_for(*args, **options)
+
+        monkeypatch.setattr(client, "wait_for", let)
+        for step in range(4):
+            tables.begin(step)
+            one_step(model, plain, own, torch.tensor([1, 2, 3]))
+            gate.opened.clear()
+            tables.push()
+        tables.close()
+
+
+def test_a_push_that_did_not_arrive_is_raised_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        gate.opened.set()
+        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
+        tables.begin(0)
+        one_step(model, plain, own, ids)
+        tables.push()
+        for call in (tables.push, tables.flush, lambda: model(torch.tensor([5]))):
+            with pytest.raises(DeadlineExceeded, match="gone"):
+                call()
+        gate.failure = None
+        tables.drop_caches()  # as after loading a checkpoint: what was on its way no longer counts
+        tables.begin(1)
+        assert torch.equal(model(ids), client.pull("0.weight")[ids])
+        tables.close()
+
+
+def test_nothing_is_forgotten_before_what_is_on_its_way_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a push from before would move what a checkpoint has put back."""
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient() as client, ThreadPoolExecutor(1) as thread:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        tables.begin(0)
+        one_step(model, plain, own, torch.tensor([1, 2]))
+        tables.push()
+        dropped = thread.submit(tables.drop_caches)
+        assert not futures.wait([dropped], timeout=0.2).done
+        gate.opened.set()
+        dropped.result(timeout=60)
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
+        tables.close()
+
+
+def test_gradients_that_are_no_numbers_are_refused_and_spoil_no_cached_row() -> None:
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            for step in range(3):
+                tables.begin(step)
+                one_step(model, plain, own, ids)
+                tables.push()
+            tables.begin(3)
+            (model(ids) * torch.tensor(math.nan)).sum().backward()
+            with pytest.raises(NonFinite, match="0.weight"):
+                tables.push()
+            tables.begin(3)
+            one_step(model, plain, own, ids)
+            tables.push()
+        assert sum(client.statistics()[0].refused_values.values()) == 1
+        torch.testing.assert_close(client.pull("0.weight")[ids], plain.weight[ids], rtol=1e-5, atol=1e-6)
+
+
+def test_a_lost_worker_is_named_while_its_push_is_waited_for() -> None:
+    """What lies beside the steps counts by the workers' shares in the last one, so it waits for all of that."""
+    network = MemoryTransport()
+    lost = threading.Event()
+
+    def watch() -> None:
+        if lost.is_set():
+            raise PeerLost("rank 1 is lost", peer="rank 1")
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        server = enter(ParameterServer(transport=network))
+        missing = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2)))
+        client = enter(
+            ParameterClient([server.endpoint], transport=network, worker=Worker(0, 2), watch=watch, heartbeat=1.0)
+        )
+        table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt_modules(table)
+        tables.begin(0)
+        table(torch.tensor([7])).sum().backward()
+        tables.push(mean=False)
+        lost.set()
+        with pytest.raises(PeerLost, match="rank 1"):
+            tables.flush()
+        missing.push_many({}, step=0)  # so that the shard waits no more
+        tables.abandon()
+
+
+def test_a_push_that_overruns_its_deadline_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends with the tables: it was once waited for as long as a call may take, and then left behind."""
+    clock = FakeClock()
+
+    def pass_time() -> None:
+        clock.advance(100.0)  # at the first look
+
+    class Told(Deadline):
+        def __init__(self, seconds: float, _: object = None) -> None:
+            super().__init__(seconds, clock)
+
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient(watch=pass_time) as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        tables.begin(0)
+        one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        with monkeypatch.context() as patch:
+            patch.setattr("anabranch.parameter_server.client.Deadline", Told)
+            with pytest.raises(DeadlineExceeded, match="push"):
+                tables.flush()
+            patch.setattr(ParameterClient, "timeout", 0.01)
+            letting = threading.Timer(0.2, gate.opened.set)
+            letting.start()
+            tables.abandon()
+        assert not [thread.name for thread in threading.enumerate() if thread.name == "anabranch-push"]
+        join(letting)
+
+
+def test_a_sum_too_large_is_refused_in_the_step_that_pushes_it() -> None:
+    """A step later this worker would wait for the others in that step, and they for its push."""
+    model, _, (theirs, _) = table_and_its_twin(OPTIMIZERS["sgd"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=1))
+        tables.adopt(model, ["0.weight"], theirs)
+        tables.begin(0)
+        (model(torch.tensor([1])) * 3e38).sum().backward()
+        tables.push()
+        tables.begin(1)
+        (model(torch.tensor([1])) * 3e38).sum().backward()
+        with pytest.raises(NonFinite, match="0.weight"):
+            tables.push()
+        tables.abandon()
+
+
+def test_a_dense_gradient_that_is_no_number_takes_nothing_out_of_the_cache() -> None:
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
+    ids, nothing = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=2)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            rule = RowOptimizer.from_torch(theirs)
+            client.init_dense("bias", torch.zeros(2), rule)
+            for step in range(2):
+                tables.begin(step)
+                one_step(model, plain, own, ids)
+                tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
+            tables.begin(2)
+            model(ids).sum().backward()
+            with pytest.raises(NonFinite, match="bias"):
+                tables.push(beside={"bias": (nothing, torch.full((2,), math.nan), rule)})
+            tables.begin(2)
+            one_step(model, plain, own, ids)
+            tables.push(beside={"bias": (nothing, torch.ones(2), rule)})
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_closing_ends_the_threads_though_a_push_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
+    with ParameterClient() as client:
+        tables = RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50))
+        tables.adopt(model, ["0.weight"], theirs)
+        gate = Gate(client, monkeypatch)
+        gate.opened.set()
+        tables.begin(0)
+        one_step(model, plain, own, torch.tensor([1]))
+        tables.prefetch({"0.weight": torch.tensor([2])})
+        gate.failure = DeadlineExceeded("gone", peer="shard 0", operation="push", step=0)
+        tables.push()
+        with pytest.raises(DeadlineExceeded, match="gone"):
+            tables.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-p")]

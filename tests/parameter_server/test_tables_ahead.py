@@ -1,0 +1,210 @@
+"""What a step asks for ahead of the next one, and rows that leave a cache for others to come."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from remote_tables_models import OPTIMIZERS, ROWS, WIDTH, one_step, table_and_its_twin
+from torch import Tensor, nn
+
+from anabranch.events import Event, subscribe
+from anabranch.parameter_server import (
+    Cache,
+    ParameterClient,
+    ParameterServer,
+    Pulled,
+    RemoteEmbedding,
+    RemoteTables,
+    Worker,
+)
+from anabranch.testing import MemoryTransport
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("pull_bound", [0, 3])
+def test_the_next_batch_is_asked_for_while_this_one_s_backward_runs(pull_bound: int) -> None:
+    """The order of events says so, and the result is that without prefetching."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, ROWS, (6,), generator=generator) for _ in range(STEPS + 1)]
+    start = nn.Embedding(ROWS, WIDTH)
+    make = OPTIMIZERS["adagrad"]
+    plain = copy.deepcopy(start)
+    optimizer = make(plain.parameters())
+    model = nn.Sequential(copy.deepcopy(start))
+    log: list[str] = []
+    fetched = threading.Event()
+
+    def note(event: Event) -> None:
+        if event.name == "tables.prefetch":
+            log.append("prefetch")
+            fetched.set()
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            if tables.prefetching:
+                assert fetched.wait(timeout=60)
+            log.append("backward ends")
+            return grad
+
+    with ParameterClient() as client, subscribe(note):
+        cache = Cache(capacity=ROWS, pull_bound=pull_bound)
+        with RemoteTables(client, cache=cache) as tables:
+            tables.adopt(model, ["0.weight"], make(model.parameters()))
+            for step in range(STEPS):
+                tables.begin(step)
+                found, wanted = model(batches[step]), plain(batches[step])
+                assert torch.equal(found, wanted)
+                fetched.clear()
+                tables.prefetch({"0.weight": batches[step + 1]})
+                Wait.apply(found).square().sum().backward()
+                wanted.square().sum().backward()
+                tables.push()
+                optimizer.step()
+                optimizer.zero_grad()
+        first = log.index("prefetch")
+        assert log[first + 1] == "backward ends"
+
+
+def test_prefetching_needs_a_cache() -> None:
+    with ParameterClient() as client, pytest.raises(ValueError, match="cache"):
+        RemoteTables(client).prefetch({})
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise adagrad"])
+def test_what_was_asked_ahead_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Over several rounds of both bounds: no step waits for the servers to answer, and its rows are what they are."""
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS[name])
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, ROWS, (3,), generator=draw).unique() for _ in range(60)]
+    reads: list[int] = []
+    step = -1
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=9, push_bound=9)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            pull = client.pull_many
+
+            def noted(*args: Any, ahead: bool = False, **options: Any) -> dict[str, Pulled]:
+                reads.extend([] if ahead else [step])
+                return pull(*args, ahead=ahead, **options)
+
+            monkeypatch.setattr(client, "pull_many", noted)
+            for step, ids in enumerate(batches[:-1]):
+                tables.begin(step)
+                found = model(ids)
+                tables.prefetch({"0.weight": batches[step + 1]})
+                if name == "sgd":  # of the others a sum of gradients is no sum of steps
+                    torch.testing.assert_close(found, plain(ids), rtol=1e-4, atol=1e-5)
+                for rows in (found, plain(ids)):
+                    rows.sum().backward()
+                tables.push()
+                own.step()
+                own.zero_grad()
+            assert reads == [0]
+        if name == "sgd":
+            torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_a_row_whose_state_was_asked_for_wait_for_it() -> None:
+    """Else its first gradient is pushed, and the state that comes is too old to be of use."""
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["adagrad"])
+    ids = torch.tensor([1, 2])
+    with ParameterClient() as client:
+        with RemoteTables(client, cache=Cache(capacity=ROWS, pull_bound=50, push_bound=50)) as tables:
+            tables.adopt(model, ["0.weight"], theirs)
+            for step in range(4):
+                tables.begin(step)
+                found = model(ids)
+                tables.prefetch({"0.weight": ids})
+                torch.testing.assert_close(found, plain(ids), rtol=1e-5, atol=1e-6)
+                for rows in (found, plain(ids)):
+                    rows.square().sum().backward()
+                tables.push()
+                own.step()
+                own.zero_grad()
+            tables.begin(4)
+            assert client.statistics()[0].tables["0.weight"].rows_pushed == 0
+        assert client.statistics()[0].tables["0.weight"].rows_pushed == 2
+
+
+def test_what_is_asked_ahead_is_as_of_the_step_that_asks() -> None:
+    """Asked before the other worker's push of the step before, it is answered after it."""
+    network = MemoryTransport()
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        server = enter(ParameterServer(transport=network))
+        sides = []
+        for rank in range(2):
+            client = enter(ParameterClient([server.endpoint], transport=network, worker=Worker(rank, 2)))
+            table = RemoteEmbedding("t", ROWS, 2, init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            cache = Cache(capacity=ROWS, pull_bound=50, push_bound=50) if rank == 0 else None
+            sides.append((table, RemoteTables(client, cache=cache)))
+            sides[-1][1].adopt_modules(table)
+        (table, tables), (other, others) = sides
+        tables.begin(0)
+        tables.push(mean=False)
+        tables.begin(1)
+        tables.prefetch({"t": torch.tensor([7])})
+        assert tables.prefetching
+        # However long it is waited for: the other one has not pushed.
+        resting = stack.enter_context(ThreadPoolExecutor(1)).submit(tables.come_to_rest)
+        assert not futures.wait([resting], timeout=0.2).done
+        others.begin(0)
+        other(torch.tensor([7])).sum().backward()
+        others.push(mean=False)
+        others.begin(1)
+        others.push(mean=False)
+        resting.result(timeout=60)
+        tables.push(mean=False)
+        tables.begin(2)
+        assert torch.equal(table(torch.tensor([7])), torch.full((1, 2), -1.0))
+        tables.close()
+
+
+@contextmanager
+def _row_1_left() -> Iterator[tuple[ParameterClient, RemoteTables, nn.Module, nn.Module, torch.optim.Optimizer]]:
+    """In step 1 row 2 has been read in the place of row 1, whose gradient of step 0 waits."""
+    model, plain, (theirs, own) = table_and_its_twin(OPTIMIZERS["sgd"])
+    with (
+        ParameterClient() as client,
+        RemoteTables(client, cache=Cache(capacity=1, pull_bound=50, push_bound=50)) as tables,
+    ):
+        tables.adopt(model, ["0.weight"], theirs)
+        tables.begin(0)
+        one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        tables.begin(1)
+        model(torch.tensor([2]))
+        yield client, tables, model, plain, own
+
+
+def test_what_left_for_an_earlier_read_of_the_step_is_in_the_row_that_a_later_one_reads() -> None:
+    with _row_1_left() as (client, tables, model, plain, own):
+        one_step(model, plain, own, torch.tensor([1]))
+        tables.push()
+        tables.flush()
+        torch.testing.assert_close(client.pull("0.weight"), plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_what_left_before_the_servers_rows_were_replaced_is_not_pushed_after() -> None:
+    with _row_1_left() as (client, tables, *_):
+        wanted = client.pull("0.weight")  # the step fails, so a checkpoint is loaded
+        tables.drop_caches()
+        tables.begin(1)
+        tables.push()
+        tables.flush()
+        assert torch.equal(client.pull("0.weight"), wanted)

@@ -1,0 +1,105 @@
+"""Beats: a server that waits or computes says that it lives, and one that has gone silent is given up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from anabranch.errors import DeadlineExceeded, PeerLost
+from anabranch.testing import FakeClock
+from anabranch.transport import (
+    Call,
+    Client,
+    Deadline,
+    Request,
+    RequestHeader,
+    Server,
+    Verb,
+)
+from anabranch.transport.frame import Beat, FrameReader, Hello, Limits, encode
+from networks import Watched
+from waiting import join, wait_until
+
+HEARTBEAT = 0.05
+
+
+def waits(calls: list[Call]) -> Verb:
+    """A verb whose calls nobody answers."""
+    return Verb("wait", calls.append)
+
+
+def test_a_server_beats_while_a_call_waits() -> None:
+    calls: list[Call] = []
+    with (
+        Server([waits(calls)], heartbeat=HEARTBEAT, drain_seconds=0.01) as server,
+        socket.socket(socket.AF_UNIX) as asker,
+    ):
+        asker.settimeout(60)
+        asker.connect(server.endpoint.removeprefix("unix:"))
+        asker.sendall(b"".join(encode(Hello())) + b"".join(encode(RequestHeader("wait", seconds=60.0))))
+
+        class Received:
+            def receive_into(self, buffer: memoryview) -> int:
+                return asker.recv_into(buffer)
+
+        reader = FrameReader(Limits(), lambda header: ())
+        headers = []
+        while len(headers) < 4:
+            frame = reader.advance(Received())  # type: ignore[arg-type]
+            if frame is not None:
+                headers.append(type(frame.header))
+    assert headers == [Hello, Beat, Beat, Beat]
+
+
+def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the client's clock, which moves when it is told to; beats come when they come."""
+    clock, network = FakeClock(), Watched()
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=clock))
+    calls: list[Call] = []
+    errors: list[Exception] = []
+    healthy = True
+
+    def ask() -> None:
+        try:
+            client.call(Request(server.endpoint, "wait"), Deadline.after(100.0))
+        except PeerLost as error:
+            errors.append(error)
+
+    with (
+        Server(
+            [waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: healthy, transport=network, drain_seconds=0.01
+        ) as server,
+        Client(transport=network, heartbeat=HEARTBEAT) as client,
+    ):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: calls)
+        for _ in range(5):  # more than four silences that are too long, were the beats not heard
+            before = network.received
+            clock.advance(1.8 * HEARTBEAT)
+            wait_until(lambda before=before: network.received > before)
+        assert not errors
+        healthy = False
+
+        def given_up() -> bool:
+            clock.advance(2 * HEARTBEAT)  # a last beat may have been on its way
+            return bool(errors)
+
+        wait_until(given_up)
+        join(asking)
+    assert "no beat" in str(errors[0])
+
+
+def test_the_deadline_ends_a_wait_for_a_server_that_lives() -> None:
+    calls: list[Call] = []
+    with Server([waits(calls)], heartbeat=30.0, drain_seconds=0.01) as server, Client(heartbeat=30.0) as client:
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.call(Request(server.endpoint, "wait", step=4), Deadline.after(0.2))
+        assert caught.value.elapsed is not None
+        assert caught.value.elapsed >= 0.2
+    assert caught.value.peer == server.endpoint
+    assert caught.value.operation == "wait"
+    assert caught.value.step == 4

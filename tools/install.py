@@ -1,0 +1,79 @@
+"""Installs Anabranch and its tools into the virtual environment whose Python runs this: one line of progress, one at the end.
+
+Called by `make`. All that pip says is in `install.log` in the environment, and shown if it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOG = Path(sys.prefix, "install.log")
+PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-c", "constraints.txt"]
+STEPS = [
+    [*PIP, "--upgrade", "pip>=25.1"],  # the first that knows dependency groups
+    [*PIP, "--progress-bar", "raw", "--editable", ".", "--group", "dev"],
+]
+MEGABYTE = 1 << 20
+LARGE = 50 * MEGABYTE
+SHOWN_LINES = 30
+
+
+class Display:
+    """One line that is drawn over again on a terminal; elsewhere a line for each large download, and no more."""
+
+    def __init__(self) -> None:
+        self._drawn = sys.stdout.isatty()
+        self._what = ""
+        self._announced = ""
+
+    def take(self, line: str) -> None:
+        """Shows what a line of pip's output tells."""
+        if found := re.match(r"Progress (\d+) of (\d+)", line):
+            done, total = int(found[1]), int(found[2])
+            if self._drawn:
+                self._draw(f"{self._what}: {done / MEGABYTE:.0f} of {total / MEGABYTE:.0f} MB")
+            elif total >= LARGE and self._announced != self._what:
+                self._announced = self._what
+                print(f"{self._what}: {total / MEGABYTE:.0f} MB", flush=True)
+        elif found := re.match(r"\s*(Downloading|Collecting|Building|Installing)\s+(\S+)", line):
+            self._what = f"{found[1].lower()} {found[2].rsplit('/')[-1]}"
+            self._draw(self._what)
+
+    def _draw(self, text: str) -> None:
+        if self._drawn:
+            width = os.get_terminal_size().columns - 1
+            print(f"\r{text[:width]}\x1b[K", end="", flush=True)
+
+    def finish(self, text: str) -> None:
+        """The closing line, in place of the progress."""
+        print(f"\r{text}\x1b[K" if self._drawn else text, flush=True)
+
+
+def main() -> None:
+    """Runs the steps; exits with 1 and the end of the log if one fails."""
+    started = time.monotonic()
+    display = Display()
+    print(f"installing into {Path(sys.prefix).name} (once; torch is large, this takes a minute or two)", flush=True)
+    with LOG.open("w") as log:
+        for step in STEPS:
+            # Through a pipe pip draws nothing of its own, and its warnings are not the reader's.
+            with subprocess.Popen(step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+                assert process.stdout
+                for line in process.stdout:
+                    log.write(line)
+                    display.take(line)
+            if process.returncode:
+                log.flush()
+                display.finish(f"pip failed (exit code {process.returncode}); the end of {LOG}:")
+                lines = [line for line in LOG.read_text().splitlines() if not line.startswith("Progress ")]
+                sys.exit("\n".join(lines[-SHOWN_LINES:]))
+    display.finish(f"installed in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
