@@ -19,10 +19,11 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from anabranch.launch.conditions import why_no_fork_server, why_not_forked
@@ -34,7 +35,7 @@ from anabranch.launch.place import private_place, tcp_place
 from anabranch.launch.program import Program
 from anabranch.launch.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.screen import Screen
-from anabranch.launch.signals import collect_signals
+from anabranch.launch.signals import Stopped, collect_signals
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
 from anabranch.transport.keys import KEYS_VARIABLE
@@ -131,6 +132,9 @@ def launch(
                 screen.finish_line()
             tell(line)
 
+        stopping = _Stopping(running, services)
+        stack.push(stopping.leave)
+        signals.on_stop = stopping.stop
         start = _Starter(server, say)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
         meeting_place = start(
@@ -143,6 +147,7 @@ def launch(
                 stdin=rendezvous.descriptor,
             )
         )
+        stopping.rendezvous = meeting_place
         stack.callback(_end, meeting_place, rendezvous)
         rendezvous.started()
         rendezvous.wait_until_ready()
@@ -204,7 +209,11 @@ def launch(
             )
         if screen:
             screen.started()
+        stopping.begun = True
         supervisor.run()
+    if stopping.stopped is not None:
+        tell(f"{stopping.stopped.name}: stopped before all processes had started")
+        return stopping.outcome(time.monotonic() - started)
     return Outcome(
         exits=tuple(process.exit for process in running),
         interrupted=supervisor.interrupted,
@@ -212,6 +221,48 @@ def launch(
         seconds=time.monotonic() - started,
         services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [meeting_place]))),
     )
+
+
+class _Stopping:
+    """What a signal does at once, wherever the launcher is: while processes start, and when it came a second time.
+
+    While nothing of the user's runs, nothing is lost by ending. Once the supervisor's loop has begun it sees to the
+    first signal; the second one kills in the handler, since a busy machine's loop may be seconds late.
+    """
+
+    def __init__(self, workers: Sequence[Worker], services: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._services = services
+        self.rendezvous: Worker | None = None
+        self.begun = False
+        self.stopped: signal.Signals | None = None
+
+    def stop(self, number: signal.Signals, again: bool) -> None:
+        """A signal has come."""
+        if not again and (self.begun or self._workers or self._services):
+            return
+        rendezvous = () if self.rendezvous is None else (self.rendezvous,)
+        for process in (*self._workers, *self._services, *rendezvous):
+            with suppress(ProcessLookupError):
+                process.signal(signal.SIGKILL)
+        if not self.begun:
+            self.begun = True
+            raise Stopped(number)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """At the end of the job: what was stopped before it began has ended, too."""
+        self.begun = True
+        if isinstance(error, Stopped):
+            self.stopped = error.number
+        return isinstance(error, Stopped)
+
+    def outcome(self, seconds: float) -> Outcome:
+        """Of a job that was stopped before it began."""
+        for process in (*self._workers, *self._services):
+            if process.running:  # killed, and reaped with all others that the job left
+                process.abandon()
+        exits, services = ([process.exit for process in some] for some in (self._workers, self._services))
+        return Outcome(tuple(exits), self.stopped, timed_out=False, seconds=seconds, services=tuple(services))
 
 
 class _Starter:

@@ -30,6 +30,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from anabranch.launch import signals as signal_box
 from anabranch.launch.outcome import called
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import SignalBox
@@ -39,8 +40,6 @@ __all__ = ["Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
-# `timeout` and wrappers that pass signals on deliver one twice: to the launcher, and to its group.
-_ECHO_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +256,7 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
-            elif self.interrupted and time.monotonic() - self._interrupted_at < _ECHO_SECONDS:
+            elif self.interrupted and time.monotonic() - self._interrupted_at < signal_box.ECHO_SECONDS:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
