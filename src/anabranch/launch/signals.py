@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["ECHO_SECONDS", "STOPPING", "SignalBox", "Stopped", "collect_signals"]
+__all__ = ["ECHO_SECONDS", "STOPPING", "SignalBox", "Stopped", "collect_signals", "stand_still"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
@@ -76,10 +76,10 @@ class SignalBox:
 
 @contextmanager
 def collect_signals() -> Iterator[SignalBox]:
-    """Collects SIGINT, SIGTERM, SIGHUP and SIGWINCH until the block ends.
+    """Collects SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
 
-    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP stays
-    ignored where it was (``nohup``).
+    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
+    stay ignored where they were (``nohup``).
     """
     box = SignalBox()
     if threading.current_thread() is not threading.main_thread():
@@ -88,7 +88,8 @@ def collect_signals() -> Iterator[SignalBox]:
         finally:
             box.close()
         return
-    numbers = [number for number in STOPPING if number != signal.SIGHUP or not _ignored(number)]
+    maybe = (signal.SIGHUP, signal.SIGTSTP)
+    numbers = [number for number in (*STOPPING, signal.SIGTSTP) if number not in maybe or not _ignored(number)]
     previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:
@@ -98,6 +99,16 @@ def collect_signals() -> Iterator[SignalBox]:
         for number, handler in previous.items():
             signal.signal(number, handler)
         box.close()
+
+
+def stand_still() -> None:
+    """Does what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
+
+    At once where there is no shell that could: the kernel knows, and does nothing.
+    """
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def _ignored(number: signal.Signals) -> bool:

@@ -27,6 +27,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -256,6 +257,8 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
+            elif number == signal.SIGTSTP:
+                self._pause()
             elif self.interrupted and time.monotonic() - self._interrupted_at < signal_box.ECHO_SECONDS:
                 continue
             elif self.interrupted:
@@ -271,6 +274,13 @@ class Supervisor:
                 self._workers.clear()
                 patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
                 self._workers.end_by(time.monotonic() + patience)
+
+    def _pause(self) -> None:
+        """Ctrl-Z: this process stands still, and nothing that it has started."""
+        seen = f"; {self._screen.log} has what rank 0 writes meanwhile" if self._screen else ""
+        self._tell(f"the launcher is paused and the job goes on{seen}. `fg` brings the screen back")
+        with self._screen.unattended() if self._screen else nullcontext():
+            signal_box.stand_still()
 
     def _next_moment(self) -> float | None:
         moments = [*self._workers.moments(), *self._service_ending.moments()]
