@@ -164,3 +164,24 @@ def test_a_long_call_leaves_its_client_time_to_read(monkeypatch: pytest.MonkeyPa
             some = sock.recv(1 << 20)
             assert some
             received += len(some)
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_half_a_request_is_freed_at_once_when_its_client_has_gone() -> None:
+    places: list[weakref.ref[np.ndarray]] = []
+
+    def place(headers: object) -> list[torch.Tensor]:
+        memory = np.empty(NUMBERS, dtype=np.float32)
+        places.append(weakref.ref(memory))
+        return [torch.from_numpy(memory)]
+
+    verb = Verb("large", lambda call: call.reply(), allocate=place)
+    with Server([verb]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        asked = [*encode(Hello()), *encode(RequestHeader("large", seconds=60.0), [torch.ones(NUMBERS)])]
+        sock.sendall(b"".join(bytes(part) for part in asked)[: NBYTES // 2])
+        until(lambda: len(places) == 1)
+        sock.close()
+        until(lambda: server.statistics().connections == 0)
+        until(lambda: places[0]() is None)
