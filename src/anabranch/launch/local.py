@@ -163,6 +163,7 @@ def launch(
             tell=say,
         )
         stack.callback(supervisor.kill)
+        stopping.may_lose = True
         threads = threads_each(workers + experts)
         for shard, endpoint in enumerate(place.parameters):
             services.append(
@@ -234,12 +235,13 @@ class _Stopping:
         self._workers = workers
         self._services = services
         self.rendezvous: Worker | None = None
+        self.may_lose = False  # before the first of the user's starts: it may be quick
         self.begun = False
         self.stopped: signal.Signals | None = None
 
     def stop(self, number: signal.Signals, again: bool) -> None:
         """A signal has come."""
-        if not again and (self.begun or self._workers or self._services):
+        if not again and self.may_lose:
             return
         rendezvous = () if self.rendezvous is None else (self.rendezvous,)
         for process in (*self._workers, *self._services, *rendezvous):
