@@ -1,4 +1,4 @@
-"""Installs Anabranch and its tools into the virtual environment whose Python runs this: one line of progress, one at the end.
+"""Installs Anabranch and its tools into the virtual environment whose Python runs this, in one line of progress.
 
 Called by `make`. All that pip says is in `install.log` in the environment, and shown if it fails.
 """

@@ -114,7 +114,6 @@ def parameters(
     from anabranch.experts import stopped_by_signals
     from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import serve_parameters
-
     from anabranch.parameter_server.warming import compile_kernels
 
     if durability != "none" and checkpoint_dir is None:

@@ -1,26 +1,18 @@
-"""The process in which a job's members find one another: it holds the rendezvous store and the directory.
-
-Apart from the launcher, so that the launcher imports no torch, and a launcher that is paused holds nobody up. It is
-there before all others, outlives them, and dies with the launcher.
-"""
+"""The launcher's side of the process in which a job's members find one another, see ``rendezvous_process.py``."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch.channel import Message, receive, send
+from anabranch.launch.channel import receive, send
 from anabranch.launch.program import Program
 
-__all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark", "main", "serve"]
+__all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
 
-PROGRAM = Program("anabranch.launch.rendezvous", is_module=True)
+PROGRAM = Program("anabranch.launch.rendezvous_process", is_module=True)
 """What the process runs; its stdin is the channel to the launcher."""
 
 EXPERT_MARK = "anabranch-expert"
@@ -89,40 +81,3 @@ class Rendezvous:
     ) -> None:
         for sock in (self._channel, self._theirs, self._listening):
             sock.close()
-
-
-def main() -> None:
-    """Serves until the launcher closes the channel on stdin."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the job decides when it is over
-        signal.signal(number, signal.SIG_IGN)
-    channel = socket.socket(fileno=os.dup(0))
-    received = receive(channel)
-    if received is None:
-        return
-    facts, (listening,) = received
-    with ExitStack() as stack:
-        serve(channel, facts, socket.socket(fileno=listening), stack)
-
-
-def serve(channel: socket.socket, facts: Mapping[str, object], listening: socket.socket, stack: ExitStack) -> None:
-    """Answers over ``channel`` until its end."""
-    from anabranch.experts import DirectoryServer
-    from anabranch.launch.store import host_store
-
-    store = host_store(listening)
-    directory = None
-    if facts["directory"] is not None:
-        keys = facts["keys"]
-        server = DirectoryServer(str(facts["directory"]), keys=None if keys is None else str(keys))
-        directory = stack.enter_context(server).directory
-        send(channel, {"ready": True})
-    with suppress(OSError):
-        while (received := receive(channel)) is not None:
-            answer: Message = {"found": directory is not None and bool(directory.lookup([str(received[0]["uid"])]))}
-            send(channel, answer)
-    del store
-
-
-if __name__ == "__main__":
-    main()
-    sys.exit(0)

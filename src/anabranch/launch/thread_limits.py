@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["limit_threads"]
 
-_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")
+_BLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")
 
 
 def limit_threads(environment: Mapping[str, str]) -> None:
@@ -20,15 +20,16 @@ def limit_threads(environment: Mapping[str, str]) -> None:
     The fork server left torch's number open, so where nothing is said torch finds it by itself. It had to settle that
     of NumPy's BLAS, at 1: that library starts its threads as it is loaded.
     """
-    torch_threads = environment.get("OMP_NUM_THREADS")
-    if torch_threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(torch_threads))
-    blas_threads = environment.get("OPENBLAS_NUM_THREADS") or torch_threads or len(os.sched_getaffinity(0))
-    if int(blas_threads) > 1:
+    text = environment.get("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))  # none of these libraries takes more by itself
+    if text is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(min(cores, int(text)))
+    blas_threads = min(cores, int(environment.get("OPENBLAS_NUM_THREADS") or text or cores))
+    if blas_threads > 1:
         for library in _loaded_blas():
-            for name in _SETTERS:
+            for name in _BLAS_SETTERS:
                 with suppress(AttributeError):
-                    library[name](ctypes.c_int(int(blas_threads)))
+                    library[name](ctypes.c_int(blas_threads))
 
 
 def _loaded_blas() -> Iterator[ctypes.CDLL]:
