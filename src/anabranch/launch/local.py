@@ -302,7 +302,7 @@ def _end(process: Worker, rendezvous: Rendezvous) -> None:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
             process.signal(signal.SIGKILL)
         process.reap()
-    if not process.log.stat().st_size:
+    if not process.early and not process.log.stat().st_size:  # of one that was lost it is shown
         process.log.unlink()
 
 
