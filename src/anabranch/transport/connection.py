@@ -51,6 +51,8 @@ _STALLED = 30.0
 _LINGER = 1.0
 # Bytes of a request up to which it is read among those of other connections.
 _SMALL = 64 << 10
+# What a header adds to an answer of so many bytes, at most, before it counts as a large one.
+_HEADER = 4 << 10
 
 
 class Fate(Enum):
@@ -127,7 +129,7 @@ class Connection:
         self._verb: Verb | None = None
         self._reserved = 0
         self._call: Call | None = None
-        self._last: tuple[bytes, int] | None = None
+        self._last_sequence, self._last_epoch = -1, b""
         self._needs_thread = False
         self._last_words: Failure | None = None
         self._waiting_bytes = 0
@@ -150,16 +152,22 @@ class Connection:
                 return
             # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
             self._call = None
-            nbytes = sum(map(len, frame[1:]))
-            if nbytes > _SMALL and not self._server.reserve_answer(nbytes):
+            nbytes = 0
+            for buffer in frame:
+                nbytes += len(buffer)
+            if nbytes > _SMALL + _HEADER and not self._server.reserve_answer(nbytes):
                 full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
                 failure = failure_of(full, call.identity[1])
                 self._server.count_error(failure)
                 frame, nbytes = encode(failure), 0
-            self._waiting_bytes = nbytes if nbytes > _SMALL else 0
-            self._progress = time.monotonic()
+            if nbytes > _SMALL + _HEADER:
+                self._waiting_bytes = nbytes
             self._write(frame)
-            self._account()
+            if self._writer.waiting:
+                # Its time to read begins now, however long the call took.
+                self._progress = time.monotonic()
+            elif self._waiting_bytes:
+                self._account()
 
     def stalled(self, now: float) -> float:
         """Seconds since the client took the last byte of an answer that was counted; 0 if none waits."""
@@ -318,8 +326,7 @@ class Connection:
             return ()
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
-        identity = header.epoch, header.sequence
-        if identity == self._last:
+        if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
             # Repeated on the way: a client asks again on a fresh connection only.
             report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
@@ -332,7 +339,7 @@ class Connection:
             self._needs_thread = True
             self._reader.postpone()
             return None
-        self._last = identity
+        self._last_sequence, self._last_epoch = header.sequence, header.epoch
         try:
             self._verb = self._server.admit(self.stream.peer(), header, nbytes)
         except Exception as error:  # noqa: BLE001 - whatever the check raises is the client's answer
