@@ -51,8 +51,6 @@ _STALLED = 30.0
 _LINGER = 1.0
 # Bytes of a request up to which it is read among those of other connections.
 _SMALL = 64 << 10
-# What a header adds to an answer of so many bytes, at most, before it counts as a large one.
-_HEADER = 4 << 10
 
 
 class Fate(Enum):
@@ -152,15 +150,15 @@ class Connection:
                 return
             # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
             self._call = None
-            nbytes = 0
+            nbytes = -len(frame[0])  # the header's, which is not counted
             for buffer in frame:
                 nbytes += len(buffer)
-            if nbytes > _SMALL + _HEADER and not self._server.reserve_answer(nbytes):
+            if nbytes > _SMALL and not self._server.reserve_answer(nbytes):
                 full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
                 failure = failure_of(full, call.identity[1])
                 self._server.count_error(failure)
                 frame, nbytes = encode(failure), 0
-            if nbytes > _SMALL + _HEADER:
+            if nbytes > _SMALL:
                 self._waiting_bytes = nbytes
             self._write(frame)
             if self._writer.waiting:
