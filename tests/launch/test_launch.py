@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from process_marks import marked_processes
 
-from anabranch.launch import Patience, launch, supervisor
+from anabranch.launch import Patience, launch
 
 Script = Callable[[str], Path]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.3)
@@ -259,7 +259,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(script: Script, tmp_path: Path
 
 
 def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_ECHO_SECONDS", 0.0)
+    monkeypatch.setattr("anabranch.launch.signals.ECHO_SECONDS", 0.0)
     path = script(
         """
         import os, signal, time

@@ -280,7 +280,7 @@ def test_a_second_request_on_a_connection_whose_first_is_served_ends_it(monkeypa
         sock.connect(server.endpoint.removeprefix("unix:"))
         sock.sendall(GREETING + SMALL)
         gate.wait_for(1)
-        sock.sendall(SMALL)
+        sock.sendall(b"".join(encode(RequestHeader("echo", sequence=1, seconds=60.0), [torch.ones(8)])))
         told = b""
         while some := sock.recv(1 << 16):
             told += some

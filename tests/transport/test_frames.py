@@ -76,9 +76,10 @@ def join(buffers: Sequence[memoryview]) -> bytes:
     return b"".join(bytes(buffer) for buffer in buffers)
 
 
-def signed(kind: int, header: bytes, body: bytes = b"", *, claimed: int | None = None, version: int = 1) -> bytes:
+def signed(kind: int, header: bytes, body: bytes = b"", *, claimed: int | None = None, version: int = 2) -> bytes:
     """A frame with a right checksum, whatever its header says."""
-    start = struct.pack("<4sBBHIQ", b"ANBR", version, kind, 0, len(header), len(body) if claimed is None else claimed)
+    size = len(body) if claimed is None else claimed
+    start = struct.pack("<4sBBHIQI", b"ANBR", version, kind, 0, len(header), size, 0)
     return start + struct.pack("<I", zlib.crc32(header, zlib.crc32(start))) + header + body
 
 
@@ -152,35 +153,44 @@ def test_frames_behind_one_another_are_read_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("buffers", "expected"),
     [
-        (encode(Hello(1.0, 1024)), "414e4252010100000e0000000000000000000000d99c678393cb3ff0000000000000cd040090"),
+        (
+            encode(Hello(1.0, 1024)),
+            "414e4252020100000e000000000000000000000000000000fd0e868993cb3ff0000000000000cd040090",
+        ),
         (
             encode(
                 RequestHeader("pull", "emb", b"0123456789abcdef", 7, 5, 0.5, b"s", b"p"),
                 [torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True])],
             ),
             (
-                "414e4252010200003a0000000900000000000000645ffbcc99a470756c6ca3656d62c410303132333435363738"
-                "396162636465660705cb3fe0000000000000c40173c40170929405910200089401910108010100000002000000"
-                "01"
+                "414e4252020200003a0000000900000000000000000000009375d53199a470756c6ca3656d62c4103031323334"
+                "35363738396162636465660705cb3fe0000000000000c40173c401709294059102000894019101080101000000"
+                "0200000001"
             ),
         ),
         (
-            encode(ReplyHeader(b"p"), [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)]),
-            "414e4252010300000b0000000400000000000000992830b292c4017091940891020004803f0040",
+            encode(ReplyHeader(b"p", 7), [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)]),
+            "414e4252020300000c000000040000000000000000000000b4273c3c93c401700791940891020004803f0040",
         ),
         (
-            encode(Failure("not_found", "no such uid")),
-            "414e4252010400001a000000000000000000000028bd568995a96e6f745f666f756e64ab6e6f207375636820756964a0a090",
+            encode(ReplyHeader(b"p", 7), [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], checksum=True),
+            "414e4252020301000c00000004000000000000001a8af6956ceadca393c401700791940891020004803f0040",
         ),
-        (encode(Beat()), "414e42520105000002000000000000000000000030066ee59190"),
+        (
+            encode(Failure("not_found", "no such uid", sequence=7)),
+            (
+                "414e4252020400001b00000000000000000000000000000046da1a7396a96e6f745f666f756e64ab6e6f207375"
+                "636820756964a0a00790"
+            ),
+        ),
+        (encode(Beat()), "414e42520205000002000000000000000000000000000000786ced589190"),
     ],
-    ids=["hello", "request", "reply", "failure", "beat"],
+    ids=["hello", "request", "reply", "checksummed", "failure", "beat"],
 )
-def test_the_bytes_of_version_1_never_change(buffers: list[memoryview], expected: str) -> None:
+def test_the_bytes_of_version_2_never_change(buffers: list[memoryview], expected: str) -> None:
     assert join(buffers).hex() == expected
-    assert join(encode(read(bytes.fromhex(expected)).header, read(bytes.fromhex(expected)).tensors or ())) == join(
-        buffers
-    )
+    frame = read(bytes.fromhex(expected))
+    assert join(encode(frame.header, frame.tensors or (), checksum=expected[12:14] == "01")) == join(buffers)
 
 
 def test_a_header_that_claims_a_terabyte_costs_nothing() -> None:
@@ -204,7 +214,7 @@ def request_with(*tensors: TensorHeader) -> bytes:
     ("data", "says"),
     [
         (b"HTTP/1.1 200 OK\r\n" + bytes(20), "something else"),
-        (signed(5, b"\x91\x90", version=2), "version 2"),
+        (signed(5, b"\x91\x90", version=3), "version 3"),
         (signed(9, b""), "kind 9"),
         (signed(2, bytes((64 << 10) + 1)), "over the limit"),
         (signed(2, b"\xc1"), "does not decode"),

@@ -69,7 +69,9 @@ def test_requests_are_made_by_eights_before_the_first_of_them_leaves(monkeypatch
         # Those that were answered before the last were asked have been used again.
         assert asker.idle_connections()[server.endpoint] >= 8
         log.clear()
-        monkeypatch.setattr(client, "encode", lambda *args: (log.append("made"), encode(*args))[1])
+        monkeypatch.setattr(
+            client, "encode", lambda *args, **options: (log.append("made"), encode(*args, **options))[1]
+        )
         assert all(isinstance(outcome, Answer) for outcome in asker.gather(requests, soon()))
     eight = ["made"] * 8 + ["sent"] * 8
     assert log == eight + eight + ["made"] * 4 + ["sent"] * 4

@@ -111,6 +111,7 @@ def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path
     mixed.mkdir()
     (mixed / "authority.pem").write_bytes((keys / "authority.pem").read_bytes())
     (mixed / "worker.pem").write_bytes((foreign_keys / "worker.pem").read_bytes())
+    (mixed / "worker.pem").chmod(0o600)
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         for folder in (foreign_keys, mixed):
             with Client(keys=folder) as client:
@@ -122,6 +123,7 @@ def test_a_foreign_certificate_is_told_so_at_once(keys: Path, foreign_keys: Path
 def test_an_expired_certificate_is_told_so_at_once(keys: Path, tmp_path: Path) -> None:
     for name in ("authority.pem", "authority.key"):
         (tmp_path / name).write_bytes((keys / name).read_bytes())
+        (tmp_path / name).chmod(0o600)
     make_keys(tmp_path, roles=["worker"], days=-0.01)
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=tmp_path) as client:
         refused(client, server.endpoint)
@@ -205,6 +207,7 @@ def test_missing_or_damaged_keys_say_which_file_is_wrong(tmp_path: Path) -> None
         Client(keys=tmp_path)
     (tmp_path / "authority.pem").write_text("damaged")
     (tmp_path / "worker.pem").write_text("damaged")
+    (tmp_path / "worker.pem").chmod(0o600)
     with pytest.raises(ValueError, match="damaged"):
         Client(keys=tmp_path)
 

@@ -10,6 +10,7 @@ import typer
 from anabranch.cli.keys import keys
 from anabranch.cli.run import run
 from anabranch.cli.serve import serve
+from anabranch.cli.standard_streams import open_standard_streams
 
 __all__ = ["main"]
 
@@ -42,4 +43,5 @@ def _options(
 
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits with its code."""
+    open_standard_streams()
     _app(prog_name="anabranch")

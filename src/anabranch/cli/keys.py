@@ -9,6 +9,7 @@ import typer
 
 from anabranch.cli.mistakes import told_plainly
 from anabranch.transport import make_keys
+from anabranch.transport.keys import EVERY_JOB
 
 __all__ = ["keys"]
 
@@ -18,12 +19,27 @@ def keys(
         Path, typer.Argument(metavar="DIR", help="Where to write; made with mode 0700.", show_default=False)
     ],
     days: Annotated[float, typer.Option(min=0.0, metavar="N", help="How long the certificates are valid.")] = 365.0,
+    job: Annotated[
+        str, typer.Option(metavar="NAME", help="The job they are good for; `*` is every job of the authority.")
+    ] = EVERY_JOB,
+    authority: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Sign with the authority of this directory.", show_default=False),
+    ] = None,
 ) -> None:
     """Make a private authority and a certificate with its key for each role.
 
     DIR/authority.pem belongs on every host, DIR/ROLE.pem (worker, parameters, experts, directory) on the hosts of that
     role. DIR/authority.key signs further certificates: keep it where no server runs.
+
+    Processes whose certificates name different jobs refuse each other.
     """
     with told_plainly("DIR"):
-        for path in make_keys(directory, days=days).values():
+        for path in make_keys(directory, days=days, job=job, authority=authority).values():
             typer.echo(path)
+    if job == EVERY_JOB:
+        typer.echo(
+            "anabranch: these certificates are good for every job of this authority ('*'); "
+            "--job NAME makes them good for one",
+            err=True,
+        )

@@ -175,6 +175,7 @@ def _ask_forward(calls: Calls) -> None:
             payload=call.ticket,
             schema=call.schema.hash,
             allocate=_expect(wire.output_layout(call.schema), call.rows),
+            role="experts",
         )
         for call in calls.calls
     ]
@@ -298,6 +299,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
         payload=wire.pack_backward(gradients, call.ticket),
         schema=schema.hash,
         once=True,
+        role="experts",
     )
 
 

@@ -3,6 +3,10 @@
 An expert's server announces its uids again and again; what is not announced any more is forgotten when its time is
 over, so a server that dies needs nobody to notice. The table is one process's memory; ``DirectoryServer`` serves it to
 others.
+
+Over a network nobody is taken at his word: a role announces its own kind alone, at an endpoint that others reach; a uid
+belongs to the certificate that announced it first, until its time is over; and each job sees its own uids, besides
+those of servers that serve every job.
 """
 
 from __future__ import annotations
@@ -17,15 +21,23 @@ from types import TracebackType
 from typing import TypeVar
 
 from anabranch.deadline import Deadline
+from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
-from anabranch.transport import Call, Client, Request, Server, Transport, Verb, pack, unpack
+from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.keys import EVERY_JOB
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
 # So many names, at the most characters a name has, fit into a header.
 _NAMES_A_REQUEST = 500
-_SERVICES = frozenset({"experts", "parameters", "directory"})
+_SERVICES = frozenset({"experts", "parameters"})
+# What shards are announced under; any other name is of experts.
+_SHARDS = "parameters"
+LONGEST_TTL = 24 * 3600.0
+"""The longest time to live of an announcement, in seconds."""
+_NOWHERE = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - to refuse them
 _T = TypeVar("_T")
 
 
@@ -33,10 +45,11 @@ _T = TypeVar("_T")
 class _Entry:
     endpoint: str
     expires: float
+    owner: str | None = None
 
 
 class _Table:
-    """The announcements of one process."""
+    """The announcements of one job."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -44,21 +57,23 @@ class _Table:
         self._entries: dict[str, _Entry] = {}
         self._below: dict[str, dict[int, set[str]]] = {}
 
-    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float, owner: str | None = None) -> None:
         _check_ttl(ttl)
         checked = [check_uid(uid) for uid in uids]
         with self._lock:
+            for uid in checked:
+                self._check_owner(uid, owner)
             expires = self._clock() + ttl
             for uid in checked:
-                self._entries[uid] = _Entry(endpoint, expires)
+                self._entries[uid] = _Entry(endpoint, expires, owner)
                 for prefix, index in prefixes_of(uid):
                     self._below.setdefault(prefix, {}).setdefault(index, set()).add(uid)
 
-    def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
+    def withdraw(self, uids: Iterable[str], endpoint: str, owner: str | None = None) -> None:
         with self._lock:
             for uid in uids:
                 entry = self._entries.get(uid)
-                if entry is not None and entry.endpoint == endpoint:
+                if entry is not None and entry.endpoint == endpoint and owner in (None, entry.owner):
                     self._remove(uid)
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
@@ -75,6 +90,12 @@ class _Table:
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
         return found
+
+    def _check_owner(self, uid: str, owner: str | None) -> None:
+        """Without an owner it is the user of this host who asks, and may do as he likes."""
+        if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
+            left = self._entries[uid].expires - self._clock()
+            raise Unauthorized(f"{uid} was announced under another certificate, which has it for {left:.0f} s yet")
 
     def _alive(self, uid: str) -> bool:
         entry = self._entries.get(uid)
@@ -182,7 +203,7 @@ class Directory:
     def _ask(self, verb: str, question: object, kind: type[_T]) -> _T:
         assert self.endpoint is not None
         assert self._client is not None
-        request = Request(self.endpoint, verb, payload=pack(question))
+        request = Request(self.endpoint, verb, payload=pack(question), role="directory")
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
         return unpack(self._client.call(request, deadline).payload, kind)
@@ -199,8 +220,29 @@ def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
 
 
 def _check_ttl(ttl: float) -> None:
-    if not 0 < ttl < float("inf"):
-        raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
+    if not 0 < ttl <= LONGEST_TTL:
+        raise ValueError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:.0f}, got {ttl!r}")
+
+
+def _check_kind(uids: Iterable[str], peer: Peer) -> None:
+    """A shard is announced by role parameters, an expert by role experts; the user of this host announces both."""
+    for uid in uids if peer.role is not None else ():
+        of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
+        if of_shard != (peer.role == "parameters"):
+            kind = "shards of parameters" if of_shard else "experts"
+            raise Unauthorized(f"role {peer.role!r} may not announce {uid}, a name of {kind}")
+
+
+def _check_reachable(endpoint: str, peer: Peer) -> None:
+    """A peer from elsewhere may name no file of this host, and nobody an address that stands for all."""
+    if peer.on_this_host and endpoint.startswith("memory:"):
+        return
+    parsed = parse_endpoint(endpoint)
+    if isinstance(parsed, TcpEndpoint):
+        if parsed.port == 0 or parsed.host in _NOWHERE:
+            raise ValueError(f"{endpoint!r} is where a server listens, not where others find it; announce its address")
+    elif not peer.on_this_host:
+        raise ValueError(f"{endpoint!r} is a socket of one host, and the peer came over a network; announce tcp://...")
 
 
 def _portions(names: Iterable[str]) -> Iterable[Sequence[str]]:
@@ -239,7 +281,8 @@ class DirectoryServer:
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table = _Table(clock)
+        self._clock = clock
+        self._tables: dict[str, _Table] = {EVERY_JOB: _Table(clock)}
         verbs = [
             Verb("directory.announce", self._announce, roles=_SERVICES, quick=True),
             Verb("directory.withdraw", self._withdraw, roles=_SERVICES, quick=True),
@@ -265,7 +308,7 @@ class DirectoryServer:
     def directory(self) -> Directory:
         """The same table, for this process."""
         mine = Directory()
-        mine._table = self._table
+        mine._table = self._tables[EVERY_JOB]
         return mine
 
     def __enter__(self) -> DirectoryServer:
@@ -279,16 +322,41 @@ class DirectoryServer:
 
     def _announce(self, call: Call) -> None:
         uids, endpoint, ttl = unpack(call.payload, tuple[list[str], str, float])
-        self._table.announce(uids, endpoint, ttl)
+        peer = call.peer
+        try:
+            _check_kind(uids, peer)
+            _check_reachable(endpoint, peer)
+            self._table_of(peer).announce(uids, endpoint, ttl, peer.certificate)
+        except ValueError as error:
+            raise SchemaError(str(error)) from None
         call.reply(payload=pack(None))
 
     def _withdraw(self, call: Call) -> None:
         uids, endpoint = unpack(call.payload, tuple[list[str], str])
-        self._table.withdraw(uids, endpoint)
+        self._table_of(call.peer).withdraw(uids, endpoint, call.peer.certificate)
         call.reply(payload=pack(None))
 
     def _lookup(self, call: Call) -> None:
-        call.reply(payload=pack(self._table.lookup(unpack(call.payload, list[str]))))
+        uids = unpack(call.payload, list[str])
+        found: dict[str, str] = {}
+        for table in self._seen_by(call.peer):
+            found |= table.lookup(uids)
+        call.reply(payload=pack(found))
 
     def _active(self, call: Call) -> None:
-        call.reply(payload=pack(self._table.active(unpack(call.payload, list[str]))))
+        prefixes = unpack(call.payload, list[str])
+        tables = self._seen_by(call.peer)
+        found = [table.active(prefixes) for table in tables]
+        call.reply(
+            payload=pack({prefix: sorted({i for indices in found for i in indices[prefix]}) for prefix in prefixes})
+        )
+
+    def _table_of(self, peer: Peer) -> _Table:
+        """The announcements of the peer's job."""
+        return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
+
+    def _seen_by(self, peer: Peer) -> list[_Table]:
+        """Those of every job, and before them the peer's own."""
+        every = self._tables[EVERY_JOB]
+        own = self._tables.get(peer.job or EVERY_JOB, every)
+        return [every] if own is every else [every, own]

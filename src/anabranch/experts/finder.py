@@ -62,7 +62,7 @@ class ExpertFinder:
         """The endpoint and schema of each of ``uids`` that can be had; the others count as failed."""
         endpoints = within(self.directory, deadline).lookup(uids)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
-        requests = [Request(endpoints[uid], wire.INFO, uid) for uid in unknown]
+        requests = [Request(endpoints[uid], wire.INFO, uid, role="experts") for uid in unknown]
         # Whoever does not say what it takes cannot be asked; half of the time is left for those that did.
         patience = deadline.sooner(max(deadline.remaining() / 2, 1e-3))
         for uid, outcome in zip(unknown, self.client.gather(requests, patience) if requests else (), strict=True):

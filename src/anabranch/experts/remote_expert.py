@@ -27,7 +27,7 @@ __all__ = ["RemoteExpert", "fetch_schema"]
 
 def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
     """What the expert ``uid`` at ``endpoint`` takes and gives."""
-    return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid), deadline).payload)
+    return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid, role="experts"), deadline).payload)
 
 
 class RemoteExpert(nn.Module):

@@ -23,6 +23,7 @@ from anabranch.experts.layers import find_factory, make_optimizer
 from anabranch.experts.server import ExpertServer
 from anabranch.experts.uids import expand_uids
 from anabranch.tensors import TensorSpec
+from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["make_backends", "serve_directory", "serve_experts", "stopped_by_signals"]
 
@@ -112,6 +113,7 @@ def serve_experts(
     Takes the arguments of ``ExpertServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and prints
     it by default. ``beside`` makes something that lives as long as the server.
     """
+    keep_one_heap()
     with (
         ExpertServer(
             backends,
@@ -140,6 +142,7 @@ def serve_directory(
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Serves a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
+    keep_one_heap()
     with DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server:
         (say or _say)(f"listening on {server.endpoint}")
         _wait(stop)

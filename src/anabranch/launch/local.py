@@ -19,10 +19,11 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 from anabranch.launch.attempts import run_attempts
@@ -36,7 +37,7 @@ from anabranch.launch.place import private_place, tcp_place
 from anabranch.launch.program import Program
 from anabranch.launch.rendezvous import PROGRAM, Rendezvous, expert_mark
 from anabranch.launch.screen import Screen
-from anabranch.launch.signals import collect_signals
+from anabranch.launch.signals import Stopped, collect_signals
 from anabranch.launch.supervisor import Patience, Supervisor
 from anabranch.launch.worker import Recipe, Worker
 from anabranch.transport.keys import KEYS_VARIABLE
@@ -182,6 +183,9 @@ def _attempt(
                 screen.finish_line()
             tell(line)
 
+        stopping = _Stopping(running, services)
+        stack.push(stopping.leave)
+        signals.on_stop = stopping.stop
         start = _Starter(server, say)
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={run_id}", start.sessions))
         meeting_place = start(
@@ -194,6 +198,7 @@ def _attempt(
                 stdin=rendezvous.descriptor,
             )
         )
+        stopping.rendezvous = meeting_place
         stack.callback(_end, meeting_place, rendezvous)
         rendezvous.started()
         rendezvous.wait_until_ready()
@@ -209,6 +214,7 @@ def _attempt(
             tell=say,
         )
         stack.callback(supervisor.kill)
+        stopping.may_lose = True
         threads = threads_each(workers + experts)
         for shard, endpoint in enumerate(place.parameters):
             services.append(
@@ -260,7 +266,11 @@ def _attempt(
             )
         if screen:
             screen.started()
+        stopping.begun = True
         supervisor.run()
+    if stopping.stopped is not None:
+        tell(f"{stopping.stopped.name}: stopped before all processes had started")
+        return stopping.outcome(time.monotonic() - started)
     return Outcome(
         exits=tuple(process.exit for process in running),
         interrupted=supervisor.interrupted,
@@ -268,6 +278,49 @@ def _attempt(
         seconds=time.monotonic() - started,
         services=tuple(process.exit for process in (*services, *filter(lambda lost: lost.early, [meeting_place]))),
     )
+
+
+class _Stopping:
+    """What a signal does at once, wherever the launcher is: while processes start, and when it came a second time.
+
+    While nothing of the user's runs, nothing is lost by ending. Once the supervisor's loop has begun it sees to the
+    first signal; the second one kills in the handler, since a busy machine's loop may be seconds late.
+    """
+
+    def __init__(self, workers: Sequence[Worker], services: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._services = services
+        self.rendezvous: Worker | None = None
+        self.may_lose = False  # before the first of the user's starts: it may be quick
+        self.begun = False
+        self.stopped: signal.Signals | None = None
+
+    def stop(self, number: signal.Signals, again: bool) -> None:
+        """A signal has come."""
+        if not again and self.may_lose:
+            return
+        rendezvous = () if self.rendezvous is None else (self.rendezvous,)
+        for process in (*self._workers, *self._services, *rendezvous):
+            with suppress(ProcessLookupError):
+                process.signal(signal.SIGKILL)
+        if not self.begun:
+            self.begun = True
+            raise Stopped(number)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """At the end of the job: what was stopped before it began has ended, too."""
+        self.begun = True
+        if isinstance(error, Stopped):
+            self.stopped = error.number
+        return isinstance(error, Stopped)
+
+    def outcome(self, seconds: float) -> Outcome:
+        """Of a job that was stopped before it began."""
+        for process in (*self._workers, *self._services):
+            if process.running:  # killed, and reaped with all others that the job left
+                process.abandon()
+        exits, services = ([process.exit for process in some] for some in (self._workers, self._services))
+        return Outcome(tuple(exits), self.stopped, timed_out=False, seconds=seconds, services=tuple(services))
 
 
 class _Starter:
@@ -305,7 +358,7 @@ def _end(process: Worker, rendezvous: Rendezvous) -> None:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
             process.signal(signal.SIGKILL)
         process.reap()
-    if not process.log.stat().st_size:
+    if not process.early and not process.log.stat().st_size:  # of one that was lost it is shown
         process.log.unlink()
 
 

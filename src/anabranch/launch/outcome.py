@@ -145,7 +145,7 @@ class Outcome:
 
         Workers that meet SIGTERM by finishing what they were at and exiting with 0 have succeeded.
         """
-        failed = any(not exit_.well for exit_ in (*self.exits, *self.services))
+        failed = not self.exits or any(not exit_.well for exit_ in (*self.exits, *self.services))
         if self.interrupted is not None and (failed or self.interrupted == signal.SIGINT):
             return 128 + self.interrupted
         return int(failed)

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn, cast
@@ -31,7 +31,7 @@ from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
 __all__ = ["serve"]
 
-_FOR_EVER = 1e9  # seconds
+_MARK_TTL = 24 * 3600.0  # seconds; announced again with each renewal
 _LOOK_EVERY = 0.05
 
 MakeBackends = Callable[[int, int], Sequence[ExpertBackend]]
@@ -105,10 +105,6 @@ def _serve_here(
     directory = Directory(job.directory, role="experts", keys=keys, insecure=insecure)
     endpoint = listen or _beside(job.directory, job.rank)
 
-    def announce(text: str) -> None:
-        print(text, flush=True)
-        directory.announce([expert_mark(job.rank)], text.removeprefix("listening on "), _FOR_EVER)
-
     # Until they are there, nothing is lost by ending at once.
     backends = make(job.rank, job.world_size)
     with stopped_by_signals() as stop:
@@ -116,15 +112,28 @@ def _serve_here(
             backends,
             stop,
             listen=endpoint,
-            directory=directory,
+            directory=_Marked(directory, expert_mark(job.rank)),
             checkpoint_dir=checkpoint_dir,
             checkpoint_seconds=checkpoint_seconds,
             keys=keys,
             insecure=insecure,
             heartbeat=heartbeat,
-            say=announce,
         )
     sys.exit(0)
+
+
+class _Marked:
+    """A directory in which the process's own mark is announced with its experts, and stays when they are withdrawn."""
+
+    def __init__(self, directory: Directory, mark: str) -> None:
+        self._directory = directory
+        self._mark = mark
+        self.withdraw, self.lookup, self.active = directory.withdraw, directory.lookup, directory.active
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds, and the process well beyond them."""
+        self._directory.announce(uids, endpoint, ttl)
+        self._directory.announce([self._mark], endpoint, _MARK_TTL)
 
 
 def _beside(directory: str, index: int) -> str:

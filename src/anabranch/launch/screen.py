@@ -10,7 +10,7 @@ unchanged), so that progress bars draw as they would without a launcher. Elsewhe
 so that ``anabranch run ... > file`` keeps stdout and stderr apart.
 
 A reader that does not keep up (``| less``) holds rank 0 back, as it would without a launcher, and never the launcher,
-which has failures and signals to see to.
+which has failures and signals to see to. A launcher that stands still (Ctrl-Z) leaves the log to another process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ import fcntl
 import os
 import pty
 import select
+import subprocess
+import sys
 import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+
+from anabranch.launch import unattended
 
 __all__ = ["Screen"]
 
@@ -29,6 +35,7 @@ _CHUNK = select.PIPE_BUF  # what a pipe that is ready takes without blocking
 _ROOM_SECONDS = 1.0
 _OUTPUT_FLAGS = 1  # index in the list of tcgetattr
 _LOCAL_FLAGS = 3
+_END_SECONDS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and one that was killed does not show it again
 
 
@@ -92,6 +99,35 @@ class Screen:
         self._show(self.targets[source], data)
         self._mid_line = bool(data) and not data.endswith(b"\n")
         return bool(data)
+
+    @property
+    def log(self) -> str:
+        """The path of the log."""
+        return str(self._log.name)
+
+    @contextmanager
+    def unattended(self) -> Iterator[None]:
+        """While the block runs another process copies what comes, to the log alone: this one is to stand still."""
+        log, sources = self._log.fileno(), list(self.targets)
+        command = [sys.executable, "-I", "-S", unattended.__file__, *map(str, (log, *sources))]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(log, *sources),
+            start_new_session=True,
+        ) as copier:
+            try:
+                yield
+            finally:
+                assert copier.stdin is not None
+                copier.stdin.close()
+                try:
+                    copier.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    copier.kill()
+        self.fit()
 
     def finish_line(self) -> None:
         """Goes to a new line if the worker left one unfinished on the terminal, a progress bar say."""

@@ -5,27 +5,55 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["SignalBox", "collect_signals"]
+__all__ = ["ECHO_SECONDS", "STOPPING", "SignalBox", "Stopped", "collect_signals", "stand_still"]
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that end a job."""
+
+ECHO_SECONDS = 0.5
+"""`timeout` and wrappers that pass signals on deliver one twice: to the launcher, and to its group."""
+
+
+class Stopped(BaseException):
+    """A signal ends the job before it has begun; no ``Exception``, so that nobody takes it for a failure of his."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class SignalBox:
-    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some."""
+    """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some.
+
+    Attributes:
+        on_stop: called in the handler, wherever the program is, with each stopping signal, and whether it is a second
+            one. A loop that is busy, or has not begun, would see to it late.
+    """
 
     def __init__(self) -> None:
         self.descriptor, self._notify = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._notify, False)
         self._pending: list[signal.Signals] = []
+        self._stopping_since: float | None = None
+        self.on_stop: Callable[[signal.Signals, bool], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
         """Collects one signal; the handler itself."""
         self._pending.append(signal.Signals(number))
+        if number not in STOPPING:
+            return
+        now = time.monotonic()
+        if self._stopping_since is None:
+            self._stopping_since = now
+        again = now - self._stopping_since >= ECHO_SECONDS
+        if self.on_stop is not None:
+            self.on_stop(signal.Signals(number), again)
 
     def take(self) -> list[signal.Signals]:
         """What has come since the last call, in order."""
@@ -48,10 +76,10 @@ class SignalBox:
 
 @contextmanager
 def collect_signals() -> Iterator[SignalBox]:
-    """Collects SIGINT, SIGTERM, SIGHUP and SIGWINCH until the block ends.
+    """Collects SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
 
-    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP stays
-    ignored where it was (``nohup``).
+    Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
+    stay ignored where they were (``nohup``).
     """
     box = SignalBox()
     if threading.current_thread() is not threading.main_thread():
@@ -60,7 +88,8 @@ def collect_signals() -> Iterator[SignalBox]:
         finally:
             box.close()
         return
-    numbers = [number for number in _STOPPING if number != signal.SIGHUP or not _ignored(number)]
+    maybe = (signal.SIGHUP, signal.SIGTSTP)
+    numbers = [number for number in (*STOPPING, signal.SIGTSTP) if number not in maybe or not _ignored(number)]
     previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:
@@ -70,6 +99,16 @@ def collect_signals() -> Iterator[SignalBox]:
         for number, handler in previous.items():
             signal.signal(number, handler)
         box.close()
+
+
+def stand_still() -> None:
+    """Does what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
+
+    At once where there is no shell that could: the kernel knows, and does nothing.
+    """
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def _ignored(number: signal.Signals) -> bool:

@@ -27,9 +27,11 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from anabranch.launch import signals as signal_box
 from anabranch.launch.outcome import called
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import SignalBox
@@ -39,8 +41,6 @@ __all__ = ["Patience", "Supervisor"]
 
 # How long SIGKILL may take: longer only for a process in an uninterruptible system call, a broken disk's or driver's.
 _KERNEL_SECONDS = 10.0
-# `timeout` and wrappers that pass signals on deliver one twice: to the launcher, and to its group.
-_ECHO_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,9 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
-            elif self.interrupted and time.monotonic() - self._interrupted_at < _ECHO_SECONDS:
+            elif number == signal.SIGTSTP:
+                self._pause()
+            elif self.interrupted and time.monotonic() - self._interrupted_at < signal_box.ECHO_SECONDS:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
@@ -293,6 +295,13 @@ class Supervisor:
                 self._workers.clear()
                 patience = self._patience.drain if number == signal.SIGTERM else self._patience.stop
                 self._workers.end_by(time.monotonic() + patience)
+
+    def _pause(self) -> None:
+        """Ctrl-Z: this process stands still, and nothing that it has started."""
+        seen = f"; {self._screen.log} has what rank 0 writes meanwhile" if self._screen else ""
+        self._tell(f"the launcher is paused and the job goes on{seen}. `fg` brings the screen back")
+        with self._screen.unattended() if self._screen else nullcontext():
+            signal_box.stand_still()
 
     def _next_moment(self) -> float | None:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]

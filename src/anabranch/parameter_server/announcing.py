@@ -47,7 +47,8 @@ class ServedDirectory:
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:
-        self._client.call(Request(self._endpoint, verb, payload=pack(what)), Deadline.after(self._timeout))
+        request = Request(self._endpoint, verb, payload=pack(what), role="directory")
+        self._client.call(request, Deadline.after(self._timeout))
 
     def close(self) -> None:
         """Closes the connection."""

@@ -791,7 +791,8 @@ class ParameterClient:
         ledger = self._ledgers[endpoint]
         standing = Standing(self._client.epoch, ledger.newest, ledger.life).encode()
         return Request(
-            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step
+            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step,
+            role="parameters",
         )  # fmt: skip
 
     def _call(

@@ -148,7 +148,7 @@ class ParameterServer:
         compile_kernels()
         self._server = Server(
             self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
-            transport=transport,
+            transport=transport, one_job=True,
         )  # fmt: skip
         self._server.once.restore(self._done)
         self._stop = threading.Event()

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from anabranch.parameter_server.durability import Durability
 from anabranch.parameter_server.server import ParameterServer
+from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["serve_parameters"]
 
@@ -37,6 +38,7 @@ def serve_parameters(
     Takes the arguments of ``ParameterServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and
     prints it by default. ``beside`` makes something that lives as long as the server.
     """
+    keep_one_heap()
     with (
         ParameterServer(
             shard,

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import random
 import select
-import struct
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 from anabranch.transport import Listener, MemoryTransport, Peer, Stream, Transport
+from anabranch.transport.frame import frame_size
 
 __all__ = ["LossyTransport", "MemoryTransport"]
 
-_PREAMBLE = struct.Struct("<4sBBHIQI")
 _PATIENCE = 5.0
 
 
@@ -181,10 +180,11 @@ class _LossyStream:
 
     def _whole(self) -> bool:
         """Whether the request has been sent to its end."""
-        if not self._greeting and len(self._sent) >= _PREAMBLE.size:
-            self._greeting = bytes(self._sent[: _frame_size(self._sent)])
+        if not self._greeting and frame_size(self._sent) is not None:
+            self._greeting = bytes(self._sent[: frame_size(self._sent)])
             del self._sent[: len(self._greeting)]
-        return len(self._sent) >= _PREAMBLE.size and len(self._sent) >= _frame_size(self._sent)
+        size = frame_size(self._sent)
+        return size is not None and len(self._sent) >= size
 
     def _repeat(self) -> None:
         """Delivers the request once more, behind the greeting that opened this connection."""
@@ -205,8 +205,3 @@ class _LossyStream:
         for twin in self._twins:
             twin.close()
         self._twins.clear()
-
-
-def _frame_size(data: bytes | bytearray) -> int:
-    _, _, _, _, header, body, _ = _PREAMBLE.unpack_from(data)
-    return _PREAMBLE.size + int(header) + int(body)

@@ -3,8 +3,8 @@
 Not a message bus and no scheduler: it knows neither experts nor tables, only verbs that a server is given handlers for.
 Open ``client.py`` and ``server.py`` first, they draw the life of a request; ``drivers.py`` says on which thread it is
 read, ``frame.py`` what it looks like in bytes, ``streams.py`` is the seam at which sockets are replaced, ``once.py``
-why a retry does no harm, ``keys.py`` who may come in. ``beats.py`` is another matter: it tells whether the ranks of a
-``torch.distributed`` job are still there.
+why a retry does no harm, ``keys.py`` who may come in, ``heap.py`` how a service gives memory back to the system.
+``beats.py`` is another matter: it tells whether the ranks of a ``torch.distributed`` job are still there.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Call:
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
         """Answers; the tensors must not change until they have been sent."""
         try:
-            frame = encode(ReplyHeader(payload), tensors)
+            frame = encode(ReplyHeader(payload, self.identity[1]), tensors, checksum=self.peer.plain)
         except (ValueError, TypeError) as error:
             self.fail(error)
         else:
@@ -135,7 +135,7 @@ class Call:
         """Answers with an error, which the client raises."""
         # What was declined was not done: a retry may find room, or a server that stays.
         declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
-        failure = failure_of(error)
+        failure = failure_of(error, self.identity[1])
         self._books.count_error(failure)
         self.answer(encode(failure), done=not declined)
 

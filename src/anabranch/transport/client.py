@@ -29,7 +29,7 @@ import msgspec
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, PeerLost, ProtocolError
+from anabranch.errors import BoundaryError, PeerLost, ProtocolError, Unauthorized
 from anabranch.events import report
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
@@ -73,6 +73,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         once: numbered, so that the server does it exactly once however often it is retried.
         step: the step of the program, for error messages.
         allocate: sees what tensors the answer has, before memory is taken for them, and says where they go.
+        role: the role that the server's certificate must name; ``None`` for any. Who serves a Unix socket is known by
+            its user instead, which must be this process's.
     """
 
     endpoint: str
@@ -84,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     once: bool = False
     step: int | None = None
     allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+    role: str | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
@@ -266,7 +269,7 @@ class Client:
                     channel.used = True
                     self._busy.add(channel)
                     return channel
-                channel.stream.close()
+                channel.close()
         stream = self._transport.connect(endpoint)
         channel = _Channel(stream, self._limits, self._heartbeat)
         with self._lock:
@@ -282,9 +285,10 @@ class Client:
             idle = self._idle[endpoint]
             if reusable and not self._closed and len(idle) < self._most_idle:
                 channel.released = now
+                channel.allocate = allocate
                 idle.append(channel)
                 return
-        channel.stream.close()
+        channel.close()
 
     def _prune(self, now: float) -> None:
         """Closes idle connections to servers that have gone, whom perhaps nobody will ever ask again."""
@@ -293,15 +297,16 @@ class Client:
             gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
             for channel in gone:
                 idle.remove(channel)
-                channel.stream.close()
+                channel.close()
             if not idle:
                 del self._idle[endpoint]
 
-    def _number(self) -> int:
+    def _number(self, *, once: bool) -> int:
         with self._lock:
             sequence = self._next
             self._next += 1
-            self._outstanding.add(sequence)
+            if once:
+                self._outstanding.add(sequence)
             return sequence
 
     def _settled(self) -> int:
@@ -317,7 +322,7 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
     while idle:
         _, channels = idle.popitem()
         for channel in channels:
-            channel.stream.close()
+            channel.close()
 
 
 class _Waits:
@@ -384,7 +389,18 @@ class _Channel:
         self.connected = False
         self.used = False
         self.released = 0.0
+        self.role: str | None = None
+        """That of the server's certificate, once connected."""
+        self.expected = -1
+        """The sequence of the request that waits for its answer."""
         self.allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
+
+    def close(self) -> None:
+        """Closes the connection, and frees what was on its way."""
+        self.stream.close()
+        self.writer.waiting.clear()
+        self.reader.drop()
+        self.allocate = allocate
 
     def stale(self) -> bool:
         """Whether a connection that was idle for long has something to say, which can only be its end.
@@ -396,9 +412,10 @@ class _Channel:
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(0))
 
-    def _accept(self, header: Header) -> Sequence[Tensor]:
+    def _accept(self, header: Header) -> Sequence[Tensor] | None:
         if isinstance(header, ReplyHeader):
-            return self.allocate(header.tensors)
+            # An answer that came before, repeated on the way, passes by.
+            return self.allocate(header.tensors) if header.sequence == self.expected else None
         if isinstance(header, RequestHeader) or header.tensors:
             raise ProtocolError(f"a server sends no {type(header).__name__} with {len(header.tensors)} tensors")
         return ()
@@ -420,7 +437,7 @@ class _Exchange(msgspec.Struct, eq=False):
     outcome: Outcome = None
     phase: _Phase = _Phase.RESTING
     channel: _Channel | None = None
-    sequence: int | None = None
+    sequence: int = -1
     attempts: int = 0
     retry_at: float = 0.0
     progress: float = 0.0
@@ -500,8 +517,8 @@ class _Exchange(msgspec.Struct, eq=False):
         self._finish(error)
 
     def _begin(self) -> None:
-        if self.request.once and self.sequence is None:
-            self.sequence = self.client._number()
+        if self.sequence < 0:
+            self.sequence = self.client._number(once=self.request.once)
         self.progress = time.monotonic()
         self.channel = self.client._channel(self.request.endpoint, fresh=self.fresh)
         self.channel.allocate = self.request.allocate
@@ -515,23 +532,28 @@ class _Exchange(msgspec.Struct, eq=False):
         assert self.channel is not None
         if self.channel.stream.handshake():
             self.channel.connected = True
+            peer = self.channel.stream.peer()
+            self.channel.role, self.channel.reader.demands_checksums = peer.role, peer.plain
             # The question follows the greeting at once: who is not welcome is told so all the same.
             self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
             self._put_request(self.channel)
 
     def _put_request(self, channel: _Channel) -> None:
         request = self.request
+        if request.role is not None and channel.role not in (None, request.role):
+            raise Unauthorized(f"the server's certificate is a {channel.role}'s; role {request.role!r} was asked for")
         header = RequestHeader(
             request.verb,
             request.target,
-            epoch=b"" if self.sequence is None else self.client.epoch,
-            sequence=self.sequence or 0,
-            settled=0 if self.sequence is None else self.client._settled(),
+            epoch=self.client.epoch if request.once else b"",
+            sequence=self.sequence,
+            settled=self.client._settled() if request.once else 0,
             seconds=self.deadline.remaining(),
             schema=request.schema,
             payload=request.payload,
         )
-        channel.writer.put(encode(header, request.tensors))
+        channel.expected = self.sequence
+        channel.writer.put(encode(header, request.tensors, checksum=channel.reader.demands_checksums))
         self.phase = _Phase.ASKING
 
     def _ask(self, *, readable: bool) -> None:
@@ -545,7 +567,7 @@ class _Exchange(msgspec.Struct, eq=False):
                 sent = channel.writer.flush(channel.stream)
         except OSError as error:
             # What the server said before it closed may still be read, and tells more.
-            broken = error
+            broken = error.with_traceback(None)
         while (
             (readable or broken is not None)
             and not self.done
@@ -558,6 +580,9 @@ class _Exchange(msgspec.Struct, eq=False):
             raise broken
 
     def _hear(self, channel: _Channel, header: Header, tensors: Sequence[Tensor]) -> None:
+        if isinstance(header, (ReplyHeader, Failure)) and header.sequence not in (self.sequence, None):
+            report("transport.repeated_answer", peer=self.request.endpoint, operation=self._operation())
+            return
         if isinstance(header, ReplyHeader):
             self.heard = self.answered = True
             self._finish(Answer(tensors, header.payload))
@@ -612,7 +637,7 @@ class _Exchange(msgspec.Struct, eq=False):
             reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
         )
         self.phase, self.done = _Phase.DONE, True
-        if self.sequence is not None:
+        if self.request.once and self.sequence >= 0:
             self.client._settle(self.sequence)
 
     def _let_go(self, *, reusable: bool) -> None:

@@ -25,6 +25,7 @@ from typing import Protocol
 from torch import Tensor
 
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
+from anabranch.events import report
 from anabranch.transport.call import Books, Call, Verb
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import (
@@ -43,6 +44,8 @@ from anabranch.transport.streams import Peer, Stream
 __all__ = ["Answer", "Connection", "Doorkeeper", "Driver", "Fate"]
 
 _GREETING = 10.0
+# A peer that is not known yet and sends nothing for so long, in seconds, does not mean to come in.
+_HANDSHAKE = 2.0
 # A peer that neither sends nor takes a byte for so long in the middle of a frame is gone.
 _STALLED = 30.0
 _LINGER = 1.0
@@ -74,6 +77,15 @@ class Doorkeeper(Books, Protocol):
     limits: Limits
     max_connections: int
 
+    def recognise(self, connection: Connection) -> bool:
+        """``connection`` has greeted; whether there is room for it."""
+
+    def reserve_answer(self, nbytes: int) -> bool:
+        """Whether an answer may wait that has so many bytes."""
+
+    def release_answer(self, nbytes: int) -> None:
+        """The answer has left, or nobody will read it."""
+
     def may_wait(self, verb: str) -> bool:
         """Whether serving ``verb`` may take a thread's time."""
 
@@ -99,14 +111,13 @@ class _Phase(Enum):
 class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
-    def __init__(self, server: Doorkeeper, stream: Stream, driver: Driver, *, full: bool) -> None:
+    def __init__(self, server: Doorkeeper, stream: Stream, driver: Driver) -> None:
         self.stream = stream
         self.descriptor = stream.fileno()
         self.driver = driver
         self.registered = 0
         """The events that its driver polls for."""
         self._server = server
-        self._full = full
         # Held for every use of the stream but poll and abort: OpenSSL allows one thread at a time.
         self._lock = threading.RLock()
         self._writer = FrameWriter()
@@ -116,9 +127,11 @@ class Connection:
         self._verb: Verb | None = None
         self._reserved = 0
         self._call: Call | None = None
+        self._last_sequence, self._last_epoch = -1, b""
         self._needs_thread = False
         self._last_words: Failure | None = None
-        self._progress = time.monotonic()
+        self._waiting_bytes = 0
+        self._began = self._progress = time.monotonic()
 
     # From any thread.
 
@@ -137,7 +150,44 @@ class Connection:
                 return
             # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
             self._call = None
+            nbytes = -len(frame[0])  # the header's, which is not counted
+            for buffer in frame:
+                nbytes += len(buffer)
+            if nbytes > _SMALL and not self._server.reserve_answer(nbytes):
+                full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
+                failure = failure_of(full, call.identity[1])
+                self._server.count_error(failure)
+                frame, nbytes = encode(failure), 0
+            if nbytes > _SMALL:
+                self._waiting_bytes = nbytes
             self._write(frame)
+            if self._writer.waiting:
+                # Its time to read begins now, however long the call took.
+                self._progress = time.monotonic()
+            elif self._waiting_bytes:
+                self._account()
+
+    def stalled(self, now: float) -> float:
+        """Seconds since the client took the last byte of an answer that was counted; 0 if none waits."""
+        return now - self._progress if self._waiting_bytes else 0.0
+
+    def give_answer_up(self) -> None:
+        """Cuts the connection and frees its answer at once, unless it is just being written."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._waiting_bytes and not self.closed:
+                self._writer.waiting.clear()
+                self._account()
+                self.abort()
+        finally:
+            self._lock.release()
+
+    def _account(self) -> None:
+        """What was reserved for an answer is free once it has left."""
+        if self._waiting_bytes and not self._writer.waiting:
+            self._server.release_answer(self._waiting_bytes)
+            self._waiting_bytes = 0
 
     def beat(self, frame: Sequence[memoryview]) -> None:
         """Tells a client that waits, within its deadline, that the server lives."""
@@ -163,6 +213,7 @@ class Connection:
         try:
             self._writer.send(frame, self.stream)
         except (OSError, BoundaryError):
+            self._writer.waiting.clear()
             self.stream.abort()
             return
         if self._writer.waiting:
@@ -188,16 +239,28 @@ class Connection:
     def patience(self, now: float) -> float:
         """Seconds after which ``give_up`` is to be called, if nothing happens."""
         if self._phase is not _Phase.SERVING:
-            return self._progress + _GREETING - now
+            return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
         between = not self._writer.waiting and self._reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> Fate:
         """The client has stalled in the middle of a frame, or never greeted."""
-        if self._phase is _Phase.SERVING:
-            self.end()
-            return Fate.ENDED
-        return self._refuse(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
+        return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
+
+    def turn_away(self, error: BoundaryError) -> Fate:
+        """Ends the connection at once; one that could have greeted is told why, as far as the socket takes it."""
+        failure = failure_of(error)
+        if self._phase is not _Phase.SERVING:
+            self._server.count_refusal(failure)
+        if self._phase is _Phase.GREETING:
+            # Nothing that it sent is unread, so closing destroys nothing.
+            self._say(failure)
+        self.end()
+        return Fate.ENDED
+
+    def quiet_for(self, now: float) -> float:
+        """Seconds since it last sent something."""
+        return now - self._progress
 
     def step(self, events: int) -> Fate:
         """Goes on as far as the socket lets it."""
@@ -215,13 +278,17 @@ class Connection:
 
     def _advance(self, *, readable: bool) -> Fate:
         if self._phase is _Phase.SHAKING:
+            self._progress = time.monotonic()
             if not self.stream.handshake():
                 return Fate.STAYS
             # What came with the end of the handshake may lie in the TLS layer already, where poll does not see it.
             self._phase, readable = _Phase.GREETING, True
+            self._reader.demands_checksums = self.stream.peer().plain
         while True:
             with self._lock:
                 moved = self._writer.flush(self.stream) if self._writer.waiting else 0
+                if moved:
+                    self._account()
                 before = self._reader.received
                 frame = self._reader.advance(self.stream) if readable else None
                 moved += self._reader.received - before
@@ -244,7 +311,7 @@ class Connection:
                     return Fate.STAYS
 
     def _greet(self) -> None:
-        if self._full:
+        if not self._server.recognise(self):
             raise Overloaded(f"the server has its {self._server.max_connections} connections; try later")
         with self._lock:
             self._phase = _Phase.SERVING
@@ -257,6 +324,10 @@ class Connection:
             return ()
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
+        if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
+            # Repeated on the way: a client asks again on a fresh connection only.
+            report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
+            return None
         if self._call is not None:
             raise ProtocolError("a request came while another is served; a connection carries one at a time")
         nbytes = 0
@@ -266,10 +337,11 @@ class Connection:
             self._needs_thread = True
             self._reader.postpone()
             return None
+        self._last_sequence, self._last_epoch = header.sequence, header.epoch
         try:
             self._verb = self._server.admit(self.stream.peer(), header, nbytes)
         except Exception as error:  # noqa: BLE001 - whatever the check raises is the client's answer
-            failure = failure_of(error)
+            failure = failure_of(error, header.sequence)
             self._server.count_refusal(failure)
             self._write(encode(failure))
             return None
@@ -277,7 +349,8 @@ class Connection:
         try:
             return self._verb.allocate(header.tensors)
         except (RuntimeError, MemoryError) as error:
-            self._write(encode(failure_of(Overloaded(f"no memory for {self._reserved} bytes: {error}"))))
+            full = Overloaded(f"no memory for {self._reserved} bytes: {error}")
+            self._write(encode(failure_of(full, header.sequence)))
             self._server.finished(self._reserved)
             self._verb = None
             return None
@@ -329,13 +402,17 @@ class Connection:
 
     def _dismiss(self, failure: Failure) -> Fate:
         with self._lock:
-            self._writer = FrameWriter()
-            self._writer.put(encode(failure))
-            with suppress(OSError, BoundaryError):
-                self._writer.flush(self.stream)
+            self._say(failure)
             self.stream.linger(_LINGER)
         self.end()
         return Fate.ENDED
+
+    def _say(self, failure: Failure) -> None:
+        with self._lock, suppress(OSError, BoundaryError):
+            self._writer = FrameWriter()
+            self._account()
+            self._writer.put(encode(failure))
+            self._writer.flush(self.stream)
 
     def end(self) -> None:
         """Lets the connection go; its call, if there is one, has nobody any more who waits for it."""
@@ -345,6 +422,9 @@ class Connection:
             self.closed = True
             call, self._call = self._call, None
             self.stream.close()
+            self._writer.waiting.clear()
+            self._account()
+            self._reader.drop()
         if call is not None:
             call.leave(self)
         if self._verb is not None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from anabranch.errors import Overloaded
 from anabranch.events import report
 from anabranch.transport.connection import Answer, Connection, Fate
 from anabranch.transport.streams import Listener, Stream
@@ -38,8 +39,10 @@ _T = TypeVar("_T")
 
 # Between two looks at who has stalled, in seconds.
 _SWEEP = 1.0
-# Out of descriptors, most likely: seconds to let some connections end rather than spin.
+# Out of descriptors, most likely, or of room for strangers: seconds to let some end rather than spin.
 _ACCEPT_PAUSE = 0.05
+# A stranger that has sent nothing for so long makes room for another, in seconds; a busy machine's handshake is slow.
+_QUIET = 0.25
 # Seconds for which requests that go on coming are read before those that have come are served.
 _ROUND = 0.002
 # A thread that does not come back from its requests for so long, in seconds, was not expected to stay.
@@ -53,8 +56,11 @@ class Host(Protocol):
 
     threads_of: dict[Connection, threading.Thread]
 
-    def connect(self, stream: Stream, loop: Loop) -> Connection | None:
-        """A newcomer; ``None`` if there is not even room to tell it that there is none."""
+    def connect(self, stream: Stream, loop: Loop) -> Connection:
+        """A newcomer."""
+
+    def crowd(self) -> list[Connection]:
+        """Those who have not greeted yet, the oldest first, if they are too many."""
 
     def round_over(self) -> None:
         """All that had come was handed to its handlers."""
@@ -173,6 +179,7 @@ class Loop:
         self._connections.clear()
 
     def _handle(self, found: Sequence[tuple[int, int]]) -> None:
+        arrivals = False
         for descriptor, events in found:
             connection = self._connections.get(descriptor)
             if connection is not None:
@@ -180,7 +187,10 @@ class Loop:
             elif descriptor == self._wake:
                 os.eventfd_read(self._wake)
             else:
-                self._accept_all()
+                arrivals = True
+        # Last: whoever makes room leaves a descriptor's number, which the events above may still speak of.
+        if arrivals:
+            self._accept_all()
 
     def _timeout(self, now: float) -> float:
         seconds = _SWEEP if self._connections else 60.0
@@ -249,6 +259,9 @@ class Loop:
                 self._follow(connection, connection.give_up())
 
     def _listen(self) -> None:
+        if not self._make_room():
+            self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+            return
         self._poller.register(self._listener.fileno(), select.EPOLLIN)
         self._accept_at = float("inf")
 
@@ -258,18 +271,32 @@ class Loop:
                 stream = self._listener.accept()
             except OSError as error:
                 report("transport.accept_failed", error=str(error))
-                self._poller.unregister(self._listener.fileno())
-                self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+                self._pause_accepting()
                 return
             if stream is None:
                 return
-            self._welcome(stream)
-
-    def _welcome(self, stream: Stream) -> None:
-        connection = self._server.connect(stream, self)
-        if connection is not None:
+            connection = self._server.connect(stream, self)
             self._watch(connection)
             self._step(connection, select.POLLIN)
+            if not self._make_room():
+                self._pause_accepting()
+                return
+
+    def _pause_accepting(self) -> None:
+        self._poller.unregister(self._listener.fileno())
+        self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+
+    def _make_room(self) -> bool:
+        """Lets the oldest stranger go that says nothing, if there is one too many; whether others may come."""
+        crowd = self._server.crowd()
+        now = time.monotonic()
+        for stranger in crowd:
+            # One with a thread is just being told that it has to go.
+            if stranger.driver is self and stranger.quiet_for(now) >= _QUIET:
+                full = Overloaded("too many connections at once that have not greeted; try later")
+                self._follow(stranger, stranger.turn_away(full))
+                return True
+        return not crowd
 
 
 class ThreadOfItsOwn:
@@ -319,6 +346,8 @@ class ThreadOfItsOwn:
         with self._lock:
             self._over = True
             os.close(self._wake)
+        # Or the two would hold each other until the collector comes, and a connection its answer.
+        self._connection.driver = self._loop
         self._server.threads_of.pop(self._connection, None)
 
     def _serve(self, connection: Connection) -> Fate:

@@ -43,8 +43,8 @@ _REFUSALS: dict[str, type[BoundaryError]] = {
 _LONGEST_TEXT = 6_000
 
 
-def failure_of(error: BaseException) -> Failure:
-    """What to send for ``error``.
+def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
+    """What to send for ``error``, as the answer to the request of that ``sequence``.
 
     >>> failure_of(NotFound("no expert 'ffn.9'")).code
     'not_found'
@@ -53,18 +53,18 @@ def failure_of(error: BaseException) -> Failure:
     """
     for code, mistake in _MISTAKES.items():
         if isinstance(error, mistake):
-            return Failure(code, _shorten(str(error)))
+            return Failure(code, _shorten(str(error)), sequence=sequence)
     for code, refusal in _REFUSALS.items():
         if type(error) is refusal:
-            return Failure(code, _shorten(error.message))
+            return Failure(code, _shorten(error.message), sequence=sequence)
     if isinstance(error, RolledBack):
-        return Failure("rolled_back", _shorten(error.message), str(error.lost))
+        return Failure("rolled_back", _shorten(error.message), str(error.lost), sequence=sequence)
     if isinstance(error, RemoteError):
-        return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback))
+        return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback), sequence)
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(traceback.format_exception(error))
-    return Failure("remote", _shorten(f"{name}: {error}"), name, _shorten(text))
+    return Failure("remote", _shorten(f"{name}: {error}"), name, _shorten(text), sequence)
 
 
 def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:

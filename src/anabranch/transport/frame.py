@@ -2,17 +2,22 @@
 
 ::
 
-    preamble, 24 bytes, little endian
-    +-------+---------+------+----------+---------------+-------------+-------+
-    | ANBR  | version | kind | reserved | header length | body length | crc32 |
-    |  4 s  |   u8    |  u8  |   u16    |      u32      |     u64     |  u32  |
-    +-------+---------+------+----------+---------------+-------------+-------+
+    preamble, 28 bytes, little endian
+    +-------+---------+------+-------+---------------+-------------+------------+-------+
+    | ANBR  | version | kind | flags | header length | body length | body crc32 | crc32 |
+    |  4 s  |   u8    |  u8  |  u16  |      u32      |     u64     |    u32     |  u32  |
+    +-------+---------+------+-------+---------------+-------------+------------+-------+
     header: msgpack of the kind's struct, an array; lists each tensor's dtype, shape, offset and bytes
     body:   the tensors' memory, one after the other, nothing between
 
-The checksum covers the preamble before it and the header. A reader allocates nothing on a peer's word: lengths are
-held against ``Limits`` before the header is read, shapes against lengths before a tensor is made, and the caller's
-``accept`` sees the header before the body has a place to go.
+The last checksum covers the preamble before it and the header. Flag 1 says that the body's checksum is given, which it
+must be over plain TCP: TLS authenticates every record, and what passes between two processes of one host through a
+Unix socket is copied by the kernel and meets no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which
+Python's own zlib computes without the interpreter's lock; CRC-32C would need a package that both sides have.
+
+Magic and version stand at the same place in every version, so peers of two versions can refuse each other. A reader
+allocates nothing on a peer's word: lengths are held against ``Limits`` before the header is read, shapes against
+lengths before a tensor is made, and the caller's ``accept`` sees the header before the body has a place to go.
 """
 
 from __future__ import annotations
@@ -50,15 +55,18 @@ __all__ = [
     "TensorHeader",
     "allocate",
     "encode",
+    "frame_size",
     "pack",
     "unpack",
     "unpacker",
 ]
 
 MAGIC = b"ANBR"
-VERSION = 1
-_PREAMBLE = struct.Struct("<4sBBHIQI")
+VERSION = 2
+_PREAMBLE = struct.Struct("<4sBBHIQII")
 _CHECKED = _PREAMBLE.size - 4
+_VERSION_AT = 4
+_BODY_CHECKSUM = 1
 _MOST_BYTES = 1 << 62
 _AHEAD = 16 << 10
 
@@ -127,7 +135,8 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     """What a client asks.
 
     ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; everything of this epoch
-    below ``settled`` will never be asked again. An empty epoch asks for something that may as well be done twice.
+    below ``settled`` will never be asked again. An empty epoch asks for something that may as well be done twice. The
+    answer repeats ``sequence``: one that comes twice is not taken for the next one's.
     """
 
     verb: _Word
@@ -142,19 +151,24 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a server answers."""
+    """What a server answers to the request of that ``sequence``."""
 
     payload: bytes = b""
+    sequence: _Size = 0
     tensors: _Tensors = ()
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Why a server does not answer; ``failures.py`` turns errors into it and back."""
+    """Why a server does not answer; ``failures.py`` turns errors into it and back.
+
+    Without a ``sequence`` it is about the connection, and its last frame.
+    """
 
     code: _Word
     message: str = ""
     remote_type: str = ""
     remote_traceback: str = ""
+    sequence: _Size | None = None
     tensors: _Tensors = ()
 
 
@@ -183,8 +197,8 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Header]] = {
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
-    """The buffers of a frame, in order; tensors in main memory are not copied.
+def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool = False) -> list[memoryview]:
+    """The buffers of a frame, in order, with a ``checksum`` of the body or without; tensors here are not copied.
 
     >>> frame = encode(RequestHeader("pull", "emb"), [torch.zeros(2, 3)])
     >>> [len(buffer) for buffer in frame][1:]
@@ -217,9 +231,27 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = ()) -> list[memoryview]
     if len(packed) > limits.header:
         raise ValueError(f"the header is {len(packed)} bytes, over the {limits.header} a frame carries; send less")
     kind = _KINDS[type(header)]
-    start = _PREAMBLE.pack(MAGIC, VERSION, kind, 0, len(packed), offset, 0)[:_CHECKED]
-    checksum = zlib.crc32(packed, zlib.crc32(start))
-    return [memoryview(start + checksum.to_bytes(4, "little") + packed), *bodies]
+    flags = body = 0
+    if checksum and offset:
+        flags, body = _BODY_CHECKSUM, _checksum(bodies)
+    start = _PREAMBLE.pack(MAGIC, VERSION, kind, flags, len(packed), offset, body, 0)[:_CHECKED]
+    whole = zlib.crc32(packed, zlib.crc32(start))
+    return [memoryview(start + whole.to_bytes(4, "little") + packed), *bodies]
+
+
+def frame_size(data: bytes | bytearray) -> int | None:
+    """Bytes of the frame that ``data`` begins with; ``None`` as long as its preamble is not whole."""
+    if len(data) < _PREAMBLE.size:
+        return None
+    _, _, _, _, header, body, _, _ = _PREAMBLE.unpack_from(data)
+    return _PREAMBLE.size + int(header) + int(body)
+
+
+def _checksum(bodies: Sequence[memoryview]) -> int:
+    found = 0
+    for body in bodies:
+        found = zlib.crc32(body, found)
+    return found
 
 
 _unpackers: dict[Any, Callable[[bytes], Any]] = {}
@@ -325,17 +357,25 @@ class FrameWriter:
             self.waiting[0] = self.waiting[0][taken:]
 
 
+def _nothing_more(header: Header) -> None:
+    raise ConnectionResetError("the connection was closed on this side")
+
+
 class FrameReader:
     """Reads frames from one stream, as far as it has come, and believes nothing.
 
     Args:
         limits: what the peer may send.
         accept: sees each checked header before its body is read; it may ``postpone`` the frame.
+
+    Attributes:
+        demands_checksums: whether a body without a checksum is refused.
     """
 
     def __init__(self, limits: Limits, accept: Accept) -> None:
         self._limits = limits
         self._accept = accept
+        self.demands_checksums = False
         # What came and was not looked at yet: a small frame takes one call of the kernel, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
@@ -347,6 +387,7 @@ class FrameReader:
 
     def _restart(self) -> None:
         self._preamble: tuple[int, int, int, int, int] | None = None
+        self._body_checksum: int | None = None
         self._header: Header | None = None
         self._accepted = False
         self._tensors: Sequence[Tensor] | None = ()
@@ -361,6 +402,14 @@ class FrameReader:
         """Whether bytes were received that belong to the next frame."""
         return self._start != self._end
 
+    def drop(self) -> None:
+        """Frees what it holds, and its owner, which its ``accept`` holds in a cycle until the next collection."""
+        self._restart()
+        self._accept = _nothing_more
+        self._view = memoryview(b"")
+        self._ahead = bytearray(0)
+        self._start = self._end = 0
+
     def postpone(self) -> None:
         """Called from ``accept``: this frame is not taken now; the next ``advance`` asks again."""
         self._postponed = True
@@ -370,10 +419,13 @@ class FrameReader:
 
         Raises:
             ProtocolError: the bytes are no frame, or break a limit; the stream is of no further use.
-            ConnectionError: the stream has ended.
+            ConnectionError: the stream has ended, or has damaged a body: a request or answer to be sent anew.
         """
         if self._preamble is None:
-            while self._end - self._start < _PREAMBLE.size:
+            while (came := self._end - self._start) < _PREAMBLE.size:
+                if came > _VERSION_AT:
+                    # Another version's preamble may be shorter, and its frame with it.
+                    self._check_version()
                 if not self._fetch(stream, _PREAMBLE.size):
                     return None
             self._read_preamble()
@@ -389,6 +441,8 @@ class FrameReader:
         if (self._views or self._skip) and not self._fill(stream):
             return None
         frame = Frame(self._header, self._tensors)
+        if self._body_checksum is not None and frame.tensors is not None:
+            self._check_body(frame.tensors, self._body_checksum)
         for tensor in frame.tensors or ():
             if tensor.dtype is torch.bool and not check_bools(tensor):
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
@@ -412,19 +466,33 @@ class FrameReader:
         self.received += count
         return count
 
-    def _read_preamble(self) -> None:
-        start = self._start
-        magic, version, kind, reserved, header, body, checksum = _PREAMBLE.unpack_from(self._ahead, start)
+    def _check_version(self) -> None:
+        magic = bytes(self._view[self._start : self._start + _VERSION_AT])
+        version = self._ahead[self._start + _VERSION_AT]
         if magic != MAGIC:
-            raise ProtocolError(f"the first bytes are {bytes(magic)!r}, not {MAGIC!r}: the peer speaks something else")
+            raise ProtocolError(f"the first bytes are {magic!r}, not {MAGIC!r}: the peer speaks something else")
         if version != VERSION:
             raise ProtocolError(f"the peer speaks version {version} of the protocol, this side {VERSION}; update one")
-        if kind not in _DECODERS or reserved:
-            raise ProtocolError(f"no frame is of kind {kind} with reserved bits {reserved:#x}")
+
+    def _check_body(self, tensors: Sequence[Tensor], expected: int) -> None:
+        if _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()]) != expected:
+            raise ConnectionAbortedError("the body's checksum does not match: bytes were changed on the way")
+
+    def _read_preamble(self) -> None:
+        start = self._start
+        magic, version, kind, flags, header, body, own, checksum = _PREAMBLE.unpack_from(self._ahead, start)
+        if magic != MAGIC or version != VERSION:
+            self._check_version()
+        if kind not in _DECODERS or flags & ~_BODY_CHECKSUM:
+            raise ProtocolError(f"no frame is of kind {kind} with flags {flags:#x}")
         if header > self._limits.header:
             raise ProtocolError(f"a header of {header} bytes is over the limit of {self._limits.header}")
         if body > self._limits.body:
             raise ProtocolError(f"a body of {body} bytes is over the limit of {self._limits.body}")
+        if flags:
+            self._body_checksum = own
+        elif body and self.demands_checksums:
+            raise ProtocolError("a body came without a checksum, which plain TCP demands")
         begun = zlib.crc32(self._view[start : start + _CHECKED])
         self._start = start + _PREAMBLE.size
         self._preamble = kind, header, body, checksum, begun

@@ -1,14 +1,18 @@
 """Who may speak to whom over TCP: a private authority, a certificate for each role, and TLS 1.3 on both sides.
 
-Host names say nothing in a job whose machines come and go, so a certificate names a role instead (a URI such as
-``anabranch:experts``), and each side checks the other's. The authority's private key is needed again only to make more
-certificates; keep ``authority.key`` where no server runs.
+Host names say nothing in a job whose machines come and go, so a certificate names a job and a role instead (a URI such
+as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority are strangers; the job ``*``
+is every one. The authority's private key is needed again only to make more certificates; keep ``authority.key`` where
+no server runs.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import ssl
+import stat
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
@@ -19,7 +23,17 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["KEYS_VARIABLE", "ROLES", "client_context", "make_keys", "resolve_keys", "role_of", "server_context"]
+__all__ = [
+    "EVERY_JOB",
+    "KEYS_VARIABLE",
+    "ROLES",
+    "client_context",
+    "job_of_keys",
+    "make_keys",
+    "names_of",
+    "resolve_keys",
+    "server_context",
+]
 
 ROLES = ("worker", "parameters", "experts", "directory")
 """The roles a certificate may name."""
@@ -27,11 +41,22 @@ ROLES = ("worker", "parameters", "experts", "directory")
 KEYS_VARIABLE = "ANABRANCH_KEYS"
 """The environment variable that names the directory of keys where none is given."""
 
+EVERY_JOB = "*"
+"""The job of a certificate that is good for all jobs of its authority."""
+
 _URI = "anabranch:"
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}|\*")
+_NAMES = re.compile(rf"{_URI}({_JOB.pattern})/({'|'.join(ROLES)})")
+_URI_TAG = 0x86  # of a URI among a certificate's other names, in DER
 
 
 def make_keys(
-    directory: str | os.PathLike[str], *, roles: Sequence[str] = ROLES, days: float = 365.0
+    directory: str | os.PathLike[str],
+    *,
+    roles: Sequence[str] = ROLES,
+    days: float = 365.0,
+    job: str = EVERY_JOB,
+    authority: str | os.PathLike[str] | None = None,
 ) -> dict[str, Path]:
     """Makes a private authority and a certificate for each role.
 
@@ -48,16 +73,20 @@ def make_keys(
         directory: where to write; made with mode 0700 if it is not there. Files have mode 0600.
         roles: which certificates to make.
         days: how long they are valid.
+        job: the job they are good for: processes with certificates of two jobs refuse each other. ``"*"`` is every job.
+        authority: a directory whose authority signs instead; its certificate is copied, its key is not.
 
     Returns:
         The path of each role's file, and of ``"authority"``.
 
     Raises:
-        ValueError: an unknown role, or a file that exists: nothing is overwritten.
+        ValueError: an unknown role, no name of a job, or a file that exists: nothing is overwritten.
         ModuleNotFoundError: without the ``tls`` extra.
     """
     _need_cryptography()
     folder = Path(directory)
+    if not _JOB.fullmatch(job):
+        raise ValueError(f"job={job!r} is no name of a job; write letters, digits, '_', '-' and '.', up to 64, or '*'")
     unknown = [role for role in roles if role not in ROLES]
     if unknown:
         raise ValueError(f"unknown roles {unknown}; roles are {', '.join(ROLES)}")
@@ -65,11 +94,18 @@ def make_keys(
     if existing:
         raise ValueError(f"{folder} already holds {', '.join(existing)}; remove them first, or give a new directory")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    certificate, key = _authority(folder, days)
+    signer = folder if authority is None else Path(authority)
+    if authority is not None and not (signer / "authority.pem").exists():
+        raise ValueError(f"{signer} holds no authority.pem; make it with: anabranch keys {signer}")
+    certificate, key = _authority(signer, days)
     paths = {"authority": folder / "authority.pem"}
+    if not paths["authority"].exists():
+        _write_private(paths["authority"], (signer / "authority.pem").read_bytes())
+    elif paths["authority"].read_bytes() != (signer / "authority.pem").read_bytes():
+        raise ValueError(f"{folder} holds another authority than {signer}; give a new directory")
     for role in roles:
         paths[role] = folder / f"{role}.pem"
-        _write_private(paths[role], _issue(role, certificate, key, days))
+        _write_private(paths[role], _issue(role, job, certificate, key, days))
     return paths
 
 
@@ -89,6 +125,7 @@ def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCur
     if certificate_path.exists():
         if not key_path.exists():
             raise ValueError(f"{folder} has an authority but not its key; bring authority.key to sign with")
+        _check_private(key_path)
         key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{key_path} is no key that make_keys wrote")
@@ -110,7 +147,9 @@ def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCur
     return certificate, key
 
 
-def _issue(role: str, authority: x509.Certificate, authority_key: EllipticCurvePrivateKey, days: float) -> bytes:
+def _issue(
+    role: str, job: str, authority: x509.Certificate, authority_key: EllipticCurvePrivateKey, days: float
+) -> bytes:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -122,7 +161,9 @@ def _issue(role: str, authority: x509.Certificate, authority_key: EllipticCurveP
         .subject_name(_name(role))
         .issuer_name(authority.subject)
         .public_key(key.public_key())
-        .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_URI + role)]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{_URI}{job}/{role}")]), critical=False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs_certificates=False), critical=True)
         .add_extension(
@@ -216,6 +257,8 @@ def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
     for name in ("authority.pem", f"{role}.pem"):
         if not (keys / name).is_file():
             raise ValueError(f"{keys} holds no {name}; make it with: anabranch keys {keys}")
+    _check_unchanged(keys)
+    _check_private(keys / f"{role}.pem")
     try:
         context.load_verify_locations(keys / "authority.pem")
         context.load_cert_chain(keys / f"{role}.pem")
@@ -224,11 +267,53 @@ def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
     return context
 
 
-def role_of(connection: ssl.SSLSocket) -> str | None:
-    """The role that the far side's certificate names, ``None`` if it names none."""
-    names = (connection.getpeercert() or {}).get("subjectAltName", ())
-    for name in names:
-        kind, value = str(name[0]), str(name[1])
-        if kind == "URI" and value.startswith(_URI) and value.removeprefix(_URI) in ROLES:
-            return value.removeprefix(_URI)
+def _check_private(path: Path) -> None:
+    """Refuses a private key that others can read; a group that this process is in may, as Kubernetes mounts them."""
+    facts = path.stat()
+    mode = stat.S_IMODE(facts.st_mode)
+    ours = facts.st_gid in (os.getegid(), *os.getgroups())
+    if mode & 0o077 & ~(0o040 if ours else 0):
+        raise ValueError(
+            f"{path} holds a private key and has mode {mode:04o}, open to other users; "
+            f"close it with: chmod 600 {shlex.quote(str(path))}"
+        )
+
+
+def _check_unchanged(folder: Path) -> None:
+    """Refuses a place where others can put a key or an authority of their own."""
+    for path in (folder, folder / "authority.pem"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        # In a directory with the sticky bit others remove nothing of ours.
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise ValueError(
+                f"{path} has mode {mode:04o}: any user can replace the certificates; "
+                f"close it with: chmod o-w {shlex.quote(str(path))}"
+            )
+
+
+def job_of_keys(keys: Path, role: str) -> str:
+    """The job that ``role``'s own certificate names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    # The ssl module decodes only what a peer shows. The URI stands in the certificate as it is, after its tag and size.
+    text = (keys / f"{role}.pem").read_text(errors="replace")
+    end = "-----END CERTIFICATE-----"
+    der = ssl.PEM_cert_to_DER_cert(text[text.index("-----BEGIN CERTIFICATE") : text.index(end) + len(end)])
+    at = der.find(_URI.encode())
+    while at >= 2:
+        found = _NAMES.fullmatch(der[at : at + der[at - 1]].decode("ascii", errors="replace"))
+        if der[at - 2] == _URI_TAG and found:
+            return found[1]
+        at = der.find(_URI.encode(), at + 1)
+    raise ValueError(f"{keys / role}.pem names no job; make certificates anew with: anabranch keys DIR --job NAME")
+
+
+def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
+    """The job and the role that the far side's certificate names, ``None`` if it names none."""
+    for name in (connection.getpeercert() or {}).get("subjectAltName", ()):
+        found = _NAMES.fullmatch(str(name[1]))
+        if str(name[0]) == "URI" and found:
+            return found[1], found[2]
     return None

@@ -22,6 +22,7 @@ class MemoryListener:
 
     def __init__(self, transport: MemoryTransport, endpoint: str) -> None:
         self.endpoint = endpoint
+        self.job: str | None = None
         self._transport = transport
         self._waiting: deque[SocketStream] = deque()
         self._lock = threading.Lock()

@@ -36,8 +36,8 @@ from anabranch.transport.streams import Peer, Stream, Transport
 
 __all__ = ["Call", "Server", "ServerStatistics", "Verb"]
 
-# Connections above the cap that are only told that there is no room.
-_USHERS = 16
+# A client that has taken no byte of its answer for so long, in seconds, gives it up for others' when there is no room.
+_UNREAD = 2.0
 # Python's default lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
 # Seconds between two looks at whether the last bytes have left.
@@ -92,8 +92,15 @@ class Server:
         transport: the network; sockets by default.
         limits: what a client may send in one frame.
         max_connections: a client above it is told ``Overloaded``.
+        max_strangers: connections that have not shown who they are, nor greeted. Above it the oldest that says nothing
+            is closed; one that says nothing for 2 seconds is closed anyway.
         max_bytes_in_flight: bytes of requests received and not answered; above it requests are ``Overloaded``.
+        max_bytes_of_answers: bytes of answers that clients have not read yet, those up to 64 KiB not counted; above it
+            who has not read for 2 seconds is cut off, and an answer that finds no room all the same is ``Overloaded``
+            instead. A single answer may be larger.
         healthy: whether whoever serves calls is alive; beats stop when it says no, and clients take the server as lost.
+        one_job: serve the job of the certificate alone: where that is every job, peers whose certificates name one are
+            refused, because what they ask about would be shared with other jobs.
         after_round: called on the thread that has read requests when all that had come were handed to their handlers:
             what handlers have put aside may go on together.
 
@@ -116,9 +123,12 @@ class Server:
         transport: Transport | None = None,
         limits: Limits | None = None,
         max_connections: int = 512,
+        max_strangers: int = 128,
         max_bytes_in_flight: int = 4 << 30,
+        max_bytes_of_answers: int = 512 << 20,
         drain_seconds: float = 5.0,
         healthy: Callable[[], bool] | None = None,
+        one_job: bool = False,
         after_round: Callable[[], None] | None = None,
     ) -> None:
         if not 0 < heartbeat < float("inf"):
@@ -137,11 +147,15 @@ class Server:
         self._after_round = after_round
         self.threads_of: dict[Connection, threading.Thread] = {}
         """The threads of connections that have one of their own."""
+        self._max_strangers = max_strangers
         self._max_bytes = max_bytes_in_flight
+        self._max_answers = max_bytes_of_answers
+        self._answers = 0
         # Condition's own `with` takes the same lock by way of two more Python functions.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)
         self._connections: dict[Connection, None] = {}
+        self._strangers: dict[Connection, None] = {}
         self._calls = self._bytes = self._served = self._refused = self._received = self._sent = 0
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -152,6 +166,7 @@ class Server:
         self._threads: list[threading.Thread] = []
         network = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
         self._listener = network.listen(listen)
+        self._only_job = self._listener.job if one_job else None
         self._loop = Loop(self, self._listener)
         self._closed = False
 
@@ -273,21 +288,58 @@ class Server:
         known = self._verbs.get(verb)
         return known is not None and not known.quick
 
-    def connect(self, stream: Stream, loop: Loop) -> Connection | None:
-        """A newcomer; ``None`` if there is not even room to tell it that there is none."""
+    def connect(self, stream: Stream, loop: Loop) -> Connection:
+        """A newcomer, and a stranger until it has greeted."""
+        connection = Connection(self, stream, loop)
         with self._state:
-            present = len(self._connections)
-            if present < self.max_connections + _USHERS:
-                connection = Connection(self, stream, loop, full=present >= self.max_connections)
-                self._connections[connection] = None
-                return connection
-        stream.close()
-        return None
+            self._connections[connection] = self._strangers[connection] = None
+        return connection
+
+    def crowd(self) -> list[Connection]:
+        """The strangers, the oldest first, if they are too many."""
+        with self._state:
+            return list(self._strangers) if len(self._strangers) > self._max_strangers else []
+
+    def recognise(self, connection: Connection) -> bool:
+        """``connection`` has greeted; whether there is room for it. If not, it stays a stranger while it is told."""
+        with self._state:
+            if len(self._connections) - len(self._strangers) >= self.max_connections:
+                return False
+            self._strangers.pop(connection, None)
+            return True
 
     def forget(self, connection: Connection) -> None:
         """``connection`` has ended."""
         with self._state:
             self._connections.pop(connection, None)
+            self._strangers.pop(connection, None)
+
+    def reserve_answer(self, nbytes: int) -> bool:
+        """Whether an answer of ``nbytes`` may wait for its client; clients that do not read make room for it."""
+        if self._take_room(nbytes):
+            return True
+        with self._lock:
+            connections = list(self._connections)
+        now = time.monotonic()
+        unread = [connection for connection in connections if connection.stalled(now) >= _UNREAD]
+        for connection in sorted(unread, key=lambda each: -each.stalled(now)):
+            connection.give_answer_up()
+            if self._take_room(nbytes):
+                return True
+        return False
+
+    def _take_room(self, nbytes: int) -> bool:
+        with self._lock:
+            # One alone may be larger than the budget: whatever a frame carries can be asked for.
+            if self._answers and self._answers + nbytes > self._max_answers:
+                return False
+            self._answers += nbytes
+            return True
+
+    def release_answer(self, nbytes: int) -> None:
+        """An answer has left, or nobody will read it."""
+        with self._lock:
+            self._answers -= nbytes
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
@@ -296,6 +348,11 @@ class Server:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
         if verb.roles is not None and not peer.may(verb.roles):
             raise Unauthorized(f"role {peer.role!r} may not ask {verb.name!r}; roles {sorted(verb.roles or ())} may")
+        if self._only_job is not None and peer.job not in (None, self._only_job):
+            raise Unauthorized(
+                f"this server's certificate is for every job, and job {peer.job!r} needs one of its own: give the "
+                f"server keys of that job (anabranch keys DIR --job {peer.job})"
+            )
         if verb.once and len(header.epoch) != 16:
             raise ProtocolError(f"{verb.name} is done exactly once: number its requests (once=True)")
         with self._lock:

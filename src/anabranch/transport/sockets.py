@@ -6,6 +6,7 @@ OpenSSL forbids two threads in one connection at once, so a stream belongs to wh
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import socket
@@ -19,7 +20,7 @@ from typing import Literal
 
 from anabranch.errors import ProtocolError, Unauthorized
 from anabranch.transport.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
-from anabranch.transport.keys import client_context, resolve_keys, role_of, server_context
+from anabranch.transport.keys import EVERY_JOB, client_context, job_of_keys, names_of, resolve_keys, server_context
 from anabranch.transport.streams import Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]
@@ -182,8 +183,10 @@ class SocketListener:
         context: ssl.SSLContext | None,
         recognise: Recognise,
         claim: ClaimedPath | None,
+        job: str | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.job = job
         self._sock = sock
         self._context = context
         self._recognise = recognise
@@ -200,7 +203,14 @@ class SocketListener:
         except (BlockingIOError, ConnectionError):
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
-        return _prepare(sock, self._context, self._recognise, name, server_side=True)
+        try:
+            # wrap_socket leaves a socket open whose far side has gone.
+            sock.getpeername()
+            return _prepare(sock, self._context, self._recognise, name, server_side=True)
+        except OSError:
+            # Who has left already is no reason to keep the others waiting.
+            sock.close()
+            return None
 
     def close(self) -> None:
         """Stops listening; removes the socket's file."""
@@ -249,6 +259,8 @@ class SocketTransport:
         folder = None if insecure and keys is None else resolve_keys(keys)
         self._server_context = None if folder is None else server_context(folder, role)
         self._client_context = None if folder is None else client_context(folder, role)
+        self._job = None if folder is None else job_of_keys(folder, role)
+        self._certified = _certified(self._job or EVERY_JOB)
 
     def listen(self, endpoint: str | None) -> Listener:
         """Listens at ``endpoint``; ``None`` is a new Unix socket in a directory of its own.
@@ -284,17 +296,20 @@ class SocketTransport:
         except OSError as error:
             told = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
             raise OSError(error.errno, told) from None
-        return SocketListener(sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, _certified, None)
+        return SocketListener(
+            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, None, self._job
+        )
 
     def connect(self, endpoint: str) -> SocketStream:
         """Begins to connect to ``endpoint``; a host's name is looked up at once, which may take the resolver's time."""
         parsed = parse_endpoint(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            return _connect(sock, str(parsed.path), None, _server_on_this_host, endpoint)
+            return _connect(sock, str(parsed.path), None, _trusted(_trusted_users()), endpoint)
         self._check_tcp(endpoint)
         family, _, _, _, address = _look_up(parsed)
-        return _connect(socket.socket(family, socket.SOCK_STREAM), address, self._client_context, _certified, endpoint)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        return _connect(sock, address, self._client_context, self._certified, endpoint)
 
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
@@ -344,9 +359,7 @@ def _connect(
 
 def _same_user(owner: int) -> Recognise:
     def recognise(sock: socket.socket) -> Peer:
-        process, user, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        process, user = _credentials(sock)
         if user != owner:
             raise Unauthorized(f"user {user} does not own the socket's directory, user {owner} does")
         return Peer(f"process {process}")
@@ -354,16 +367,44 @@ def _same_user(owner: int) -> Recognise:
     return recognise
 
 
-def _server_on_this_host(sock: socket.socket) -> Peer:
-    return Peer("this host")
+def _trusted_users() -> frozenset[int]:
+    """Who may serve a Unix socket that this process asks: its own user, and root, who can read its memory anyway."""
+    return frozenset({os.geteuid(), 0})
 
 
-def _certified(sock: socket.socket) -> Peer:
-    host, port = sock.getpeername()[:2]
-    name = f"{host}:{port}"
-    if not isinstance(sock, ssl.SSLSocket):
-        return Peer(name)
-    role = role_of(sock)
-    if role is None:
-        raise Unauthorized("the certificate names no role", peer=name)
-    return Peer(f"{role} {name}", role)
+def _trusted(users: frozenset[int]) -> Recognise:
+    def recognise(sock: socket.socket) -> Peer:
+        _, user = _credentials(sock)
+        if user not in users:
+            raise Unauthorized(f"user {user} serves this socket, not this process's user {os.geteuid()}")
+        return Peer("this host")
+
+    return recognise
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user on the far side: who connected, or who listens."""
+    found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(found[0]), int(found[1])
+
+
+def _certified(job: str) -> Recognise:
+    """Recognises peers of ``job`` by their certificates; without TLS, everyone."""
+
+    def recognise(sock: socket.socket) -> Peer:
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError:
+            raise ConnectionResetError("the far side closed the connection during the handshake") from None
+        name = f"{host}:{port}"
+        if not isinstance(sock, ssl.SSLSocket):
+            return Peer(name, plain=True)
+        names = names_of(sock)
+        if names is None:
+            raise Unauthorized("the certificate names no job and role; make it anew: anabranch keys DIR", peer=name)
+        if job not in (names[0], EVERY_JOB) and names[0] != EVERY_JOB:
+            raise Unauthorized(f"a {names[1]} of job {names[0]!r} is a stranger to job {job!r}", peer=name)
+        shown = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").hexdigest()
+        return Peer(f"{names[1]} {name}", names[1], names[0] if job == EVERY_JOB else job, shown)
+
+    return recognise

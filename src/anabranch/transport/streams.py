@@ -21,10 +21,22 @@ class Peer:
     Attributes:
         name: for messages and counts.
         role: the role in its certificate; ``None`` for the owner of a Unix socket's directory, who has every role.
+        job: the job it acts in: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
+            ``None`` without certificates.
+        certificate: tells its certificate from every other; ``None`` without one.
+        plain: whether it came over TCP without TLS, where nothing but a checksum notices a changed bit.
     """
 
     name: str
     role: str | None = None
+    job: str | None = None
+    certificate: str | None = None
+    plain: bool = False
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the kernel says who it is, rather than a network."""
+        return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
         """Whether the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
@@ -69,9 +81,15 @@ class Stream(Protocol):
 
 
 class Listener(Protocol):
-    """Where streams come in."""
+    """Where streams come in.
+
+    Attributes:
+        endpoint: where clients find it.
+        job: the job in our certificate, ``"*"`` for every one; ``None`` without.
+    """
 
     endpoint: str
+    job: str | None
 
     def fileno(self) -> int:
         """The descriptor that turns readable when somebody connects."""

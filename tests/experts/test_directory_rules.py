@@ -1,0 +1,99 @@
+"""What a directory believes: a role announces its own kind, where others reach it, for a bounded time, its own uids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anabranch.errors import Unauthorized
+from anabranch.experts import Directory, DirectoryServer
+from anabranch.testing import FakeClock
+from anabranch.transport import make_keys
+
+HERE = "tcp://10.0.0.1:7000"
+THERE = "tcp://10.0.0.2:7000"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of one authority: other certificates of the same roles."""
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder / "one")
+    make_keys(folder / "two", authority=folder / "one")
+    return folder / "one", folder / "two"
+
+
+def test_roles_announce_only_their_own_kind(keys: tuple[Path, Path]) -> None:
+    with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0]) as server:
+        experts = Directory(server.endpoint, role="experts", keys=keys[0])
+        shards = Directory(server.endpoint, role="parameters", keys=keys[0])
+        with pytest.raises(Unauthorized, match=r"'experts' may not announce parameters\.0"):
+            experts.announce(["ffn.0", "parameters.0"], HERE, ttl=30.0)
+        with pytest.raises(Unauthorized, match=r"'parameters' may not announce ffn\.0"):
+            shards.announce(["ffn.0"], HERE, ttl=30.0)
+        for role in ("worker", "directory"):
+            with pytest.raises(Unauthorized, match="may not ask 'directory.announce'"):
+                Directory(server.endpoint, role=role, keys=keys[0]).announce(["ffn.0"], HERE, ttl=30.0)
+        assert experts.lookup(["ffn.0", "parameters.0"]) == {}
+        experts.announce(["parametersX.0"], HERE, ttl=30.0)
+        shards.announce(["parameters.0"], THERE, ttl=30.0)
+        assert experts.lookup(["parametersX.0", "parameters.0"]) == {"parametersX.0": HERE, "parameters.0": THERE}
+
+
+def test_a_uid_belongs_to_its_first_announcers_certificate_until_it_expires(keys: tuple[Path, Path]) -> None:
+    clock = FakeClock()
+    with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0], clock=clock) as server:
+        first, second = (Directory(server.endpoint, role="experts", keys=each) for each in keys)
+        first.announce(["ffn.0"], HERE, ttl=30.0)
+        with pytest.raises(Unauthorized, match=r"ffn\.0 was announced under another certificate.*for 30 s yet"):
+            second.announce(["ffn.1", "ffn.0"], THERE, ttl=30.0)
+        second.withdraw(["ffn.0"], HERE)
+        # All or nothing; and the owner may move.
+        assert second.lookup(["ffn.0", "ffn.1"]) == {"ffn.0": HERE}
+        first.announce(["ffn.0"], "tcp://10.0.0.1:7001", ttl=30.0)
+        clock.advance(31.0)
+        second.announce(["ffn.0"], THERE, ttl=30.0)
+        assert first.lookup(["ffn.0"]) == {"ffn.0": THERE}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("unix:/etc/passwd", "a socket of one host"),
+        ("memory:0", "no endpoint"),
+        ("file:///etc/passwd", "no endpoint"),
+        ("tcp://0.0.0.0:7000", "where a server listens"),
+        ("tcp://[::]:7000", "where a server listens"),
+        ("tcp://10.0.0.1:0", "where a server listens"),
+    ],
+)
+def test_an_endpoint_that_others_cannot_reach_is_refused(keys: tuple[Path, Path], endpoint: str, why: str) -> None:
+    with DirectoryServer("tcp://127.0.0.1:0", keys=keys[0]) as server:
+        directory = Directory(server.endpoint, role="experts", keys=keys[0])
+        with pytest.raises(ValueError, match=why):
+            directory.announce(["ffn.0"], endpoint, ttl=30.0)
+        assert directory.lookup(["ffn.0"]) == {}
+
+
+def test_on_one_host_its_sockets_are_announced(tmp_path: Path) -> None:
+    with DirectoryServer() as server:
+        directory = Directory(server.endpoint, role="experts")
+        directory.announce(["ffn.0", "parameters.0"], f"unix:{tmp_path}/expert", ttl=30.0)
+        assert directory.lookup(["ffn.0"]) == {"ffn.0": f"unix:{tmp_path}/expert"}
+
+
+@pytest.mark.parametrize("ttl", [1e300, 86401.0, 0.0, -1.0, float("inf"), float("nan")])
+def test_times_to_live_are_bounded(ttl: float) -> None:
+    from anabranch.deadline import Deadline
+    from anabranch.errors import BoundaryError
+    from anabranch.transport import Client, Request, pack
+
+    with pytest.raises(ValueError, match="at most 86400"):
+        Directory().announce(["ffn.0"], HERE, ttl=ttl)
+    # A client that does not check by itself.
+    with DirectoryServer() as server, Client() as client:
+        request = Request(server.endpoint, "directory.announce", payload=pack((["ffn.0"], HERE, ttl)))
+        with pytest.raises((ValueError, BoundaryError), match="at most 86400"):
+            client.call(request, Deadline.after(20.0))
+        assert Directory(server.endpoint).lookup(["ffn.0"]) == {}

@@ -1,0 +1,79 @@
+"""Ctrl-Z pauses the launcher alone: the job goes on, whatever it writes, and `fg` finds it as it is by then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Script = Callable[[str], Path]
+LIMIT = 120.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("experts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_goes_on_while_its_launcher_is_paused(script: Script, tmp_path: Path, experts: int) -> None:
+    """Its output filled a pipe that nobody read, and experts lost the directory that lay in the launcher."""
+    path = script(
+        f"""
+        import pathlib, sys, time
+        import anabranch as ab, torch
+        folder = pathlib.Path({str(tmp_path)!r})
+        directory = None
+        if {experts}:
+            directory = ab.job().serve(lambda index, count: [
+                ab.ExpertBackend("double.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
+            ])
+        (folder / "ready").touch()
+        while not (folder / "paused").exists():
+            time.sleep(0.005)
+        for number in range(40_000):
+            print(number)
+        if directory is not None:
+            assert directory.active(["double"]) == {{"double": [0]}}
+            assert ab.RemoteExpert("double.0", directory)(torch.ones(1, 2)).sum() == 2
+        (folder / "done").touch()
+        while not (folder / "resumed").exists():
+            time.sleep(0.005)
+        print("the end")
+        """
+    )
+    command = [sys.executable, "-m", "anabranch.cli", "run", "--log-dir", str(tmp_path / "logs")]
+    command += ["--experts", str(experts), str(path)]
+    # A process group of its own in this session, as a shell makes one: elsewhere SIGTSTP does nothing.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as launcher:
+        try:
+            wait_until((tmp_path / "ready").exists)
+            os.kill(launcher.pid, signal.SIGTSTP)
+            wait_until(lambda: state(launcher.pid) == "T")
+            (tmp_path / "paused").touch()
+            wait_until((tmp_path / "done").exists)
+            assert state(launcher.pid) == "T"
+            os.kill(launcher.pid, signal.SIGCONT)
+            (tmp_path / "resumed").touch()
+            shown, told = launcher.communicate(timeout=LIMIT)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, told
+    assert "the launcher is paused and the job goes on" in told
+    assert shown.endswith("the end\n")
+    log = (tmp_path / "logs" / "worker-0.log").read_text().splitlines()
+    assert log == [*map(str, range(40_000)), "the end"]

@@ -1,0 +1,323 @@
+"""What a middlebox on plain TCP may do: repeat an answer, a request, change a bit; and two versions that meet."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import ProtocolError
+from anabranch.testing import MemoryTransport
+from anabranch.transport import (
+    Call,
+    Client,
+    Listener,
+    Peer,
+    Request,
+    RequestHeader,
+    Server,
+    SocketTransport,
+    Stream,
+    Transport,
+    Verb,
+    allocate,
+)
+from anabranch.transport.frame import FrameReader, Header, Hello, Limits, ReplyHeader, encode, frame_size
+
+OLD_HELLO = bytes.fromhex("414e4252010100000e0000000000000000000000d99c678393cb3ff0000000000000cd040090")
+OLD_FAILURE = bytes.fromhex(
+    "414e4252010400001a000000000000000000000028bd568995a96e6f745f666f756e64ab6e6f207375636820756964a0a090"
+)
+OLD_BEAT = bytes.fromhex("414e42520105000002000000000000000000000030066ee59190")
+REFUSAL = "speaks version 1 of the protocol, this side 2; update one"
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+def join(buffers: Sequence[memoryview]) -> bytes:
+    return b"".join(bytes(buffer) for buffer in buffers)
+
+
+class Middlebox:
+    """A network whose clients' streams pass through ``alter_sent`` and ``alter_received``."""
+
+    def __init__(self, network: Transport) -> None:
+        self.network = network
+        self.sent: list[bytes] = []
+
+    def listen(self, endpoint: str | None) -> Listener:
+        return self.network.listen(endpoint)
+
+    def connect(self, endpoint: str) -> Stream:
+        return AlteredStream(self, self.network.connect(endpoint))
+
+    def alter_sent(self, data: bytes) -> bytes:
+        """What leaves instead of ``data``, as many bytes."""
+        return data
+
+    def alter_received(self, data: bytearray) -> None:
+        """Changes what comes."""
+
+    def before_answer(self) -> bytes:
+        """What comes before what is there."""
+        return b""
+
+
+class AlteredStream:
+    def __init__(self, box: Middlebox, inner: Stream) -> None:
+        self._box = box
+        self._inner = inner
+        self.fileno, self.handshake, self.wants_write = inner.fileno, inner.handshake, inner.wants_write
+        self.abort, self.close, self.linger, self.ready_at = inner.abort, inner.close, inner.linger, inner.ready_at
+
+    def peer(self) -> Peer:
+        return self._inner.peer()
+
+    def send(self, buffers: Sequence[memoryview]) -> int:
+        data = join(buffers)
+        self._box.sent.append(data)
+        taken = self._inner.send([memoryview(self._box.alter_sent(data))])
+        assert taken == len(data), "small frames leave at once"
+        return taken
+
+    def receive_into(self, buffer: memoryview) -> int:
+        early = self._box.before_answer()
+        if early:
+            buffer[: len(early)] = early
+            return len(early)
+        count = self._inner.receive_into(buffer)
+        came = bytearray(buffer[:count])
+        self._box.alter_received(came)
+        buffer[:count] = came
+        return count
+
+
+class Count:
+    """Answers each push with how many there were."""
+
+    def __init__(self) -> None:
+        self.pushes = 0
+
+    def push(self, call: Call) -> None:
+        self.pushes += 1
+        call.reply([torch.tensor([float(self.pushes), float(call.tensors[0][0])])])
+
+
+class RepeatsAnswers(Middlebox):
+    """Every answer comes once more, before the next one."""
+
+    def __init__(self, network: Transport) -> None:
+        super().__init__(network)
+        self._kept = b""
+        self._due = b""
+
+    def alter_sent(self, data: bytes) -> bytes:
+        self._due, self._kept = self._kept, b""
+        return data
+
+    def before_answer(self) -> bytes:
+        due, self._due = self._due, b""
+        return due
+
+    def alter_received(self, data: bytearray) -> None:
+        rest = bytes(data)
+        while (size := frame_size(rest)) is not None and size <= len(rest):
+            if rest[5] in (3, 4):
+                self._kept = rest[:size]
+            rest = rest[size:]
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_repeated_answer_is_not_taken_for_the_next_ones(once: bool) -> None:
+    network, count = MemoryTransport(), Count()
+    box = RepeatsAnswers(network)
+    with (
+        Server([Verb("push", count.push, once=once)], transport=network) as server,
+        Client(transport=box) as client,
+    ):
+        for expected in range(1, 9):
+            request = Request(server.endpoint, "push", tensors=[torch.tensor([float(expected)])], once=once)
+            assert client.call(request, soon()).tensors[0].tolist() == [expected, expected]
+    assert count.pushes == 8
+
+
+def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_path: Path) -> None:
+    """An answer to the copy would be taken for the next request's by peers that do not number them."""
+    count = Count()
+    tmp_path.chmod(0o700)
+    with (
+        Server([Verb("push", count.push)], listen=f"unix:{tmp_path}/socket") as server,
+        socket.socket(socket.AF_UNIX) as sock,
+    ):
+        sock.settimeout(20)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        asked = [
+            join(encode(RequestHeader("push", sequence=number, seconds=20.0), [torch.tensor([float(number)])]))
+            for number in range(2)
+        ]
+        sock.sendall(join(encode(Hello())) + asked[0])
+        came = read_frames(sock, 2)
+        sock.sendall(asked[0] + asked[1])
+        came += read_frames(sock, 1)
+    answers = [header for header in came if isinstance(header, ReplyHeader)]
+    assert [answer.sequence for answer in answers] == [0, 1]
+    assert count.pushes == 2
+
+
+def read_frames(sock: socket.socket, count: int) -> list[Header]:
+    class Received:
+        def receive_into(self, buffer: memoryview) -> int:
+            return sock.recv_into(buffer)
+
+    reader = FrameReader(Limits(), lambda header: allocate(header.tensors))
+    found = []
+    while len(found) < count:
+        frame = reader.advance(Received())  # type: ignore[arg-type]
+        if frame is not None:
+            found.append(frame.header)
+    return found
+
+
+# --- checksums ---------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def receive_into(self, buffer: memoryview) -> int:
+        count = min(len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+
+def reader(*, demands: bool = False) -> FrameReader:
+    made = FrameReader(Limits(), lambda header: allocate(header.tensors))
+    made.demands_checksums = demands
+    return made
+
+
+def test_a_changed_bit_anywhere_in_a_body_with_a_checksum_is_noticed() -> None:
+    body = [torch.ones(3), torch.tensor([1, 2], dtype=torch.int32), torch.zeros(0), torch.tensor(2.0)]
+    data = join(encode(ReplyHeader(), body, checksum=True))
+    assert reader(demands=True).advance(Bytes(data)) is not None  # type: ignore[arg-type]
+    for position in range(len(data) - 24, len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            with pytest.raises(ConnectionAbortedError, match="checksum"):
+                reader().advance(Bytes(bytes(changed)))  # type: ignore[arg-type]
+
+
+def test_a_body_without_a_checksum_is_refused_where_one_is_demanded() -> None:
+    data = join(encode(ReplyHeader(), [torch.ones(3)]))
+    with pytest.raises(ProtocolError, match="without a checksum"):
+        reader(demands=True).advance(Bytes(data))  # type: ignore[arg-type]
+    assert reader(demands=True).advance(Bytes(join(encode(ReplyHeader())))) is not None  # type: ignore[arg-type]
+
+
+class FlipsOnce(Middlebox):
+    """Flips the last bit of the first body that passes in one direction."""
+
+    def __init__(self, network: Transport, direction: str) -> None:
+        super().__init__(network)
+        self._direction = direction
+        self.flipped = 0
+
+    def alter_sent(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        if self._direction == "request":
+            self._flip(changed)
+        return bytes(changed)
+
+    def alter_received(self, data: bytearray) -> None:
+        if self._direction == "answer":
+            self._flip(data)
+
+    def _flip(self, data: bytearray) -> None:
+        # The greeting may come with it; a body of one float is the last that there is.
+        if not self.flipped and data[-4:] in (b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40"):
+            data[-1] ^= 1
+            self.flipped += 1
+
+
+@pytest.mark.parametrize("direction", ["request", "answer"])
+def test_a_bit_changed_on_plain_tcp_costs_a_retry_and_no_wrong_number(direction: str) -> None:
+    done: list[float] = []
+
+    def double(call: Call) -> None:
+        done.append(float(call.tensors[0][0]))
+        call.reply([2 * call.tensors[0]])
+
+    box = FlipsOnce(SocketTransport(insecure=True), direction)
+    with (
+        Server([Verb("double", double, once=True)], listen="tcp://127.0.0.1:0", insecure=True) as server,
+        Client(transport=box) as client,
+    ):
+        answer = client.call(Request(server.endpoint, "double", tensors=[torch.ones(1)], once=True), soon())
+    assert box.flipped == 1
+    assert answer.tensors[0].tolist() == [2.0]
+    assert done == [1.0]
+
+
+@pytest.mark.parametrize(("listen", "flags"), [(None, 0), ("tcp://127.0.0.1:0", 1)])
+def test_only_plain_tcp_carries_checksums(listen: str | None, flags: int) -> None:
+    box = Middlebox(SocketTransport(insecure=True))
+    echo = Verb("echo", lambda call: call.reply(call.tensors))
+    with Server([echo], listen=listen, insecure=True) as server, Client(transport=box) as client:
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(2)]), soon()).tensors[0].sum() == 2
+    request = box.sent[0][frame_size(box.sent[0]) :]
+    assert (request[5], request[6]) == (2, flags)
+
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def test_an_old_client_is_refused_in_one_sentence() -> None:
+    with Server([]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(OLD_HELLO)
+        told = b""
+        while some := sock.recv(1 << 16):
+            told += some
+    assert REFUSAL.encode() in told
+    # Where an old peer finds magic and version, and says its own sentence about them.
+    assert told[:5] == b"ANBR\x02"
+
+
+@pytest.mark.parametrize("said", [OLD_FAILURE, OLD_BEAT], ids=["failure", "beat"])
+def test_an_old_server_is_refused_in_one_sentence(said: bytes, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, Client() as client:
+        listener.bind(f"{tmp_path}/old")
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(said)
+                hold.wait(timeout=20)
+
+        hold = threading.Event()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(ProtocolError, match=REFUSAL):
+                client.call(Request(f"unix:{tmp_path}/old", "echo"), soon())
+        finally:
+            hold.set()
+            thread.join(timeout=20)
+
+
+def test_bytes_of_something_else_are_told_so_before_a_whole_preamble_came() -> None:
+    with pytest.raises(ProtocolError, match="something else"):
+        reader().advance(Bytes(b"HTTP/1.1 400"))  # type: ignore[arg-type]

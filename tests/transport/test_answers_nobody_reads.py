@@ -1,0 +1,187 @@
+"""Answers that clients ask for and do not read: bounded together, and freed the moment their client has gone."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.deadline import Deadline
+from anabranch.errors import Overloaded
+from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
+from anabranch.transport.frame import Hello, encode
+
+NUMBERS = 1 << 20
+NBYTES = 4 * NUMBERS
+
+
+class Large:
+    """Answers with 4 MiB, and knows whether they are still there."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.alive: list[weakref.ref[np.ndarray]] = []
+        self.verb = Verb("large", self._answer, quick=quick)
+
+    def _answer(self, call: Call) -> None:
+        memory = np.ones(NUMBERS, dtype=np.float32)
+        self.alive.append(weakref.ref(memory))
+        call.reply([torch.from_numpy(memory)])
+
+    def held(self) -> int:
+        return sum(ref() is not None for ref in self.alive)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextmanager
+def asker(server: Server) -> Iterator[socket.socket]:
+    """Asks and does not read."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        asked = [*encode(Hello()), *encode(RequestHeader("large", seconds=60.0))]
+        sock.sendall(b"".join(bytes(part) for part in asked))
+        yield sock
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_answer_is_freed_at_once_when_its_client_has_gone(quick: bool) -> None:
+    large = Large(quick=quick)
+    with Server([large.verb]) as server, ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(asker(server))
+        until(lambda: server.statistics().served == 4)
+        assert large.held() == 4
+        stack.close()
+        until(lambda: server.statistics().connections == 0)
+        # The thread that served it may still be on its way out.
+        until(lambda: large.held() == 0)
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_client_frees_its_connection_when_it_is_closed(lost: bool) -> None:
+    from anabranch.transport import client as module
+
+    large = Large(quick=True)
+    made: list[weakref.ref[object]] = []
+    init = module._Channel.__init__
+
+    def remember(channel: module._Channel, *arguments: object) -> None:
+        init(channel, *arguments)  # type: ignore[arg-type]
+        made.append(weakref.ref(channel))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Channel, "__init__", remember)
+        with Server([large.verb]) as server, Client(retries=0) as client:
+            assert client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum() == NUMBERS
+            if lost:
+                server.close()
+                with pytest.raises(Exception, match="attempt 1"):
+                    client.call(Request(server.endpoint, "large"), soon())
+    assert [ref() for ref in made if ref() is not None] == []
+
+
+def test_answers_nobody_reads_have_a_budget_and_those_who_read_get_in() -> None:
+    large = Large(quick=True)
+    with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(asker(server))
+        until(lambda: server.statistics().served == 2)
+        with Client() as client:
+            with pytest.raises(Overloaded, match="clients that do not read"):
+                client.call(Request(server.endpoint, "large"), soon())
+            until(lambda: large.held() == 2)
+            stack.close()
+            until(lambda: server.statistics().connections == 1)
+            assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
+
+
+def test_whoever_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Large(quick=True)
+    with Server([large.verb], max_bytes_of_answers=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
+        idle = [stack.enter_context(asker(server)) for _ in range(2)]
+        until(lambda: server.statistics().served == 2)
+        monkeypatch.setattr("anabranch.transport.server._UNREAD", 0.0)
+        assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
+        # The one that waited longest was cut, the other may still read.
+        until(lambda: server.statistics().connections == 2)
+        assert read_all(idle[0]) < NBYTES
+        assert large.held() <= 2
+
+
+def read_all(sock: socket.socket) -> int:
+    total = 0
+    while some := sock.recv(1 << 20):
+        total += len(some)
+    return total
+
+
+def test_one_answer_may_be_larger_than_the_budget() -> None:
+    large = Large(quick=True)
+    with Server([large.verb], max_bytes_of_answers=1) as server, Client() as client:
+        for _ in range(2):
+            assert client.call(Request(server.endpoint, "large"), soon()).tensors[0].shape == (NUMBERS,)
+
+
+def test_a_long_call_leaves_its_client_time_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence was counted from the request, so an answer that took long was cut off before it could be read."""
+    calls: list[Call] = []
+    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    with Server([Verb("large", calls.append, quick=True)]) as server, asker(server) as sock:
+        until(lambda: len(calls) == 1)
+        (connection,) = server._connections
+        connection._progress -= 1000.0
+        calls[0].reply([torch.ones(NUMBERS)])
+        assert connection.patience(time.monotonic()) > 0
+        received = 0
+        while received < NBYTES:
+            some = sock.recv(1 << 20)
+            assert some
+            received += len(some)
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_half_a_request_is_freed_at_once_when_its_client_has_gone() -> None:
+    places: list[weakref.ref[np.ndarray]] = []
+
+    def place(headers: object) -> list[torch.Tensor]:
+        memory = np.empty(NUMBERS, dtype=np.float32)
+        places.append(weakref.ref(memory))
+        return [torch.from_numpy(memory)]
+
+    verb = Verb("large", lambda call: call.reply(), allocate=place)
+    with Server([verb]) as server, socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        asked = [*encode(Hello()), *encode(RequestHeader("large", seconds=60.0), [torch.ones(NUMBERS)])]
+        sock.sendall(b"".join(bytes(part) for part in asked)[: NBYTES // 2])
+        until(lambda: len(places) == 1)
+        sock.close()
+        until(lambda: server.statistics().connections == 0)
+        until(lambda: places[0]() is None)

@@ -1,0 +1,225 @@
+"""Who serves and for which job: a client demands the role it asked for, jobs of one authority are strangers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.cli.keys import keys as keys_command
+from anabranch.deadline import Deadline
+from anabranch.errors import Unauthorized
+from anabranch.experts import Directory, DirectoryServer
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.transport import Client, Request, Server, Verb, make_keys
+from anabranch.transport.keys import job_of_keys
+
+ECHO = Verb("echo", lambda call: call.reply(payload=(call.peer.job or "").encode()))
+TCP = "tcp://127.0.0.1:0"
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of one authority: job a, job b, and every job."""
+    folder = tmp_path_factory.mktemp("authority")
+    folders = {"a": folder / "a", "b": folder / "b", "*": folder / "every"}
+    make_keys(folders["a"], job="a")
+    for job in ("b", "*"):
+        make_keys(folders[job], job=job, authority=folders["a"])
+    return folders
+
+
+@pytest.mark.parametrize("role", ["worker", "experts", "directory"])
+def test_whoever_poses_as_a_parameter_server_is_refused(keys: dict[str, Path], role: str) -> None:
+    asked: list[object] = []
+    verbs = [Verb(name, asked.append) for name in ("init", "pull", "describe")]
+    with (
+        Server(verbs, listen=TCP, role=role, keys=keys["a"]) as server,
+        ParameterClient([server.endpoint], keys=keys["a"]) as client,
+        pytest.raises(Unauthorized, match=f"is a {role}'s; role 'parameters' was asked for"),
+    ):
+        client.init("bias", (2,))
+    assert asked == []
+
+
+def test_a_directory_and_an_expert_must_show_their_roles(keys: dict[str, Path]) -> None:
+    from anabranch.experts import RemoteExpert
+
+    with Server([], listen=TCP, role="worker", keys=keys["a"]) as server:
+        with pytest.raises(Unauthorized, match="'directory' was asked for"):
+            Directory(server.endpoint, keys=keys["a"]).lookup(["ffn.0"])
+        with pytest.raises(Unauthorized, match="'experts' was asked for"):
+            RemoteExpert("ffn.0", server.endpoint, keys=keys["a"])(torch.ones(1, 2))
+
+
+def test_the_role_is_demanded_of_a_connection_that_is_used_again(keys: dict[str, Path]) -> None:
+    with Server([ECHO], listen=TCP, role="experts", keys=keys["a"]) as server, Client(keys=keys["a"]) as client:
+        assert client.call(Request(server.endpoint, "echo", role="experts"), soon())
+        with pytest.raises(Unauthorized, match="'directory' was asked for"):
+            client.call(Request(server.endpoint, "echo", role="directory"), soon())
+
+
+def test_another_user_who_serves_a_unix_socket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server([ECHO]) as server, Client() as client:
+        monkeypatch.setattr("anabranch.transport.sockets._trusted_users", lambda: frozenset({os.geteuid() + 1}))
+        with pytest.raises(Unauthorized, match=f"user {os.geteuid()} serves this socket"):
+            client.call(Request(server.endpoint, "echo"), soon())
+        monkeypatch.undo()
+        assert client.call(Request(server.endpoint, "echo"), soon())
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_of_one_authority_are_strangers(keys: dict[str, Path]) -> None:
+    with Server([ECHO], listen=TCP, keys=keys["a"]) as server:
+        for job in ("a", "*"):
+            with Client(keys=keys[job]) as client:
+                assert client.call(Request(server.endpoint, "echo"), soon()).payload == b"a"
+        with Client(keys=keys["b"]) as client, pytest.raises(Unauthorized, match="stranger to job 'b'"):
+            client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_the_server_too_refuses_another_job(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server([ECHO], listen=TCP, keys=keys["a"]) as server:
+        # A client that does not look whom it asks.
+        monkeypatch.setattr("anabranch.transport.sockets.job_of_keys", lambda keys, role: "*")
+        with Client(keys=keys["b"]) as client, pytest.raises(Unauthorized, match="job 'b' is a stranger to job 'a'"):
+            client.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_a_job_neither_lists_nor_drops_another_jobs_tables(keys: dict[str, Path]) -> None:
+    with (
+        ParameterServer(listen=TCP, keys=keys["a"]) as server,
+        ParameterClient([server.endpoint], keys=keys["a"]) as owner,
+        ParameterClient([server.endpoint], keys=keys["b"]) as stranger,
+    ):
+        owner.init("bias", (2,), init=1.0)
+        with pytest.raises(Unauthorized, match="stranger"):
+            stranger.pull("bias")
+        assert owner.pull("bias").tolist() == [1.0, 1.0]
+
+
+def test_a_parameter_server_for_every_job_serves_no_named_one(keys: dict[str, Path]) -> None:
+    with ParameterServer(listen=TCP, keys=keys["*"]) as server:
+        with ParameterClient([server.endpoint], keys=keys["*"]) as client:
+            client.init("bias", (2,))
+        with (
+            ParameterClient([server.endpoint], keys=keys["a"]) as client,
+            pytest.raises(Unauthorized, match="anabranch keys DIR --job a"),
+        ):
+            client.pull("bias")
+
+
+def test_in_a_directory_for_every_job_each_sees_its_own_uids(keys: dict[str, Path]) -> None:
+    with DirectoryServer(TCP, keys=keys["*"]) as server:
+        announce = {job: Directory(server.endpoint, role="experts", keys=keys[job]) for job in keys}
+        announce["a"].announce(["ffn.0", "ffn.1"], "tcp://10.0.0.1:7000", ttl=30.0)
+        announce["b"].announce(["ffn.0"], "tcp://10.0.0.2:7000", ttl=30.0)
+        announce["*"].announce(["ffn.1", "ffn.7"], "tcp://10.0.0.3:7000", ttl=30.0)
+        announce["b"].withdraw(["ffn.1"], "tcp://10.0.0.1:7000")
+        seen = {job: Directory(server.endpoint, keys=keys[job]) for job in keys}
+        assert seen["a"].lookup(["ffn.0", "ffn.1", "ffn.7"]) == {
+            "ffn.0": "tcp://10.0.0.1:7000",
+            "ffn.1": "tcp://10.0.0.1:7000",
+            "ffn.7": "tcp://10.0.0.3:7000",
+        }
+        assert seen["b"].lookup(["ffn.0"]) == {"ffn.0": "tcp://10.0.0.2:7000"}
+        assert {job: each.active(["ffn"])["ffn"] for job, each in seen.items()} == {
+            "a": [0, 1, 7],
+            "b": [0, 1, 7],
+            "*": [1, 7],
+        }
+
+
+def test_certificates_name_their_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys_command(tmp_path / "one", job="nightly.3")
+    assert job_of_keys(tmp_path / "one", "worker") == "nightly.3"
+    assert "every job" not in capsys.readouterr().err
+    keys_command(tmp_path / "two", job="*")
+    assert job_of_keys(tmp_path / "two", "experts") == "*"
+    assert "good for every job of this authority" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no name of a job"):
+        make_keys(tmp_path / "three", job="a/b")
+    with pytest.raises(ValueError, match=r"holds no authority\.pem"):
+        make_keys(tmp_path / "three", authority=tmp_path)
+
+
+def test_an_authority_that_signs_elsewhere_keeps_its_key(keys: dict[str, Path]) -> None:
+    assert not (keys["b"] / "authority.key").exists()
+    assert (keys["b"] / "authority.pem").read_bytes() == (keys["a"] / "authority.pem").read_bytes()
+    with pytest.raises(ValueError, match="another authority"):
+        make_keys(keys["b"], roles=[], authority=make_keys(keys["b"] / "other", roles=[])["authority"].parent)
+
+
+# --- private keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    folder = tmp_path / "own"
+    make_keys(folder, roles=["worker"])
+    return folder
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o666, 0o604, 0o660, 0o610])
+def test_a_private_key_that_others_can_read_is_refused_with_the_cure(own: Path, mode: int) -> None:
+    key = own / "worker.pem"
+    key.chmod(mode)
+    with pytest.raises(ValueError, match=f"mode {mode:04o}, open to other users; close it with: chmod 600 {key}"):
+        Client(keys=own)
+    key.chmod(0o600)
+    Client(keys=own).close()
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+def test_a_private_key_for_us_or_a_group_of_ours_is_taken(own: Path, mode: int) -> None:
+    (own / "worker.pem").chmod(mode)
+    Client(keys=own).close()
+
+
+def test_a_group_that_is_not_ours_is_others(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "worker.pem").chmod(0o640)
+    group = (own / "worker.pem").stat().st_gid
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group + 1])
+    with pytest.raises(ValueError, match="chmod 600"):
+        Client(keys=own)
+
+
+def test_what_a_link_leads_to_is_what_counts(own: Path, tmp_path: Path) -> None:
+    """As Kubernetes mounts a secret: links in a sticky directory, whose own modes say nothing."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    mounted.chmod(0o1777)
+    for name in ("authority.pem", "worker.pem"):
+        (mounted / name).symlink_to(own / name)
+    (own / "worker.pem").chmod(0o440)
+    Client(keys=mounted).close()
+    (own / "worker.pem").chmod(0o444)
+    with pytest.raises(ValueError, match="mode 0444"):
+        Client(keys=mounted)
+
+
+def test_where_others_could_put_their_own_authority_is_refused(own: Path) -> None:
+    own.chmod(0o777)
+    with pytest.raises(ValueError, match=f"any user can replace the certificates; close it with: chmod o-w {own}"):
+        Client(keys=own)
+    own.chmod(0o755)
+    (own / "authority.pem").chmod(0o666)
+    with pytest.raises(ValueError, match=r"chmod o-w .*authority\.pem"):
+        Client(keys=own)
+
+
+def test_an_authoritys_key_that_others_can_read_signs_nothing(own: Path) -> None:
+    (own / "authority.key").chmod(0o644)
+    with pytest.raises(ValueError, match=r"chmod 600 .*authority\.key"):
+        make_keys(own, roles=["experts"])
+    assert stat.S_IMODE((own / "worker.pem").stat().st_mode) == 0o600

@@ -1,0 +1,115 @@
+"""Peers that nobody knows yet: few at a time, none for long, and never in the way of those that are let in."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from anabranch.deadline import Deadline
+from anabranch.errors import Overloaded
+from anabranch.transport import Client, Request, Server, Verb, make_keys
+from anabranch.transport.frame import Hello, encode
+
+ECHO = Verb("echo", lambda call: call.reply(payload=call.payload), quick=True)
+TCP = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder)
+    return folder
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextmanager
+def silent(server: Server, count: int) -> Iterator[list[socket.socket]]:
+    """Peers that connect and say nothing."""
+    host, port = server.endpoint.removeprefix("tcp://").split(":")
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_silent_peers_keep_no_one_out(keys: Path, secure: bool) -> None:
+    options = {"keys": keys} if secure else {"insecure": True}
+    with (
+        Server([ECHO], listen=TCP, max_connections=2, max_strangers=8, **options) as server,  # type: ignore[arg-type]
+        silent(server, 40),
+        Client(retries=0, **options) as client,  # type: ignore[arg-type]
+    ):
+        assert client.call(Request(server.endpoint, "echo", payload=b"in"), soon()).payload == b"in"
+        assert server.statistics().connections <= 9 + 1
+
+
+def test_the_oldest_goes_first(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None of them for standing still.
+    monkeypatch.setattr("anabranch.transport.connection._HANDSHAKE", 60.0)
+    monkeypatch.setattr("anabranch.transport.connection._GREETING", 60.0)
+    with Server([ECHO], listen=TCP, max_strangers=2, keys=keys) as server, silent(server, 3) as peers:
+        # Closed from the other side; the others are still waited for.
+        assert peers[0].recv(1) == b""
+        for peer in peers[1:]:
+            peer.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                peer.recv(1)
+
+
+def test_those_who_are_known_have_room_of_their_own(keys: Path) -> None:
+    with (
+        Server([ECHO], listen=TCP, max_connections=1, max_strangers=2, keys=keys) as server,
+        Client(keys=keys) as first,
+        Client(keys=keys) as second,
+        silent(server, 1),
+    ):
+        assert first.call(Request(server.endpoint, "echo"), soon())
+        with pytest.raises(Overloaded, match="has its 1 connections"):
+            second.call(Request(server.endpoint, "echo"), soon())
+        assert first.call(Request(server.endpoint, "echo"), soon())
+
+
+def test_a_handshake_that_stands_still_is_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.transport.connection._HANDSHAKE", 0.1)
+    monkeypatch.setattr("anabranch.transport.drivers._SWEEP", 0.02)
+    with Server([ECHO], listen=TCP, keys=keys) as server, silent(server, 1) as peers:
+        assert peers[0].recv(1) == b""
+        until(lambda: server.statistics().connections == 0)
+
+
+def test_a_handshake_may_take_ten_seconds_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server([ECHO], listen=TCP, insecure=True) as server, silent(server, 1) as peers:
+        until(lambda: server.statistics().connections == 1)
+        (connection,) = server._connections
+        began = connection._began
+        assert connection.patience(began) == pytest.approx(2.0, abs=0.5)
+        greeting = b"".join(bytes(part) for part in encode(Hello()))
+        peers[0].sendall(greeting[:10])
+        until(lambda: connection._progress > began)
+        assert connection.patience(connection._progress) == pytest.approx(2.0)
+        # However it drips, it must have greeted by then.
+        connection._progress = began + 9.5
+        assert connection.patience(began + 9.5) == pytest.approx(0.5)
+
+
+def test_a_peer_that_leaves_before_it_is_accepted_stops_nobody(keys: Path) -> None:
+    with Server([ECHO], listen=TCP, keys=keys) as server, Client(keys=keys) as client:
+        with silent(server, 8) as peers:
+            for peer in peers:
+                # A reset instead of an end.
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        assert client.call(Request(server.endpoint, "echo", payload=b"in"), soon()).payload == b"in"
