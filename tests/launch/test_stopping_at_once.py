@@ -88,3 +88,13 @@ def test_what_a_wrapper_passes_on_is_no_second_signal() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert seen[0] == (signal.SIGTERM, False)
     assert seen[-1] == (signal.SIGINT, True)
+
+
+def test_the_first_signal_is_never_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.launch.signals.ECHO_SECONDS", 0.0)
+    seen: list[bool] = []
+    with collect_signals() as box:
+        box.on_stop = lambda number, again: seen.append(again)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert seen == [False, True]

@@ -49,9 +49,9 @@ class SignalBox:
         if number not in STOPPING:
             return
         now = time.monotonic()
+        again = self._stopping_since is not None and now - self._stopping_since >= ECHO_SECONDS
         if self._stopping_since is None:
             self._stopping_since = now
-        again = now - self._stopping_since >= ECHO_SECONDS
         if self.on_stop is not None:
             self.on_stop(signal.Signals(number), again)
 
