@@ -12,6 +12,8 @@ import os
 import select
 import sys
 
+__all__ = ["copy"]
+
 _CHUNK = 1 << 16
 
 
