@@ -197,7 +197,7 @@ def misuse_is_refused() -> None:
 
 @check
 def zz_a_wait_ends_at_its_deadline_and_names_the_rank() -> None:
-    """The last: a point-to-point wait that gives up breaks gloo's connection. Rank 1 lives until rank 0 has given up."""
+    """The last: a point-to-point wait that gives up breaks gloo's connection; rank 1 lives until it has."""
     store = dist.distributed_c10d._get_default_store()
     if RANK == 1:
         store.wait(["given up"], timedelta(seconds=60))
