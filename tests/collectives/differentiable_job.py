@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from datetime import timedelta
 
 import pytest
 import torch
@@ -196,12 +197,16 @@ def misuse_is_refused() -> None:
 
 @check
 def zz_a_wait_ends_at_its_deadline_and_names_the_rank() -> None:
-    """The last: a point-to-point wait that gives up breaks gloo's connection."""
+    """The last: a point-to-point wait that gives up breaks gloo's connection; rank 1 lives until it has."""
+    store = dist.distributed_c10d._get_default_store()
+    if RANK == 1:
+        store.wait(["given up"], timedelta(seconds=60))
     if RANK == 0:
         started = time.monotonic()
         with pytest.raises(ab.DeadlineExceeded, match=r"rank 1, operation recv"):
             ab.recv(1, timeout=0.3)
         assert time.monotonic() - started < 20
+        store.set("given up", "")
 
 
 def main() -> None:
