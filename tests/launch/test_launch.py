@@ -188,7 +188,8 @@ import os, pathlib, signal, sys, time
 if os.environ["RANK"] == "1":
     print("ready", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-while "ready" not in pathlib.Path(sys.argv[1]).read_text():
+log = pathlib.Path(sys.argv[1])
+while not log.exists() or "ready" not in log.read_text():
     time.sleep(0.01)
 if os.environ["RANK"] == "0":
     os.kill(os.getppid(), int(sys.argv[2]))
