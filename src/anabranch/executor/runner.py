@@ -145,7 +145,10 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight)
         stopping = self._wants_to_stop()
-        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device)
+        vote = (False, False)
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            vote = self.engine.vote()
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
@@ -154,6 +157,8 @@ class StepRunner:
 
     def _finish_run(self, total: Total) -> None:
         self.stopping = self.stopping or total.stopping > 0
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            self.engine.decided(total.trying, total.rejecting)
         self._end_run(total.rows)
 
     def run_idle(self) -> Ran | None:

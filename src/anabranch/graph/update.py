@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
-from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
-from anabranch.graph.python_values import freeze
+from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.tracing import Recorder, Source
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
@@ -190,6 +189,17 @@ def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
         if own and name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
     }
     return attributes, [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
+
+
+def freeze(value: object) -> object:
+    """What of ``value`` can be compared later, whoever changes it meanwhile."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, Mapping):
+        return {key: freeze(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), [freeze(item) for item in value]
+    return value
 
 
 def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numbers: Sequence[object]) -> None:
