@@ -21,6 +21,7 @@ from anabranch.collectives import Workers
 from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
+from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.pipe_runner import Grid, check_pipes, evaluated, runner_for, seed_pipes
@@ -174,6 +175,11 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
             }
+            self._evaluators = {
+                name: Evaluator(step, engine, compile=compile, capture_after=capture_after, name=name)
+                for name, step in self._steps.items()
+                if isinstance(step, EvalStep)
+            }
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers)
             self._share_parameters()
             if self._routes.served:
@@ -318,11 +324,8 @@ class Executor:
         found = as_tensors(found, self._devices[name])
         if self._remote is not None:
             self._remote.begin(training=False)
-        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad(), fetch.recording():
-            returned = step.outputs(step.model, found)
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
-        fetch.check(returned)
+        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
+            returned = self._evaluators[name].run(found, fetch)
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
@@ -344,12 +347,14 @@ class Executor:
     def engine(self, name: str = "default") -> str:
         """The engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
         self._step(name)
-        return self._runners[name].engine.name if name in self._runners else TapeEngine.name
+        return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
 
     def explain(self, name: str = "default") -> str:
         """One sentence: why the step's last run was on the engine that ``engine(name)`` says."""
         self._step(name)
-        return self._runners[name].engine.explain() if name in self._runners else TapeEngine.why
+        if name in self._evaluators:
+            return self._evaluators[name].explain()
+        return self._runners[name].engine.explain()
 
     def graph(self, name: str = "default") -> Graph:
         """The graph that the last run of the step ran, forward to optimizers.
@@ -358,8 +363,8 @@ class Executor:
             RuntimeError: it has not run as one graph.
         """
         self._step(name)
-        engine = self._runners[name].engine if name in self._runners else None
-        program = engine.program if isinstance(engine, GraphEngine | AutoEngine) else None
+        engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
+        program = engine.program if isinstance(engine, GraphEngine | AutoEngine | Evaluator) else None
         if program is None:
             raise RuntimeError(f"step {name!r} does not run as a graph; engine='graph' says why it cannot")
         return program.graph

@@ -23,6 +23,7 @@ from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.upcoming import UpcomingIds
@@ -127,6 +128,10 @@ class StepRunner:
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         if self.upcoming is None or not self.upcoming.learning:
             return self.engine.differentiate(batch, fetch, begin)
+        if isinstance(self.engine, GraphEngine):
+            ran = self.engine.differentiate(batch, fetch, begin)
+            self.upcoming.learn_from(self.engine.program.graph)
+            return ran
         engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
             return engine.differentiate(batch, fetch, begin)

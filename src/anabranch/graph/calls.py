@@ -6,7 +6,8 @@ are bound to the graph and compared by identity before each run; the others are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from anabranch.graph.front import Call, mark
 from anabranch.graph.refusals import user_line_of
 from anabranch.graph.tracing import Recorder, Source, UserMistake, WrongType, free_name
 
-__all__ = ["Arguments", "arrange", "run_calls"]
+__all__ = ["Arguments", "Binding", "arrange", "run_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,36 @@ class Arguments:
     def given(self, args: Sequence[object], values: Sequence[object]) -> list[object]:
         """The traced values in the order of the placeholders."""
         return [args[i] if at is None else values[at] for i, at in enumerate(self.place)]
+
+
+class Binding:
+    """Picks what a program takes out of the values of Dynamo's placeholders, and tells whether they are its own."""
+
+    def __init__(self, call: Call, arguments: Arguments, args: Sequence[object]) -> None:
+        self._bound = [args[index] for index in arguments.bound]
+        self._fixed = arguments.fixed
+        self._free, self._numbers = arguments.free, call.numbers
+        self._pick_bound, self._pick_free = _picker(arguments.bound), _picker(arguments.free)
+        self._reads_numbers = any(index in call.numbers for index in arguments.free)
+
+    def fits(self, args: Sequence[object]) -> bool:
+        """Whether the bound tensors are the very ones, and the values that the graph holds are equal."""
+        if not all(map(operator.is_, self._pick_bound(args), self._bound)):
+            return False
+        return not self._fixed or all(args[index] == value for index, value in self._fixed)
+
+    def free(self, args: Sequence[object]) -> Sequence[object]:
+        """What the program is called with."""
+        if self._reads_numbers:
+            return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
+        return self._pick_free(args)
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
+    """Picks these, always as a sequence."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: [values[index] for index in indices]
 
 
 def arrange(

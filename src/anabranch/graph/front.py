@@ -26,7 +26,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import _disable_current_modes
 
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
@@ -191,7 +195,8 @@ class Front:
         self.failure = None
         self._may_trace, self._has_made = True, False
         try:
-            with one_at_a_time, undisturbed(), _silent(), torch._dynamo.config.patch(**self._settings):
+            settings = torch._dynamo.config.patch(**self._settings)
+            with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:
             raise self._explained(error, kind) from None
@@ -229,7 +234,8 @@ class Front:
 
         def run(*args: object) -> Sequence[object]:
             try:
-                return program(*args)
+                with traced_by(None):
+                    return program(*args)
             except BaseException as error:
                 front = mine()
                 if front is not None and front._may_trace:
@@ -261,6 +267,37 @@ class Front:
         if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
             return CaptureError(reason_of(error, self._what))
         return error
+
+
+class _Forms:
+    """The tracer of Dynamo's part: asks boundaries what their outputs will look like, and nothing else."""
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
+            yield
+
+    def entry(self) -> Tensor:
+        return torch.empty((), requires_grad=True)
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        with self.outside():
+            forms = boundary.forms(inputs)
+        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
+        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        raise CaptureError(
+            f"the loss differentiates through {boundary.kind} {boundary.name!r} itself, which a graph cannot; use "
+            "engine='tape'"
+        )
 
 
 class _Compiled:
@@ -317,6 +354,10 @@ class _Backend:
         return front.make(module)
 
 
+def _last_lr(scheduler: LRScheduler) -> list[Any]:
+    return scheduler._last_lr
+
+
 _allowed = threading.Lock()
 _are_allowed = False
 
@@ -330,6 +371,9 @@ def allow_marks() -> None:
 
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)
+            opaque.keep_whole(torch._dynamo.nonstrict_trace)
+            # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
+            torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
 
 

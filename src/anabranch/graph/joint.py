@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Backward, capture_backward, output_names
 from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.build import build
-from anabranch.graph.calls import arrange
+from anabranch.graph.calls import Binding, arrange
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.front import Call
@@ -69,12 +68,7 @@ class Joint:
         self._step, self.key = step, key
         arguments = arrange(call, args, step.tensors, {"0": "", "1": "batch"})
         self._outputs = output_names(call)
-        self._bound = [args[index] for index in arguments.bound]
-        self._fixed = arguments.fixed
-        self._free, self._numbers = arguments.free, call.numbers
-        self._pick = _picker(arguments.bound)
-        self._pick_free = _picker(arguments.free)
-        self._reads_numbers = any(index in call.numbers for index in arguments.free)
+        self._binding = Binding(call, arguments, args)
         self.backward = capture_backward(call, arguments, args, self._wanted()).improved(merge_duplicates)
         self.backward = self.backward.improved(recompute_marked)
         self._between = self._trace_between(extra) if key.whole else None
@@ -97,9 +91,7 @@ class Joint:
         """Whether this is the program for these arguments."""
         if key is not self.key and key != self.key:
             return False
-        if not all(map(operator.is_, self._pick(args), self._bound)):
-            return False
-        return not self._fixed or all(args[index] == value for index, value in self._fixed)
+        return self._binding.fits(args)
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """The results as Dynamo's code expects them."""
@@ -122,9 +114,7 @@ class Joint:
             begin: called with the names of the loss's results before anything runs.
             arrivals: told of gradients while backward runs.
         """
-        free: Sequence[object] = self._pick_free(args)
-        if self._reads_numbers:
-            free = [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
+        free = self._binding.free(args)
         if begin is not None:
             begin(self.backward.outputs)
         if not self.key.whole:
@@ -277,9 +267,3 @@ class Joint:
 
         return build(body, sources, found)
 
-
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
-    """Picks these, always as a sequence."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return lambda values: [values[index] for index in indices]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import OutputRecorder
+from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Gradients
 from anabranch.graph.bound_state import BoundState
@@ -263,6 +264,7 @@ class StepProgram:
                     "fetch came; pad batches to a few shapes, or use engine='tape'"
                 )
             if may_trace:
+                learn_forms(self.model.modules())
                 self._kinds.add(kind)
         self._task = task
         self.rates.refresh()
