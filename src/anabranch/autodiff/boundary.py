@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from anabranch.autodiff import opaque
 from anabranch.autodiff.isolated import IsolatedCall
 from anabranch.autodiff.sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
@@ -178,6 +179,8 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     Raises:
         CaptureError: somebody else than this package traces the model.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
     tracer = _capturing.tracer
     if tracer is None:
         for value in inputs:
@@ -388,7 +391,7 @@ def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
     return tensor.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RecordedBoundary:
     """A boundary that is written as a differentiable function, on a tape of its own.
 
@@ -407,6 +410,14 @@ class RecordedBoundary:
     name: str
     function: Callable[..., Sequence[Tensor]]
     output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
+    handle: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", opaque.handle_of(self))
+
+    def call_whole(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """``cross``, for a call that Dynamo leaves whole."""
+        return cross(self, *inputs)
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         """The outputs' forms."""

@@ -532,7 +532,7 @@ class RemoteMixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """The mixture's output for ``x``."""
         gated = self.gate(_gate_input(x))
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, outputs))
         return _nested(*self._mixed(gated, (x, *args), kwargs))
@@ -649,7 +649,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
         gated = self.gate(seen)
         grids = len(self.grid_size)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             found = opaque.call(self._handle, (gated, x, *args), kwargs)
             output = cast(Structure, opaque.fill(self._form, found))
         else:

@@ -118,7 +118,7 @@ class RemoteExpert(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """The expert's outputs for these inputs."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
         schema, outputs = self._call(args, kwargs)
         if schema.gives_one:

@@ -20,7 +20,7 @@ from anabranch.graph.tracing import Recorder, Source, UserMistake
 if TYPE_CHECKING:
     from anabranch.graph.codegen import Program
 
-__all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "output_names"]
+__all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "check_loss", "output_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,6 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
         CaptureError: for what a graph cannot represent faithfully.
     """
     outputs = output_names(call)
-    _check_loss(call)
     sources = arguments.sources
     state = {source.name for source in sources if source.state}
     wanted = [s.name for s in sources if s.name in state and s.name in wrt and _requires_grad(s)]
@@ -188,7 +187,12 @@ def _requires_grad(source: Source) -> bool:
     return isinstance(source.value, Tensor) and source.value.requires_grad
 
 
-def _check_loss(call: Call) -> None:
+def check_loss(call: Call) -> None:
+    """Raises for a loss that no backward starts from; to be called while Dynamo still knows its shape.
+
+    Raises:
+        UserMistake: the user's mistake.
+    """
     loss = call.marks().get("loss")
     if loss is None:
         raise UserMistake("the loss is no tensor that the model computes; nothing would be trained")

@@ -147,6 +147,7 @@ class _Runner(fx.Interpreter):
         if n.op == "call_function" and n.target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpointed(n)
         self._recorder.switch(_scope(n))
+        self._recorder.line = lambda: user_line_of(n).removesuffix(": ")
         try:
             result = super().run_node(n)
         except (AnabranchError, UserMistake, WrongType):

@@ -59,6 +59,9 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     leaves, structure = flatten(example_inputs)
     names = _input_names(fn, example_inputs)
     _check_examples(names, leaves)
+    for root in _reachable(fn).values():
+        if isinstance(root, nn.Module):
+            refuse_hooks({module: name for name, module in root.named_modules()}, {})
     found: list[_Found] = []
 
     def make(call: Call) -> Callable[..., Sequence[object]]:
@@ -142,6 +145,10 @@ class _Capture:
         given_leaves, _ = flatten(given)
         self._at = {id(leaf): index for index, leaf in enumerate(given_leaves) if isinstance(leaf, Tensor)}
         numbers = {i for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        wanted = {id(value) for value in found.args}
+        for tensor in self._held:  # in the modules' own order
+            if id(tensor) in wanted:
+                self._source_of("", tensor)
         self._place = [self._source_of(name, value) for name, value in zip(found.call.names, found.args, strict=True)]
         self._call = replace(found.call, numbers=frozenset(i for i, at in enumerate(self._place) if at in numbers))
         self._found = found

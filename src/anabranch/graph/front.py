@@ -329,7 +329,7 @@ class _Compiled:
 
 def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
     def front(*args: Any) -> Any:
-        if not torch.compiler.is_compiling():  # folded away in a program
+        if not torch.compiler.is_dynamo_compiling():  # folded away in a program
             raise _NotCompiled
         return function(*args)
 

@@ -33,6 +33,13 @@ _CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
 def reason_of(error: BaseException, what: str) -> str:
     """One sentence: where, what, and what else would do."""
     text = str(error)
+    changed = re.search(r"certain side effects happened.*?: \[(.*)\]", text)
+    if changed:
+        names = ", ".join(sorted({_python_name(name) for name in re.findall(r'"(.*?)"', changed[1])}))
+        return (
+            f"{what} changes {names or 'Python state'} while it is captured; a replay runs tensor operations only and "
+            "would lose the change: return the value, or make it a tensor that is changed in place"
+        )
     line = _user_line(text)
     where = f"{line}: " if line else ""
     if "Observed exception" in text:
@@ -43,9 +50,17 @@ def reason_of(error: BaseException, what: str) -> str:
     for needle, words in _REASONS:
         if needle in text:
             return f"{where}{what} cannot be a graph: {words}{_CURE}"
-    explanation = re.search(r"Explanation: (.*)", text)
+    explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
     said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
     return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def _python_name(source: str) -> str:
+    """``G['seen']`` is ``'seen'``, ``L['self'].calls`` is ``'calls'``; an object whose attribute is meant, its class."""
+    parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
+    names = [one or other for one, other in parts if not (one or other).startswith("__")]
+    names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]
+    return repr(names[-1]) if names else "a variable that it closes over"
 
 
 def _simple(said: str) -> str:
@@ -62,7 +77,7 @@ def _user_line(text: str) -> str:
     """The innermost line of the user's own code; of a library's, where there is none."""
     places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
     own = [place for place in places if not place[0].startswith(_LIBRARIES)]
-    chosen = own or places
+    chosen = own or [place for place in places if not place[0].startswith(_LIBRARIES[1])]
     return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else ""
 
 

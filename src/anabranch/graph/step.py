@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
-from anabranch.graph.backward import Arrivals, Gradients
+from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
 from anabranch.graph.front import Call, Front, mark, mistake
 from anabranch.graph.graph import Graph
@@ -293,6 +293,7 @@ class StepProgram:
     # Programs.
 
     def _make(self, call: Call) -> Callable[..., Sequence[object]]:
+        check_loss(call)
         return _Programs(self, call)
 
     def joint(self, call: Call, args: Sequence[object], task: _Task) -> Joint:

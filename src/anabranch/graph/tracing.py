@@ -116,6 +116,8 @@ class Recorder:
         self.differentiable: bool | None = None
         self.phase = "forward"
         self.is_checkpointed = False
+        self.line: Callable[[], str] = user_line
+        """Where the operations under way stand in the user's code."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
@@ -226,17 +228,17 @@ class _Faithful(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._may_read and func in _READS:
             raise CaptureError(
-                f"{user_line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
+                f"{self._recorder.line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
                 "what it computes: use torch.where, return the tensor, or use engine='tape'"
             )
         if func in _LOST:
             raise CaptureError(
-                f"{user_line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, or use "
+                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, or use "
                 "engine='tape'"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{user_line()}: the step draws from a torch.Generator of its own, which a graph cannot hold; draw "
+                f"{self._recorder.line()}: the step draws from a torch.Generator of its own, which a graph cannot hold; draw "
                 "from torch's default one, pass the numbers in the batch, or use engine='tape'"
             )
         for interceptor in self._interceptors:

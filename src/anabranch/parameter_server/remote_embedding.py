@@ -100,7 +100,7 @@ class RemoteEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return opaque.call(self._handle, (ids, offsets, per_sample_weights), {})[0]
         return self._look_up(ids, offsets, per_sample_weights)
 

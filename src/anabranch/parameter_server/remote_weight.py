@@ -243,7 +243,7 @@ class RemoteWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() and (func is F.embedding or func is F.embedding_bag):
+        if torch.compiler.is_dynamo_compiling() and (func is F.embedding or func is F.embedding_bag):
             return _left_whole(func, args, kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
