@@ -77,7 +77,6 @@ def test_another_seed_is_another_run_and_the_same_seed_the_same(small_text, tmp_
     assert results[0]["loss"] != results[2]["loss"]
 
 
-@pytest.mark.filterwarnings("ignore::anabranch.errors.CaptureWarning")  # the spy looks at the batch
 def test_held_out_files_are_never_trained_on(small_text, tmp_path, capsys, monkeypatch):
     import _text
 
