@@ -209,8 +209,9 @@ class OutputRecorder:
             return
         outputs, hooks = self._kept.setdefault(names, ({}, {}))
         outputs.clear()
-        modules = [model.get_submodule(name) for name in names]
-        for name, module in zip(names, modules, strict=True):
+        found = dict(model.named_modules())
+        modules = [found[name] for name in names if name in found]
+        for name, module in zip([name for name in names if name in found], modules, strict=True):
             if name not in hooks:
                 hooks[name] = _keeping(outputs, name)
             module._forward_hooks[self._KEY] = hooks[name]

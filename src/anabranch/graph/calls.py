@@ -7,6 +7,7 @@ are bound to the graph and compared by identity before each run; the others are 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from anabranch.graph.refusals import user_line_of
 from anabranch.graph.tracing import Recorder, Source, UserMistake, WrongType, free_name
 
 __all__ = ["Arguments", "Binding", "arrange", "run_calls"]
+
+
+_ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
+"""What Dynamo calls the module that a front is given, or the function and what it closes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class Arguments:
 
     def given(self, args: Sequence[object], values: Sequence[object]) -> list[object]:
         """The traced values in the order of the placeholders."""
-        return [args[i] if at is None else values[at] for i, at in enumerate(self.place)]
+        held = dict(self.fixed)
+        return [held.get(i, args[i]) if at is None else values[at] for i, at in enumerate(self.place)]
 
 
 class Binding:
@@ -52,6 +58,7 @@ class Binding:
         self._bound = [args[index] for index in arguments.bound]
         self._fixed = arguments.fixed
         self._free, self._numbers = arguments.free, call.numbers
+        self.holds_numbers = any(index in call.numbers for index, _ in arguments.fixed)
         self._pick_bound, self._pick_free = _picker(arguments.bound), _picker(arguments.free)
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
@@ -76,7 +83,12 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[obj
 
 
 def arrange(
-    call: Call, args: Sequence[object], state: Mapping[Tensor, str], names: Mapping[str, str] | None = None
+    call: Call,
+    args: Sequence[object],
+    state: Mapping[Tensor, str],
+    names: Mapping[str, str] | None = None,
+    *,
+    fix_numbers: bool = False,
 ) -> Arguments:
     """Sorts the arguments of a call.
 
@@ -85,6 +97,7 @@ def arrange(
         args: the placeholders' values in the run under way.
         state: the tensors that are bound, with their names.
         names: what the first part of an argument's name stands for.
+        fix_numbers: let the graph hold the Python floats, where an operation will not take one that is not known.
     """
     used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
     sources: list[Source] = []
@@ -94,6 +107,11 @@ def arrange(
     fixed: list[tuple[int, object]] = []
     known: dict[int, int] = {}
     for position, value in enumerate(args):
+        if fix_numbers and position in call.numbers:
+            assert isinstance(value, Tensor)
+            fixed.append((position, value.item()))
+            place.append(None)
+            continue
         if not isinstance(value, (Tensor, float)):
             place.append(None)
             if used[position]:
@@ -174,7 +192,7 @@ def _scope(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0]).removeprefix("L['args'][0]")
+    path = _ROOT.sub("", str(list(stack.values())[-1][0]))
     for old, new in (("_modules['", "."), ("['", "."), ("[", "."), ("']", ""), ("]", "")):
         path = path.replace(old, new)
     return ".".join(part for part in path.split(".") if part)

@@ -15,6 +15,7 @@ What no guard can see is refused: hooks on all modules, anomaly mode, hooks on s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import types
@@ -338,7 +339,8 @@ def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy_of(function: Any) -> Any:
     space = dict(function.__globals__)
-    code = function.__code__.replace()
+    # A name of its own: what Dynamo has learned of which numbers change, it keeps by file, line and name.
+    code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
     return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
 
 
@@ -358,6 +360,7 @@ def _last_lr(scheduler: LRScheduler) -> list[Any]:
     return scheduler._last_lr
 
 
+_fronts = itertools.count()
 _allowed = threading.Lock()
 _are_allowed = False
 

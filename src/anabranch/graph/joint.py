@@ -66,13 +66,21 @@ class Joint:
         self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure
     ) -> None:
         self._step, self.key = step, key
-        arguments = arrange(call, args, step.tensors, {"0": "", "1": "batch"})
         self._outputs = output_names(call)
+        names = {"0": "", "1": "batch"}
+        arguments = arrange(call, args, step.tensors, names)
+        try:
+            self.backward = capture_backward(call, arguments, args, self._wanted())
+        except CaptureError:
+            if not call.numbers:
+                raise
+            # An operation that looks at a number's value, as dropout does at its probability: a graph for each value.
+            arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
+            self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
-        self.backward = capture_backward(call, arguments, args, self._wanted()).improved(merge_duplicates)
-        self.backward = self.backward.improved(recompute_marked)
+        self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         self._between = self._trace_between(extra) if key.whole else None
-        self._in_full: list[object] | None = None
+        self._refused: CaptureError | None = None
         self._program: Program | None = None
         self._backward_program: Program | None = None
         self._update_program: Program | None = None
@@ -92,6 +100,18 @@ class Joint:
         if key is not self.key and key != self.key:
             return False
         return self._binding.fits(args)
+
+    @property
+    def added(self) -> list[str]:
+        """The results that ``between`` adds to those of the loss."""
+        if self._between is None:
+            return []
+        return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
+
+    @property
+    def variants(self) -> bool:
+        """Whether this is for one value of a Python float."""
+        return self._binding.holds_numbers
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """The results as Dynamo's code expects them."""
@@ -119,6 +139,8 @@ class Joint:
             begin(self.backward.outputs)
         if not self.key.whole:
             return self._run_backward(free, arrivals)
+        if self._refused is not None:
+            raise self._refused
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
@@ -158,6 +180,11 @@ class Joint:
                 assert isinstance(gradient, Tensor)
                 gradients[name] = gradient
         step.step_eagerly(gradients, backward.take_sparse(dict(rows)))
+        if self._refused is None and self._ready():  # now there is optimizer state to capture with
+            try:
+                self._join()
+            except CaptureError as error:  # the step is taken: a refusal waits for the next one
+                self._refused = CaptureError(str(error))
         return self._finish(results | rows, stepped=True)
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
-from anabranch.graph.front import Call, Front, mark, mistake
+from anabranch.graph.front import Call, Front, GuardMiss, mark, mistake
 from anabranch.graph.graph import Graph
 from anabranch.graph.joint import Joint, JointKey
 from anabranch.graph.kinds import kind_of
@@ -63,6 +63,7 @@ class _Task:
     leaves: Sequence[object]
     begin: Callable[[Sequence[str]], None] | None
     arrivals: Arrivals | None
+    may_trace: bool = True
     only_prepare: bool = False
     results: dict[str, object] | None = None
     joint: Joint | None = None
@@ -267,6 +268,7 @@ class StepProgram:
                 learn_forms(self.model.modules())
                 self._kinds.add(kind)
         self._task = task
+        task.may_trace = may_trace
         self.rates.refresh()
         try:
             with self._recorder.recording(self.model, modules) as outputs:
@@ -281,6 +283,8 @@ class StepProgram:
             if name not in outputs:
                 raise ValueError(f"{name!r} was to be fetched, but the forward called no module of that name")
         found: dict[str, Structure] = {"loss": loss.detach()}
+        if task.joint is not None and task.results is not None:
+            found |= {name: task.results[name] for name in task.joint.added}  # type: ignore[misc]
         for name, value in (extras or {}).items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, dict(outputs)
@@ -295,6 +299,16 @@ class StepProgram:
     def _make(self, call: Call) -> Callable[..., Sequence[object]]:
         check_loss(call)
         return _Programs(self, call)
+
+    def up_to_date(self, key: JointKey) -> JointKey:
+        """``key`` for the tensors that the model holds now: parameters may have been replaced or added."""
+        now = dict(self.model.named_parameters())
+        if now.keys() != self.parameters.keys() or any(now[n] is not p for n, p in self.parameters.items()):
+            self._bind()
+        else:
+            self.tensors = {tensor: name for name, tensor in self.model.named_buffers()}
+            self.tensors |= {tensor: name for name, tensor in now.items()}
+        return replace(key, epoch=self.epoch)
 
     def joint(self, call: Call, args: Sequence[object], task: _Task) -> Joint:
         """A program for these arguments."""
@@ -382,6 +396,14 @@ class _Programs:
                 "whole numbers that the graph needs, or the tensors that the model holds, change from step to step, "
                 "and each change makes a new graph; use engine='tape'"
             )
+        if not task.may_trace:
+            raise GuardMiss("no graph of the step is for the tensors and numbers of now")
+        if sum(joint.variants for joint in self._joints) >= _MOST_NUMBERS:
+            raise CaptureError(
+                "a Python number that an operation looks at changes from step to step, and each value makes a new "
+                "graph; make it a tensor, or use engine='tape'"
+            )
+        task.key = step.up_to_date(task.key)
         joint = step.joint(self._call, args, task)
         self._joints.append(joint)
         return joint
