@@ -291,9 +291,9 @@ class AutoEngine:
         try:
             seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
         except Differs as error:
-            self._refuse(f"the graph's bits are not the tape's: {error}")
+            self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
         except Exception as error:
-            self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})")
+            self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
         else:
             self._judge(seconds, tape_seconds)
         finally:
@@ -314,14 +314,16 @@ class AutoEngine:
         )
         _log.info("step %r runs as a graph: %s", self._name, self._why)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str, *, final: bool = False) -> None:
         self._why = f"this step runs on the tape: {why}"
         self._rejects = True
         self._refused[why] += 1
         _log.info("step %r: %s", self._name, self._why)
+        if final:  # a graph that has shown itself wrong is asked no more, nor are its siblings
+            self._gives_up, self._taken, self._graph = True, False, None
         if self._taken:
             return  # the graphs that proved themselves stay
-        if sum(self._refused.values()) >= _MOST_REFUSED or "bits" in why:
+        if sum(self._refused.values()) >= _MOST_REFUSED:
             self._gives_up, self._graph = True, None
 
     def _check(self, results: Mapping[str, object], ran: Ran) -> None:
@@ -365,7 +367,7 @@ class AutoEngine:
             self._update_checked = True
 
     def _make_graph(self) -> GraphEngine:
-        self._graph = GraphEngine(self._step, compile=self._compile, eager_update=True)
+        self._graph = GraphEngine(self._step, compile=self._compile, eager_update=True, leaves_gradients=True)
         self._graph.may_trace = False
         if self._attached is not None:
             self._graph.attach(*self._attached)

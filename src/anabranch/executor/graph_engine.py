@@ -39,6 +39,7 @@ class GraphEngine:
         step: what to run.
         compile: hand the graph to Inductor.
         eager_update: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
+        leaves_gradients: leave them in ``.grad``, as the tape does.
 
     Attributes:
         may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
@@ -50,12 +51,19 @@ class GraphEngine:
         *,
         compile: bool = False,  # noqa: A002
         eager_update: bool = False,
+        leaves_gradients: bool = False,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
         between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
         self._program = StepProgram(
-            step.model, step.loss, step.optimizers, between=between, compile=compile, eager_update=eager_update
+            step.model,
+            step.loss,
+            step.optimizers,
+            between=between,
+            compile=compile,
+            eager_update=eager_update,
+            leaves_gradients=leaves_gradients,
         )
         self.may_trace = True
         self._parameters = dict(step.model.named_parameters())

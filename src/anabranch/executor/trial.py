@@ -41,6 +41,7 @@ class Snapshot:
         self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
         with torch.no_grad():
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._python = [_Python(optimizer) for optimizer in optimizers]
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
@@ -49,6 +50,8 @@ class Snapshot:
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
+        for python in self._python:
+            python.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -64,6 +67,31 @@ class Snapshot:
     def random_differs(self) -> bool:
         """Whether random numbers were drawn since."""
         return not torch.equal(torch.get_rng_state(), self._random)
+
+
+class _Python:
+    """What an optimizer keeps in Python: numbers of its groups, counters of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(g, {k: _copied(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+        skipped = ("state", "param_groups")
+        self._own = {k: _copied(v) for k, v in vars(optimizer).items() if k not in skipped and "hook" not in k}
+
+    def restore(self) -> None:
+        for group, values in self._groups:
+            for name in [name for name in group if name not in values and name != "params"]:
+                del group[name]
+            group.update({name: _copied(value) for name, value in values.items()})
+        vars(self._optimizer).update({name: _copied(value) for name, value in self._own.items()})
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    return value
 
 
 def _is_expanded(tensor: Tensor) -> bool:

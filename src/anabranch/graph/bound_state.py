@@ -7,7 +7,7 @@ parameters lie in, and hooks on gradients.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from anabranch.errors import CaptureError
+from anabranch.graph.classes import WatchedCode
 from anabranch.graph.hooks import refuse_hooks
 
 __all__ = ["BoundState"]
@@ -30,7 +32,12 @@ class BoundState:
         self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
         self._forms = list(map(_form, self._tensors))
         self._note_places()
-        self._groups = self._grouped()
+        self._lists = [optimizer.param_groups for optimizer in self._optimizers]
+        self._groups = list(chain.from_iterable(self._lists))
+        self._sizes = self._grouped()
+        self._code = WatchedCode(map(type, self._optimizers), ())
+        self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        self._hooks: list[tuple[Mapping[int, object], list[int]]] = []
         self._handles = -1
         self.note_optimizer_state()
 
@@ -48,14 +55,22 @@ class BoundState:
         """
         self._refuse_new_hooks()
         same = operator.is_
-        for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            if optimizer.state is not state:
+        for optimizer, state, groups, step in zip(self._optimizers, self._states, self._lists, self._steps, strict=True):
+            if optimizer.state is not state or optimizer.param_groups is not groups or vars(optimizer).get("step") is not step:
                 return False
+        if not self._code.unchanged():
+            return False
+        if len(self._spaces) != sum(map(len, self._states)):
+            return False
+        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
+            return False
         if len(self._held) != sum(map(len, self._spaces)):
             return False
         if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):
             return False
-        if self._grouped() != self._groups:
+        if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
+            return False
+        if not all(map(same, chain.from_iterable(self._lists), self._groups)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
@@ -65,7 +80,13 @@ class BoundState:
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
             refuse_hooks(modules, self.parameters, self._optimizers)
+            hooks = [getattr(module, kind) for module in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
+            self._hooks = [(each, list(each)) for each in hooks if len(each) > 1]
             self._handles = number
+        for hooks_of_one, order in self._hooks:
+            if list(hooks_of_one) != order:
+                self._handles = -1
+                raise CaptureError("the forward hooks of a module were put in another order; use engine='tape'")
 
     def _grouped(self) -> list[int]:
         """How many parameters each group holds; ``add_param_group`` changes it."""
@@ -84,6 +105,9 @@ class BoundState:
         first: dict[int, int] = {}
         storages = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
         self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
+
+
+_values = dict.values
 
 
 def _form(tensor: Tensor) -> object:

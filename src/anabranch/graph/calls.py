@@ -58,7 +58,7 @@ class Binding:
         self._bound = [args[index] for index in arguments.bound]
         self._fixed = arguments.fixed
         self._free, self._numbers = arguments.free, call.numbers
-        self.holds_numbers = any(index in call.numbers for index, _ in arguments.fixed)
+        self.holds_numbers = bool(arguments.fixed)
         self._pick_bound, self._pick_free = _picker(arguments.bound), _picker(arguments.free)
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
@@ -97,7 +97,7 @@ def arrange(
         args: the placeholders' values in the run under way.
         state: the tensors that are bound, with their names.
         names: what the first part of an argument's name stands for.
-        fix_numbers: let the graph hold the Python floats, where an operation will not take one that is not known.
+        fix_numbers: let the graph hold the Python numbers, where an operation will not take one that is not known.
     """
     used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
     sources: list[Source] = []
@@ -107,12 +107,12 @@ def arrange(
     fixed: list[tuple[int, object]] = []
     known: dict[int, int] = {}
     for position, value in enumerate(args):
-        if fix_numbers and position in call.numbers:
-            assert isinstance(value, Tensor)
+        if position in call.numbers and isinstance(value, Tensor) and fix_numbers:
             fixed.append((position, value.item()))
             place.append(None)
             continue
-        if not isinstance(value, (Tensor, float)):
+        whole = isinstance(value, int) and not isinstance(value, bool) and used[position] and not fix_numbers
+        if not isinstance(value, (Tensor, float)) and not whole:
             place.append(None)
             if used[position]:
                 fixed.append((position, value))

@@ -15,8 +15,10 @@ What no guard can see is refused: hooks on all modules, anomaly mode, hooks on s
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -27,12 +29,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import _len_torch_function_stack
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
@@ -152,8 +156,13 @@ class Front:
         self._fronts: dict[object, _Compiled] = {}
         self._exhausted: dict[object, str] = {}
         self._may_trace = self._has_made = False
+        self._code: WatchedCode | None = None
+        self._traced: set[types.CodeType] = set()
+        self._changes = 0
         self.failure: BaseException | None = None
         """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
+        self.unguarded: str | None = None
+        """A value that the guards of the compilation under way would not see change."""
 
     def knows(self, kind: object) -> bool:
         """Whether a program was made for batches of this kind."""
@@ -163,6 +172,7 @@ class Front:
         """Drops all programs."""
         self._fronts.clear()
         self._exhausted.clear()
+        self._code = None
 
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
@@ -177,6 +187,9 @@ class Front:
             CaptureError: the function cannot be a graph; nothing has happened.
         """
         _refuse_what_guards_miss()
+        if self._code is not None and not self._code.unchanged():
+            self._changes += 1
+            self.forget()
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:
@@ -191,12 +204,16 @@ class Front:
         known = self._exhausted.get(kind)
         if known is not None:
             raise CaptureError(known)
+        if self._changes > _MOST_VARIANTS:
+            raise CaptureError(
+                f"classes or functions that {self._what} goes through change from step to step; use engine='tape'"
+            )
         if compiled is None:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
-        self._may_trace, self._has_made = True, False
+        self._may_trace, self._has_made, self.unguarded = True, False, None
         try:
-            settings = torch._dynamo.config.patch(**self._settings)
+            settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
             with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:
@@ -204,8 +221,11 @@ class Front:
         finally:
             self._may_trace = False
             self.failure = None
-            if self._has_made and kind not in self._exhausted:
+            if self.unguarded is not None:
+                self._fronts.pop(kind, None)
+            elif self._has_made and kind not in self._exhausted:
                 self._fronts[kind] = compiled
+                self._code = WatchedCode(_kinds_of(self._function, args), self._traced)
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
@@ -220,6 +240,8 @@ class Front:
         if not self._may_trace:
             raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
         try:
+            _refuse_what_is_lost()
+            self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
             call = _describe(module)
             call.check()
             program = self._noting(self._make(call))
@@ -235,6 +257,12 @@ class Front:
 
         def run(*args: object) -> Sequence[object]:
             try:
+                front = mine()
+                if front is not None and front.unguarded is not None:
+                    raise CaptureError(
+                        f"{front._what} reads {_plain_source(front.unguarded)}, a container in a tuple, whose changes "
+                        "a graph would not notice; use a list in place of the tuple, or engine='tape'"
+                    )
                 with traced_by(None):
                     return program(*args)
             except BaseException as error:
@@ -313,7 +341,8 @@ class _Compiled:
         allow_marks()
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
-        self.full = torch.compile(front, backend=backend, fullgraph=True)
+        options = {"guard_filter_fn": backend.look_at_guards}
+        self.full = torch.compile(front, backend=backend, fullgraph=True, options=options)
 
     def quick(self, *args: object) -> Any:
         """Runs the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
@@ -355,9 +384,32 @@ class _Backend:
         assert front is not None
         return front.make(module)
 
+    def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
+        """Notes a guard that compares a value with itself; keeps all guards."""
+        front = self._front()
+        for entry in entries:
+            compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
+            if front is not None and compares and entry.has_value and _may_change(entry.value):
+                front.unguarded = str(entry.name)
+        return [True] * len(entries)
+
 
 def _last_lr(scheduler: LRScheduler) -> list[Any]:
     return scheduler._last_lr
+
+
+_COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
+_UNCHANGING = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, slice, enum.Enum, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+
+
+def _may_change(value: object) -> bool:
+    """Whether a guard that keeps ``value`` itself to compare with would follow its changes, and so never miss."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_may_change, value))
+    return not isinstance(value, _UNCHANGING)
 
 
 _fronts = itertools.count()
@@ -405,7 +457,66 @@ def _plain(source: object, node: fx.Node) -> str:
     return ".".join(part for part in name.split(".") if part)
 
 
+def _plain_source(source: str) -> str:
+    """``L['args'][0].held`` is ``held``."""
+    return source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch")
+
+
+def _said_once() -> set[object]:
+    """Functions that say something once a process: the tape has said it, and a graph need not."""
+    module = sys.modules.get("transformers.utils.logging")
+    return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
+
+
+def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[type]:
+    """The classes whose methods a call of ``function`` may go through."""
+    yield from (Tensor, nn.Parameter, nn.Module, type(function))
+    for arg in args:
+        yield type(arg)
+        for module in arg.modules() if isinstance(arg, nn.Module) else ():
+            yield type(module)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    for value in cells:
+        yield type(value)
+        yield type(getattr(value, "__self__", None))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _refuse_what_is_lost() -> None:
+    """Raises if the code that was read writes gradients, as ``backward()`` does: the graph computes its own."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    if output.random_calls:
+        raise CaptureError(
+            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with torch, "
+            "pass them in the batch, or use engine='tape'"
+        )
+    effects = output.side_effects
+    for variable in effects.id_to_variable.values():
+        if type(variable).__name__ == "DequeVariable" and effects.is_modified(variable):
+            raise CaptureError("the step changes a deque, which a graph would not do as Python does; use engine='tape'")
+    changed = effects.store_attr_mutations
+    names = {name for attributes in changed.values() for name in attributes}
+    sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
+    if sets or names & {"grad", "data"}:
+        raise CaptureError(
+            "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a graph "
+            "would lose; use torch.autograd.grad, or engine='tape'"
+        )
+
+
 def _refuse_what_guards_miss() -> None:
+    if _len_torch_function_stack():
+        raise CaptureError(
+            "a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'"
+        )
     if any(_hooks_of_every_module):
         raise CaptureError(
             "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "

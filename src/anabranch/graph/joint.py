@@ -72,7 +72,7 @@ class Joint:
         try:
             self.backward = capture_backward(call, arguments, args, self._wanted())
         except CaptureError:
-            if not call.numbers:
+            if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
             # An operation that looks at a number's value, as dropout does at its probability: a graph for each value.
             arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
@@ -189,6 +189,8 @@ class Joint:
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
         """Steps the optimizers on the rows that the graph yields, and puts in form what was asked for."""
+        if self._step.leaves_gradients:
+            self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
             return results
         sparse = self.backward.take_sparse(results)
@@ -200,6 +202,13 @@ class Joint:
                 found = sparse.get(table)
                 results[name] = as_sparse_gradient(found, self._step.parameters[table]) if found else None
         return results
+
+    def _leave_gradients(self, results: Mapping[str, object]) -> None:
+        parameters = self._step.parameters
+        for name in self.backward.dense:
+            parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
+        for table, found in self.backward.take_sparse(dict(results)).items():
+            parameters[table].grad = as_sparse_gradient(found, parameters[table])
 
     # Making.
 
@@ -218,6 +227,8 @@ class Joint:
     def _join(self) -> None:
         step, backward = self._step, self.backward
         keep = {*backward.outputs, *self.key.gradients, *backward.rows}
+        if step.leaves_gradients:
+            keep |= {f"{name}.grad" for name in backward.dense}
         graph = backward.graph
         if self._between is not None:
             sparse = [name for name in keep if name not in self._between.outputs]

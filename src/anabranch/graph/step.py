@@ -98,7 +98,8 @@ class StepProgram:
 
     A graph is kept for each kind of batch and for each state of all Python values that the loss reads, as Dynamo's
     guards see them, and for the numbers in the parameter groups; learning rates may change freely. Results and state
-    are bit for bit those of ``loss.backward(); optimizer.step()``; ``.grad`` is neither read nor written.
+    are bit for bit those of ``loss.backward(); optimizer.step()``; ``.grad`` is not read, and
+    written only if asked for.
 
     Args:
         model: its parameters, buffers and the optimizers' state are updated in place.
@@ -108,6 +109,8 @@ class StepProgram:
         passes: applied to each joint graph before it runs, after ours.
         compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
         eager_update: let the optimizers step by themselves where their step cannot be captured, instead of raising.
+
+        leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
 
     Attributes:
         refused_update: why the optimizers step by themselves, if they do.
@@ -127,6 +130,7 @@ class StepProgram:
         passes: Sequence[Pass] = (),
         compile: bool = False,  # noqa: A002 - the executor's own word
         eager_update: bool = False,
+        leaves_gradients: bool = False,
     ) -> None:
         if passes and compile:
             raise ValueError(
@@ -134,7 +138,7 @@ class StepProgram:
             )
         self.model, self.optimizers = model, list(optimizers)
         self.between, self.passes, self.compile = between, tuple(passes), compile
-        self.eager_update = eager_update
+        self.eager_update, self.leaves_gradients = eager_update, leaves_gradients
         self.refused_update: CaptureError | None = None
         self._front = Front(_evaluated(loss), self._make)
         self._recorder = OutputRecorder()

@@ -93,7 +93,7 @@ class Source:
     """What one input of a trace stands for: a name, an example, and whether that very tensor is state."""
 
     name: str
-    value: Tensor | float
+    value: Tensor | float | int
     state: bool = False
 
 
@@ -351,7 +351,7 @@ def trace(
         assert proxies is not None
         recorder.attach(proxies.tracer)
         inputs = [
-            value.item() if isinstance(source.value, float) else value
+            value.item() if isinstance(source.value, (float, int)) else value
             for source, value in zip(sources, values, strict=True)
         ]
         with (
@@ -382,11 +382,11 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
             )
 
 
-def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
+def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
     """A fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
-            return torch.empty((), dtype=torch.float64)
+            return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
         if value.layout != torch.strided:
             return mode.from_tensor(value)
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -468,7 +468,7 @@ def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> Non
     for node, source in zip(placeholders, sources, strict=True):
         node._rename(re.sub(r"\W", "_", source.name) or "input")
         node.target = node.name
-        if isinstance(source.value, float):
+        if isinstance(source.value, (float, int)):
             _use_number_itself(node)
 
 

@@ -60,7 +60,13 @@ class GroupNumbers:
 
     def current(self) -> tuple[object, ...]:
         """The numbers now."""
-        return tuple([read(group)[2:] for read, group in zip(self._readers, self._groups, strict=True)])
+        return tuple([_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)])
+
+
+def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
+    """All but the learning rate, unless that is a tensor, which the graph is bound to."""
+    rate = found[0]
+    return (*found[2:], id(rate)) if isinstance(rate, Tensor) else found[2:]
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -148,9 +154,10 @@ def _swapped(
 ) -> Iterator[None]:
     """The optimizer working on traced parameters, gradients, state and learning rates until the block ends."""
     groups = optimizer.param_groups
-    kept = [dict(group) for group in groups]
+    kept = [{name: _kept(value) for name, value in group.items()} for group in groups]
     state = optimizer.state
-    own = dict(vars(optimizer))
+    own = {name: _kept(value) for name, value in vars(optimizer).items()}
+    own["param_groups"] = groups
     try:
         optimizer.state = defaultdict(dict)
         for group in groups:
@@ -178,6 +185,15 @@ def _swapped(
         for group, original in zip(groups, kept, strict=True):
             group.clear()
             group.update(original)
+
+
+def _kept(value: object) -> object:
+    """``value``, containers copied, so that what a step does to them can be put back."""
+    if type(value) is dict:
+        return {key: _kept(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_kept(item) for item in value]
+    return set(value) if type(value) is set else value
 
 
 def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
