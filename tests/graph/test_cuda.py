@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import anabranch as ab
 from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
 from anabranch.graph import Graph, StepProgram, capture, replay
 from anabranch.graph.crossings import crossing_of

@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ __all__ = [
     "move_at_edges",
     "OutputRecorder",
     "record_outputs",
-    
     "watch_node",
     "watch_result",
 ]

@@ -1,4 +1,4 @@
-"""The engine of ``engine="auto"``: the tape, until a graph has shown on the user's batches that it is as good and quicker.
+"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and quicker.
 
 ::
 
@@ -60,7 +60,12 @@ class AutoEngine:
     """
 
     def __init__(
-        self, step: TrainStep, *, compile: bool = False, capture_after: int | None = None, name: str = "default"  # noqa: A002
+        self,
+        step: TrainStep,
+        *,
+        compile: bool = False,  # noqa: A002
+        capture_after: int | None = None,
+        name: str = "default",
     ) -> None:
         self._step, self._compile, self._after, self._name = step, compile, capture_after, name
         self._tape = TapeEngine(step)
@@ -292,7 +297,7 @@ class AutoEngine:
             seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
         except Differs as error:
             self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
             self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
         else:
             self._judge(seconds, tape_seconds)
@@ -335,9 +340,7 @@ class AutoEngine:
             if isinstance(value, Tensor) and bits_differ(results.get(name), value.detach()):
                 raise Differs(f"the result {name!r}")
 
-    def _check_gradients(
-        self, found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], graph: GraphEngine
-    ) -> None:
+    def _check_gradients(self, found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], graph: GraphEngine) -> None:
         if self._compile or not seen:
             return
         parameters = graph.program.parameters

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary import Answers
@@ -158,7 +157,7 @@ class Evaluator:
             seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
         except Differs as error:
             self._refuse(f"the graph's bits are not those of eager mode: {error}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
             self._refuse(f"the graph failed where eager mode did not ({type(error).__name__}: {error})")
         else:
             usual = min([eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])

@@ -170,7 +170,11 @@ class Executor:
             together = merges or not self._routes.served or self._routes.all_reduces
             self._runners = {
                 name: runner_for(
-                    name, step, self._workers if together else None, partial(_engine_for, name, step, engine, compile, capture_after), engine
+                    name,
+                    step,
+                    self._workers if together else None,
+                    partial(_engine_for, name, step, engine, compile, capture_after),
+                    engine,
                 )
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)

@@ -43,7 +43,7 @@ class Snapshot:
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
         self._python = [_Python(optimizer) for optimizer in optimizers]
         self._random = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Puts everything back."""

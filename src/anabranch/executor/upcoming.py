@@ -134,7 +134,7 @@ class UpcomingIds:
         """Learns from a captured step: the operations between the batch and the ids of each lookup."""
         self._attempts += 1
         recipes: dict[str, list[Callable[[Any], Tensor]]] = {}
-        names = {node: name for node, name in zip(graph.placeholders, graph.inputs, strict=True)}
+        names = dict(zip(graph.placeholders, graph.inputs, strict=True))
         bound = dict(graph.shared())
         for node in graph.fx.nodes:
             crossing = crossing_of(node)
@@ -175,7 +175,11 @@ def _traced_recipe(
     if ids.op == "placeholder":
         return lambda batch: batch[names[ids]]
     target = ids.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+    if (
+        not isinstance(target, OpOverload)
+        or target._schema.is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
+    ):
         raise _NoRecipe
     sources = {source: _traced_recipe(source, names, bound) for source in ids.all_input_nodes}
 

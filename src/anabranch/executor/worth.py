@@ -29,11 +29,11 @@ _FIRST_SECONDS = 2.0
 """What a capture costs: loading PyTorch's compiler, then so much for each operation."""
 
 
-class _Count(TorchDispatchMode):
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +113,6 @@ def _overhead_of_one() -> float:
         y = x
         for _ in range(20):
             y = y * 1.5
-        y.backward()
+        y.backward()  # type: ignore[no-untyped-call]
         best = min(best, time.perf_counter() - began)
     return best / 40

@@ -526,7 +526,7 @@ class RemoteMixtureOfExperts(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = opaque.handle_of(self)
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
@@ -639,7 +639,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = opaque.handle_of(self)
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:

@@ -163,7 +163,7 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
         dense[:] = list(found)
         lookups.clear()
         flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
-        unique = {name: value for name, value in zip(outputs, results, strict=True)}
+        unique = dict(zip(outputs, results, strict=True))
         sparse = [f"{table}.{part}.{i}" for i, (table, _) in enumerate(lookups) for part in ("ids", "rows")]
         names[:] = [*unique, *(f"{name}.grad" for name in dense), *sparse]
         return [*map(_detached, unique.values()), *found.values(), *flat]
@@ -177,8 +177,8 @@ def output_names(call: Call) -> list[str]:
     (results,) = call.module.graph.output_node().args
     marks = {node: name for name, node in call.marks().items()}
     names: list[str] = []
-    for index, result in enumerate(results):  # type: ignore[arg-type, union-attr]
-        known = marks.get(result) if isinstance(result, fx.Node) else None  # type: ignore[arg-type]
+    for index, result in enumerate(results):  # type: ignore[arg-type]
+        known = marks.get(result) if isinstance(result, fx.Node) else None
         names.append(known or f"result.{index}")
     return names
 
@@ -205,7 +205,9 @@ def check_loss(call: Call) -> None:
             "reduction='mean', or loss.sum() with reduction='sum'"
         )
     if not value.requires_grad:
-        raise UserMistake("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
+        raise UserMistake(
+            "the loss does not depend on any parameter that requires a gradient; nothing would be trained"
+        )
 
 
 def _sparse(

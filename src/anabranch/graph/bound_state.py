@@ -55,8 +55,14 @@ class BoundState:
         """
         self._refuse_new_hooks()
         same = operator.is_
-        for optimizer, state, groups, step in zip(self._optimizers, self._states, self._lists, self._steps, strict=True):
-            if optimizer.state is not state or optimizer.param_groups is not groups or vars(optimizer).get("step") is not step:
+        for optimizer, state, groups, step in zip(
+            self._optimizers, self._states, self._lists, self._steps, strict=True
+        ):
+            if (
+                optimizer.state is not state
+                or optimizer.param_groups is not groups
+                or vars(optimizer).get("step") is not step
+            ):
                 return False
         if not self._code.unchanged():
             return False

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -129,7 +129,7 @@ def arrange(
         if position in call.numbers:
             assert isinstance(value, Tensor)
             value = value.item()
-        sources.append(Source(free_name(name, sources), value, state=is_state))
+        sources.append(Source(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
         if not is_state:
             free.append(position)
     return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
@@ -179,7 +179,7 @@ class _Runner(fx.Interpreter):
 
     def _checkpointed(self, n: fx.Node) -> Any:
         """A region of ``torch.utils.checkpoint``: marked, so that its values are computed again instead of kept."""
-        body, *rest = self.map_nodes_to_values(n.args, n)
+        body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
         runner = _Runner(self._call, self._recorder, body)
         with self._recorder.checkpointing():
             results = runner.run(*rest)

@@ -217,7 +217,7 @@ def _reachable(fn: object) -> dict[str, object]:
     found: dict[str, object] = {**variables.globals, **variables.nonlocals}
     for value in list(found.values()):
         if inspect.isfunction(value) and not value.__module__.startswith("torch"):
-            found = {**{k: v for k, v in inspect.getclosurevars(value).nonlocals.items()}, **found}
+            found = {**inspect.getclosurevars(value).nonlocals, **found}
     return found
 
 

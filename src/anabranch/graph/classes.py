@@ -1,4 +1,4 @@
-"""Classes and functions that a trace went through: Dynamo guards what a class holds as values, not the methods it calls.
+"""Classes and functions that a trace went through: Dynamo guards what a class holds, not the methods it calls.
 
 A method that is replaced on a module's class, on a base of it or on ``torch.Tensor``, and a function whose code is
 swapped, as notebooks do that load code anew, change what a step computes. CPython counts the changes of a class, its

@@ -60,7 +60,11 @@ class EvalProgram:
     """
 
     def __init__(
-        self, model: nn.Module, outputs: Callable[..., object], *, compile: bool = False  # noqa: A002
+        self,
+        model: nn.Module,
+        outputs: Callable[..., object],
+        *,
+        compile: bool = False,  # noqa: A002
     ) -> None:
         self.model, self._compile = model, compile
         self._front = Front(_marked(outputs), self._make, what="the evaluation")

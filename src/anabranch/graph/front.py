@@ -152,7 +152,7 @@ class Front:
         settings: Mapping[str, object] | None = None,
     ) -> None:
         self._function, self._make, self._what = function, make, what
-        self._settings = {**_SOUND, **(settings or {})}
+        self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
         self._fronts: dict[object, _Compiled] = {}
         self._exhausted: dict[object, str] = {}
         self._may_trace = self._has_made = False
@@ -216,7 +216,7 @@ class Front:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
             with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
                 return self._twice_if_busy(compiled, args)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
         finally:
             self._may_trace = False
@@ -229,11 +229,11 @@ class Front:
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
-            return compiled.full(*args)
+            return compiled.full(*args)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "symbolically trace" not in str(error):  # of another thread, which uses make_fx without our lock
                 raise
-        return compiled.full(*args)
+        return compiled.full(*args)  # type: ignore[no-untyped-call]
 
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Asked by Dynamo for what to call in place of ``module``."""
@@ -341,7 +341,7 @@ class _Compiled:
         allow_marks()
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
-        options = {"guard_filter_fn": backend.look_at_guards}
+        options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
         self.full = torch.compile(front, backend=backend, fullgraph=True, options=options)
 
     def quick(self, *args: object) -> Any:
@@ -394,8 +394,8 @@ class _Backend:
         return [True] * len(entries)
 
 
-def _last_lr(scheduler: LRScheduler) -> list[Any]:
-    return scheduler._last_lr
+def _last_lr(self: LRScheduler) -> list[float | Tensor]:
+    return self._last_lr
 
 
 _COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
@@ -419,13 +419,13 @@ _are_allowed = False
 
 def allow_marks() -> None:
     """Tells Dynamo of the calls that are to stay in its graph; not at import, which would load Dynamo."""
-    global _are_allowed  # noqa: PLW0603
+    global _are_allowed
     with _allowed:
         if not _are_allowed:
             import torch._dynamo
 
             for function in (mark, mistake):
-                torch._dynamo.allow_in_graph(function)
+                torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)
             # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
@@ -495,8 +495,8 @@ def _refuse_what_is_lost() -> None:
     output = InstructionTranslator.current_tx().output
     if output.random_calls:
         raise CaptureError(
-            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with torch, "
-            "pass them in the batch, or use engine='tape'"
+            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with "
+            "torch, pass them in the batch, or use engine='tape'"
         )
     effects = output.side_effects
     for variable in effects.id_to_variable.values():
@@ -507,16 +507,14 @@ def _refuse_what_is_lost() -> None:
     sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
     if sets or names & {"grad", "data"}:
         raise CaptureError(
-            "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a graph "
-            "would lose; use torch.autograd.grad, or engine='tape'"
+            "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a "
+            "graph would lose; use torch.autograd.grad, or engine='tape'"
         )
 
 
 def _refuse_what_guards_miss() -> None:
     if _len_torch_function_stack():
-        raise CaptureError(
-            "a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'"
-        )
+        raise CaptureError("a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'")
     if any(_hooks_of_every_module):
         raise CaptureError(
             "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "
@@ -526,9 +524,7 @@ def _refuse_what_guards_miss() -> None:
         raise CaptureError(
             "anomaly detection looks at every gradient, which a graph does not; switch it off, or use engine='tape'"
         )
-    if torch._C._autograd._saved_tensors_hooks_is_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(
-        False
-    ):
+    if torch._C._autograd._top_saved_tensors_default_hooks(False):
         raise CaptureError(
             "saved_tensors_hooks are set around the step, which a graph would not call; remove them, or use "
             "engine='tape'"

@@ -35,8 +35,8 @@ def refuse_hooks(
         own = vars(optimizer).get("step")
         if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
             raise CaptureError(
-                f"the step of this {type(optimizer).__name__} is a function of its own, which a graph would not call; use "
-                "engine='tape'"
+                f"the step of this {type(optimizer).__name__} is a function of its own, which a graph would not call; "
+                "use engine='tape'"
             )
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             _refuse(getattr(optimizer, kind), f"{type(optimizer).__name__} has a step hook")

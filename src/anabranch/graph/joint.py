@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import CaptureError
-from anabranch.graph.backward import Arrivals, Backward, capture_backward, output_names
+from anabranch.graph.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.buckets import bucket_collectives, sink_waits
 from anabranch.graph.build import build
 from anabranch.graph.calls import Binding, arrange
@@ -62,9 +62,7 @@ class Joint:
         graph: what runs.
     """
 
-    def __init__(
-        self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure
-    ) -> None:
+    def __init__(self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure) -> None:
         self._step, self.key = step, key
         self._outputs = output_names(call)
         names = {"0": "", "1": "batch"}
@@ -304,4 +302,3 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
-

@@ -56,7 +56,7 @@ def reason_of(error: BaseException, what: str) -> str:
 
 
 def _python_name(source: str) -> str:
-    """``G['seen']`` is ``'seen'``, ``L['self'].calls`` is ``'calls'``; an object whose attribute is meant, its class."""
+    """``G['seen']`` is ``'seen'``, ``L['self'].calls`` is ``'calls'``."""
     parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
     names = [one or other for one, other in parts if not (one or other).startswith("__")]
     names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -288,7 +287,7 @@ class StepProgram:
                 raise ValueError(f"{name!r} was to be fetched, but the forward called no module of that name")
         found: dict[str, Structure] = {"loss": loss.detach()}
         if task.joint is not None and task.results is not None:
-            found |= {name: task.results[name] for name in task.joint.added}  # type: ignore[misc]
+            found |= {name: task.results[name] for name in task.joint.added}
         for name, value in (extras or {}).items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, dict(outputs)

@@ -228,18 +228,18 @@ class _Faithful(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._may_read and func in _READS:
             raise CaptureError(
-                f"{self._recorder.line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
-                "what it computes: use torch.where, return the tensor, or use engine='tape'"
+                f"{self._recorder.line()}: {_READS[func]} reads a value while the step is captured; a graph cannot "
+                "branch on what it computes: use torch.where, return the tensor, or use engine='tape'"
             )
         if func in _LOST:
             raise CaptureError(
-                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, or use "
-                "engine='tape'"
+                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, "
+                "or use engine='tape'"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{self._recorder.line()}: the step draws from a torch.Generator of its own, which a graph cannot hold; draw "
-                "from torch's default one, pass the numbers in the batch, or use engine='tape'"
+                f"{self._recorder.line()}: it draws from a torch.Generator of its own, which a graph cannot hold; "
+                "draw from torch's default one, pass the numbers in the batch, or use engine='tape'"
             )
         for interceptor in self._interceptors:
             result = interceptor(func, args, kwargs)

@@ -84,7 +84,7 @@ class RemoteEmbedding(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = opaque.handle_of(self)
 
     @property

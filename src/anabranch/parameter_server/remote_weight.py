@@ -272,13 +272,19 @@ class _Whole:
     def call_whole(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         weight = self._weight()
         assert weight is not None
-        args = tuple(weight if isinstance(value, str) and value == _WEIGHT else value for value in args)
-        kwargs = {name: weight if isinstance(value, str) and value == _WEIGHT else value for name, value in kwargs.items()}
+        args = tuple(weight if _stands_for_weight(value) else value for value in args)
+        kwargs = {
+            name: weight if isinstance(value, str) and value == _WEIGHT else value for name, value in kwargs.items()
+        }
         return [self._look_up(*args, **kwargs)]
 
 
 _WEIGHT = "the weight"
 """Stands for the weight among the arguments of a call that is left whole."""
+
+
+def _stands_for_weight(value: object) -> bool:
+    return isinstance(value, str) and value == _WEIGHT
 
 
 def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -290,7 +296,9 @@ def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return opaque.call(handle, others, named)[0]
 
 
-_HARMLESS = frozenset({"storage_offset", "untyped_storage", "__get__", "__set__", "size", "dim", "numel", "is_floating_point", "stride", "__hash__"})
+_HARMLESS = frozenset(
+    {"storage_offset", "untyped_storage", "__get__", "__set__", "size", "dim", "numel", "stride", "__hash__"}
+)
 
 
 def _embedding(
