@@ -8,10 +8,10 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anabranch as ab
 from anabranch import events
+from anabranch.collectives import GradientBuckets
 
 
 def models() -> dict[str, list[object]]:
@@ -71,8 +71,8 @@ def mixed() -> dict[str, object]:
         generator = torch.Generator().manual_seed(ab.job().rank)
         with ab.Executor(step, comm_mode="AllReduce", engine=engine, capture_after=2) as executor:
             losses = []
-            for index in range(6):
-                rows = 3 + (index + ab.job().rank) % 3
+            for _ in range(6):
+                rows = 3 + ab.job().rank
                 ids = torch.randint(0, 10, (rows, 2), generator=generator)
                 losses.append(executor.run(batch=(ids, ids[:, 0] % 3))["loss"])
             return executor.engine(), [*losses, *model.state_dict().values()]
@@ -114,19 +114,8 @@ def collectives() -> dict[str, list[object]]:
     return found
 
 
-class Log(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self, entries: list[str]) -> None:
-        super().__init__()
-        self.entries = entries
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten.mm.default:
-            self.entries.append("mm")
-        return func(*args, **(kwargs or {}))
-
-
 def order() -> dict[str, list[str]]:
-    """Matrix products and launches of buckets, in the order in which one step on the graph does them."""
+    """Final gradients and launches of buckets, in the order in which one step on the graph has them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))  # of 4 MB each, two a bucket
     step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
@@ -135,8 +124,18 @@ def order() -> dict[str, list[str]]:
     with ab.Executor(step, comm_mode="AllReduce", engine="graph") as executor:
         executor.run(batch=x)
         executor.run(batch=x)
-        with events.subscribe(lambda event: log.append(event.name)), Log(log):
-            executor.run(batch=x)
+        ready = GradientBuckets.ready
+
+        def seen(buckets: GradientBuckets, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+            log.append("gradient")
+            return ready(buckets, parameter, gradient)
+
+        GradientBuckets.ready = seen  # type: ignore[method-assign]
+        executor.run(batch=x[:1])  # lays the buckets out, and captures, with what looks on
+        log.clear()
+        with events.subscribe(lambda event: log.append(event.name)):
+            executor.run(batch=x[:1])
+        GradientBuckets.ready = ready  # type: ignore[method-assign]
         assert executor.engine() == "graph"
     return {"log": log}
 

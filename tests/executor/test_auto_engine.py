@@ -436,7 +436,7 @@ def test_the_workers_of_a_job_take_a_graph_together_or_none() -> None:
 def test_gradients_are_sent_while_the_graph_goes_on_with_backward() -> None:
     result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "order").check()
     for log in (found["log"] for found in result.results):
-        first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("mm")
+        first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("gradient")
         assert first < last, log
         assert log.count("bucket.launched") == 3
 

@@ -416,7 +416,7 @@ def test_a_python_number_that_changes_every_step_becomes_an_input_of_one_graph()
                 program.run(batch)
             else:
                 optimizer.zero_grad()
-                loss_of(model, batch).backward()
+                loss_of(model, batch)[0].backward()
                 optimizer.step()
         assert not graph or program.captures == 2, "once as a constant, then as a number"
         found.append(model.state_dict().values())

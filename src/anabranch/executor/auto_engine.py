@@ -33,7 +33,7 @@ from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
-from anabranch.graph.front import GuardMiss
+from anabranch.graph.front import GuardMiss, one_at_a_time
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -118,7 +118,7 @@ class AutoEngine:
         """Whether this worker wants to try a graph in the next run, and whether it rejects the one that was tried."""
         self._together = True
         rejects, self._rejects = self._rejects, False
-        return self._is_due(), rejects
+        return self._is_due(ahead=1), rejects
 
     def decided(self, wants: int, rejects: int) -> None:
         """How many of the workers do."""
@@ -202,14 +202,14 @@ class AutoEngine:
             return agreed
         return self._is_due()
 
-    def _is_due(self) -> bool:
+    def _is_due(self, ahead: int = 0) -> bool:
         """Whether a trial would pay now."""
         if self._gives_up or torch.is_anomaly_enabled():
             return False
         if self._trials >= _FREE_TRIALS + self._graph_runs // _RUNS_A_TRIAL:
             return False
         if self._after is not None:
-            return self._runs > self._after
+            return self._runs + ahead > self._after
         if not self._worth.pays(self._tape_seconds):
             if self._worth.known and not self._taken:
                 self._why = self._worth.reason(self._tape_seconds)
@@ -266,6 +266,17 @@ class AutoEngine:
         whole: bool,
     ) -> Ran:
         self._trials += 1
+        with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
+            return self._try_alone(batch, fetch, on_tape, whole=whole)
+
+    def _try_alone(
+        self,
+        batch: Structure,
+        fetch: Fetch,
+        on_tape: Callable[[dict[Tensor, Tensor] | None], Ran],
+        *,
+        whole: bool,
+    ) -> Ran:
         began = time.perf_counter()
         try:
             graph = self._graph or self._make_graph()

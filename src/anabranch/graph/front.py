@@ -401,7 +401,8 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
 _COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
 _UNCHANGING = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, slice, enum.Enum, torch.dtype,
-    torch.device, torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+    torch.device, torch.layout, torch.memory_format, types.CodeType, types.FunctionType,
+    types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
 
 

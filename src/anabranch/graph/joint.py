@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class Joint:
     """
 
     def __init__(self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure) -> None:
-        self._step, self.key = step, key
+        self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self._outputs = output_names(call)
         names = {"0": "", "1": "batch"}
         arguments = arrange(call, args, step.tensors, names)
@@ -86,6 +87,12 @@ class Joint:
         self.graph = self.backward.graph
         if key.whole and self._ready():
             self._join()
+
+    @property
+    def _step(self) -> StepProgram:
+        found = self._step_of()
+        assert found is not None
+        return found
 
     def _wanted(self) -> list[str]:
         step, asked = self._step, {name.removesuffix(".grad") for name in self.key.gradients}
