@@ -17,6 +17,7 @@ from anabranch.collectives import GradientBuckets
 def models() -> dict[str, list[object]]:
     """Each model on both engines, on unequal shards: the engine that auto took, and whether the bits are the same."""
     import language_model
+
     from models import CASES
 
     def run(name: str, engine: str) -> tuple[str, list[Tensor]]:

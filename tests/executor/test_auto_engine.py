@@ -119,6 +119,7 @@ def test_the_models_of_the_benchmarks_and_the_examples_run_as_graphs(monkeypatch
     import graph_sage
     import language_model
     import mixture_of_experts
+
     from models import CASES
 
     steps: dict[str, tuple[ab.TrainStep, Any]] = {name: (case.step(), case.batch()) for name, case in CASES.items()}
