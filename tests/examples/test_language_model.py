@@ -256,8 +256,11 @@ def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tm
             sys.path.insert(0, {str(EXAMPLES)!r})
             import language_model
 
-            pid = Path({str(tmp_path)!r}, "pid")
-            if os.environ.get("ANABRANCH_ROLE") == "expert" and os.environ["RANK"] == "0" and not pid.exists():
+            pid, went_on = Path({str(tmp_path)!r}, "pid"), Path({str(tmp_path)!r}, "went_on")
+            if os.environ.get("ANABRANCH_ROLE") == "expert" and os.environ["RANK"] == "0":
+                until = time.monotonic() + 60
+                while pid.exists() and not went_on.exists() and time.monotonic() < until:
+                    time.sleep(0.01)  # it returns in milliseconds: not before the others have gone on without it
                 pid.write_text(str(os.getpid()))
 
             real = language_model.Screen.evaluated
@@ -265,6 +268,8 @@ def test_it_goes_on_while_an_expert_process_is_killed_and_returns(small_text, tm
             def kill_in_step_3_and_wait_for_its_return_in_step_30(screen, step, held_out):
                 if os.environ["RANK"] == "0" and step == 3:
                     os.kill(int(pid.read_text()), signal.SIGKILL)
+                if os.environ["RANK"] == "0" and "2 of 4" in screen._also():
+                    went_on.touch()
                 while os.environ["RANK"] == "0" and step == 30 and "4 of 4" not in screen._also():
                     time.sleep(0.05)
                 real(screen, step, held_out)
