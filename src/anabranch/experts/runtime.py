@@ -120,7 +120,7 @@ class Runtime:
             self._batch.release()
 
     def idle(self) -> bool:
-        """Whether the device thread sleeps and no other runs batches: a quick batch would run where it is submitted."""
+        """True while the device thread sleeps and no other runs batches: a quick batch runs where it is submitted."""
         with self._lock:
             return self._sleeps_until > 0 and not self._helped
 

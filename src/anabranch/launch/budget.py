@@ -66,7 +66,7 @@ class RestartBudget:
 
     @property
     def used(self) -> int:
-        """How many restarts the stretch up to now holds."""
+        """The number of restarts in the stretch up to now."""
         while self._taken and self._taken[0] <= self._clock() - self.seconds:
             self._taken.popleft()
         return len(self._taken)

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def threads() -> int:
-    """How many threads this process has, those of C libraries included."""
+    """Return the number of threads of this process, those of C libraries included."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -1,4 +1,4 @@
-"""What a fork of the fork server becomes: a process that its script cannot tell from one that was started for it."""
+"""Make a fork of the fork server a process that its script cannot tell from one that was started for it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ForkServer:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """True while its process lives."""
         return self._process.poll() is None
 
     def fileno(self) -> int:

@@ -281,7 +281,7 @@ def _attempt(
 
 
 class _Stopping:
-    """What a signal does at once, wherever the launcher is: while processes start, and when it came a second time.
+    """Handle a signal at once, wherever the launcher is: while processes start, and when it came a second time.
 
     While nothing of the user's runs, nothing is lost by ending. Once the supervisor's loop has begun it sees to the
     first signal; the second one kills in the handler, since a busy machine's loop may be seconds late.

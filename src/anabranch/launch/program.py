@@ -1,4 +1,4 @@
-"""What a process of a job runs: a Python file or a module, with its arguments."""
+"""The program of a process of a job: a Python file or a module, with its arguments."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class Program:
 
     @property
     def is_source(self) -> bool:
-        """Whether it is a module or a file of Python source: no directory, archive or compiled file."""
+        """Tell whether it is a module or a file of Python source: no directory, archive or compiled file."""
         path = Path(self.target)
         return self.is_module or (path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path))

@@ -65,7 +65,7 @@ class Rendezvous:
         self._channel.settimeout(_ANSWER_SECONDS)
 
     def is_announced(self, uid: str) -> bool:
-        """Whether somebody serves ``uid``."""
+        """Tell whether somebody serves ``uid``."""
         try:
             send(self._channel, {"uid": uid})
             received = receive(self._channel)

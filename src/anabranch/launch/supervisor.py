@@ -232,7 +232,7 @@ class Supervisor:
             self._fail(service)
 
     def _pause_before(self, service: Worker) -> float | None:
-        """How long to wait before a service is started again; ``None`` if it is not."""
+        """The seconds to wait before a service is started again; ``None`` if it is not."""
         recipe = service.recipe
         if recipe.restarts is None or not (recipe.has_served() or service.restarted):
             return None

@@ -1,4 +1,4 @@
-"""How many threads a forked process computes with: what its environment would have settled had it been started."""
+"""The threads that a forked process computes with: what its environment would have settled had it been started."""
 
 from __future__ import annotations
 

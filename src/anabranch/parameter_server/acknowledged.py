@@ -64,7 +64,7 @@ class Acknowledged:
         client.pushes -= place > 0
 
     def pushes(self, epoch: bytes) -> int | None:
-        """How many pushes of a client the shard holds; ``None`` if it may have been forgotten."""
+        """The number of a client's pushes that the shard holds; ``None`` if it may have been forgotten."""
         client = self._clients.get(epoch)
         if client is None:
             return None if self._forgotten else 0

@@ -87,7 +87,7 @@ class Keeper:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint, or none is to be kept."""
+        """True if there is a checkpoint, or none is to be kept."""
         return self._owner is None or self._owner.position.saved >= 0
 
     def start(self, shard: Shard) -> list[Identity]:

@@ -237,7 +237,7 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
 
 
 def log_path(directory: Path, number: int) -> Path:
-    """Where log file ``number`` lies."""
+    """The path of log file ``number``."""
     return directory / f"log-{number:08d}"
 
 

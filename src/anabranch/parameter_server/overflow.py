@@ -53,7 +53,7 @@ class Bounds(NamedTuple):
 
     @property
     def safe(self) -> bool:
-        """Whether all of them are finite in every dtype."""
+        """Tell whether all of them are finite in every dtype."""
         return self.weights <= _LIMIT and self.first <= _LIMIT and self.sums <= _LIMIT
 
     def after(self, rule: RowOptimizer, peak: float, width: int) -> Bounds:

@@ -34,7 +34,7 @@ _APART = 512  # bytes; a sector each, which a disk writes whole
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a directory is known to hold.
+    """The known contents of a directory.
 
     Attributes:
         file: the number of the newest log file; 0 without one.
@@ -113,7 +113,7 @@ class Ownership:
 
     @property
     def position(self) -> Position:
-        """What the directory is known to hold."""
+        """The known contents of the directory."""
         return self._slot.position
 
     def note(self, *, durable: bool = False, **known: int) -> None:

@@ -76,7 +76,7 @@ class PushLog:
 
     @property
     def end(self) -> Position:
-        """Where the next record comes to stand."""
+        """The offset of the next record."""
         with self._state:
             return Position(self._number, self._records, self._chain)
 

@@ -1027,7 +1027,7 @@ class Shard:
 
 
 def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
-    """How large the numbers of each can be after a step; ``None`` if a row may overflow.
+    """The largest magnitude of each after a step; ``None`` if a row may overflow.
 
     Tables of one rule that stand alike share the answer.
     """

@@ -159,7 +159,7 @@ class Client:
         return self._epoch
 
     def idle_connections(self) -> dict[str, int]:
-        """How many connections are kept to each server that some are kept to."""
+        """The number of idle connections by server."""
         with self._lock:
             return {endpoint: len(channels) for endpoint, channels in self._idle.items()}
 

@@ -81,7 +81,7 @@ class Doorkeeper(Books, Protocol):
         """``connection`` has greeted; whether there is room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Whether an answer may wait that has so many bytes."""
+        """Tell whether an answer of so many bytes may wait."""
 
     def release_answer(self, nbytes: int) -> None:
         """The answer has left, or nobody will read it."""

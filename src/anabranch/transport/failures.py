@@ -44,7 +44,7 @@ _LONGEST_TEXT = 6_000
 
 
 def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
-    """What to send for ``error``, as the answer to the request of that ``sequence``.
+    """Return what to send for ``error``, as the answer to the request of that ``sequence``.
 
     >>> failure_of(NotFound("no expert 'ffn.9'")).code
     'not_found'

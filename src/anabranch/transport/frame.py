@@ -151,7 +151,7 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a server answers to the request of that ``sequence``."""
+    """Return a server's answer to the request of that ``sequence``."""
 
     payload: bytes = b""
     sequence: _Size = 0

@@ -315,7 +315,7 @@ class Server:
             self._strangers.pop(connection, None)
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Whether an answer of ``nbytes`` may wait for its client; clients that do not read make room for it."""
+        """Tell whether an answer of ``nbytes`` may wait for its client; clients that do not read make room for it."""
         if self._take_room(nbytes):
             return True
         with self._lock:

@@ -35,7 +35,7 @@ class Peer:
 
     @property
     def on_this_host(self) -> bool:
-        """Whether the kernel says who it is, rather than a network."""
+        """True if the kernel vouches for the peer, rather than a network."""
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
