@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RESULTS := benchmarks/results
 PEERS := benchmarks/.peers
+MODELS := .venv-models
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all lint types docs bench bench-peers clean
+.PHONY: demo test test-all test-matrix test-models lint types docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,10 +20,26 @@ demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models and not matrix" $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models and not matrix" $(ARGS)
+
+# Every way in which Python may change between two steps, against the plain loop; an hour, and not yet all of it holds.
+test-matrix: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests/matrix $(ARGS)
+
+# Models and optimizers of other libraries, in a virtual environment of their own that borrows torch from ours.
+$(MODELS)/.installed: $(STAMP)
+	@test -x $(MODELS)/bin/python || $(BIN)/python -m venv $(MODELS)
+	@$(BIN)/python -c "$(PURELIB)" > "$$($(MODELS)/bin/python -c "$(PURELIB)")/ours.pth"
+	@echo "installing the libraries into $(MODELS) (once)"
+	@$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1" -c constraints.txt
+	@$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group models
+	@touch $@
+
+test-models: $(MODELS)/.installed
+	@PYTHONPATH=src $(MODELS)/bin/python -m pytest -n 2 --dist worksteal -m models tests/models $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
@@ -68,4 +85,4 @@ bench-peers: $(STAMP)
 	PYTHONPATH=src $(PEERS)/bin/python benchmarks/experts_peers.py --out $(RESULTS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(MODELS) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measure import Side, alternate, compare, machine, report
-from models import CASES, Case
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
+from models import CASES, Case
 
 
 def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:

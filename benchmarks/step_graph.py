@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 from measure import alternate, compare, machine, report
-from models import CASES, Case
 
 import anabranch as ab
 from anabranch.graph import StepProgram
 from anabranch.graph.codegen import _fast_callable
 from anabranch.graph.effects import is_view
 from anabranch.graph.nodes import evaluate, resolved
+from models import CASES, Case
 
 TARGETS = dict(zip(CASES, (0.50, 0.60, 0.72, 0.60, 1.00, 1.00), strict=True))
 COMPILED_TARGETS = dict(zip(CASES, (0.47, 0.45, 0.52, 0.75, 0.88, 0.90), strict=True))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from measure import alternate, compare, machine, report
-from models import CASES, Case
 
 import anabranch as ab
+from models import CASES, Case
 
 
 def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:

@@ -19,10 +19,8 @@
     │   ├── NotFound                   an unknown uid, table or verb
     │   ├── NonFinite                  NaN or Inf where numbers must be finite
     │   └── SchemaError                structure, shape or dtype differ from what was declared
-    ├── TypeError
-    │   └── SkipError                  skip connections that do not match
-    └── UserWarning
-        └── CaptureWarning             a step runs on the tape, because the graph engine cannot represent it
+    └── TypeError
+        └── SkipError                  skip connections that do not match
 
 A mistake of the caller is a ``ValueError`` or ``TypeError``; catching ``AnabranchError`` catches what may happen to
 a correct program, and nothing else.
@@ -34,7 +32,6 @@ __all__ = [
     "AnabranchError",
     "BoundaryError",
     "CaptureError",
-    "CaptureWarning",
     "CheckpointError",
     "DeadlineExceeded",
     "NonFinite",
@@ -171,10 +168,6 @@ class RemoteError(BoundaryError):
 
 class CaptureError(AnabranchError):
     """The step cannot be captured as a graph without changing what it computes."""
-
-
-class CaptureWarning(UserWarning):
-    """``engine="auto"`` runs a step on the tape because the graph engine refused it; says what and where."""
 
 
 class CheckpointError(AnabranchError):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anabranch as ab
 from anabranch import events
+from anabranch.collectives import GradientBuckets
 
 
 def models() -> dict[str, list[object]]:
     """Each model on both engines, on unequal shards: the engine that auto took, and whether the bits are the same."""
     import language_model
+
     from models import CASES
 
     def run(name: str, engine: str) -> tuple[str, list[Tensor]]:
@@ -28,8 +28,8 @@ def models() -> dict[str, list[object]]:
         else:
             step, batch = CASES[name].step(), CASES[name].batch()
             batch = tuple(part[: len(part) - 2 * ab.job().rank] for part in batch)
-        with ab.Executor(step, comm_mode="AllReduce", engine=engine) as executor:
-            losses = [executor.run(batch=batch)["loss"] for _ in range(2)]
+        with ab.Executor(step, comm_mode="AllReduce", engine=engine, capture_after=1) as executor:
+            losses = [executor.run(batch=batch)["loss"] for _ in range(3)]
             return executor.engine(), [*losses, *step.model.state_dict().values()]
 
     found: dict[str, list[object]] = {}
@@ -61,7 +61,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def mixed() -> dict[str, object]:
-    """Rank 1 falls back to the tape, rank 0 does not; the same training as with both on one engine."""
+    """Where rank 1 can have no graph, rank 0 takes none either; the same training as with both on one engine."""
 
     def run(engine: str, branches: bool) -> tuple[str, list[Tensor]]:
         torch.manual_seed(0)
@@ -70,19 +70,17 @@ def mixed() -> dict[str, object]:
         optimizers = [torch.optim.Adagrad([model.table.weight], lr=0.1), torch.optim.AdamW(rest, lr=0.1)]
         step = ab.TrainStep(model, loss, optimizers, clip_grad_norm=0.5, accumulate=2)
         generator = torch.Generator().manual_seed(ab.job().rank)
-        with ab.Executor(step, comm_mode="AllReduce", engine=engine) as executor:
+        with ab.Executor(step, comm_mode="AllReduce", engine=engine, capture_after=2) as executor:
             losses = []
-            for index in range(6):
-                rows = 3 + (index + ab.job().rank) % 3
+            for _ in range(6):
+                rows = 3 + ab.job().rank
                 ids = torch.randint(0, 10, (rows, 2), generator=generator)
                 losses.append(executor.run(batch=(ids, ids[:, 0] % 3))["loss"])
             return executor.engine(), [*losses, *model.state_dict().values()]
 
     _, tape = run("tape", False)
     first, graph = run("auto", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ab.CaptureWarning)
-        second, either = run("auto", ab.job().rank == 1)
+    second, either = run("auto", ab.job().rank == 1)
     same = all(map(torch.equal, graph, tape)) and all(map(torch.equal, either, tape))
     return {"engines": [first, second], "same": same}
 
@@ -103,7 +101,7 @@ def collectives() -> dict[str, list[object]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step, engine=engine) as executor:
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
             # Rank 1 meets a new kind of batch in each run, rank 0 only one.
             rows = [2 + index * ab.job().rank for index in range(4)]
             losses = [executor.run(batch=torch.ones(count, 3))["loss"] for count in rows]
@@ -111,37 +109,34 @@ def collectives() -> dict[str, list[object]]:
 
     found: dict[str, list[object]] = {}
     for loss in (plainly, differentiably):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ab.CaptureWarning)
-            used, mine = run(loss, "auto")
+        used, mine = run(loss, "auto")
         _, tape = run(loss, "tape")
         found[loss.__name__] = [used, all(map(torch.equal, mine, tape))]
     return found
 
 
-class Log(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self, entries: list[str]) -> None:
-        super().__init__()
-        self.entries = entries
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten.mm.default:
-            self.entries.append("mm")
-        return func(*args, **(kwargs or {}))
-
-
 def order() -> dict[str, list[str]]:
-    """Matrix products and launches of buckets, in the order in which one step on the graph does them."""
+    """Final gradients and launches of buckets, in the order in which one step on the graph has them."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))  # of 4 MB each, two a bucket
     step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     log: list[str] = []
     x = torch.randn(2, 1024)
-    with ab.Executor(step, comm_mode="AllReduce") as executor:
+    with ab.Executor(step, comm_mode="AllReduce", engine="graph") as executor:
         executor.run(batch=x)
         executor.run(batch=x)
-        with events.subscribe(lambda event: log.append(event.name)), Log(log):
-            executor.run(batch=x)
+        ready = GradientBuckets.ready
+
+        def seen(buckets: GradientBuckets, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+            log.append("gradient")
+            return ready(buckets, parameter, gradient)
+
+        GradientBuckets.ready = seen  # type: ignore[method-assign]
+        executor.run(batch=x[:1])  # lays the buckets out, and captures, with what looks on
+        log.clear()
+        with events.subscribe(lambda event: log.append(event.name)):
+            executor.run(batch=x[:1])
+        GradientBuckets.ready = ready  # type: ignore[method-assign]
         assert executor.engine() == "graph"
     return {"log": log}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Crossed, Form, RecordedBoundary, cross
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
@@ -42,6 +43,10 @@ class Scale:
         self.alias = False
         self.width: int | None = None
         self.kept: list[weakref.ref[Kept]] = []
+        self.handle = opaque.handle_of(self)
+
+    def call_whole(self, x: Tensor) -> Sequence[Tensor]:
+        return cross(self, x)
 
     def forms(self, inputs: Sequence[Tensor | None]) -> list[Form]:
         (x,) = inputs
@@ -261,7 +266,8 @@ def test_without_grad_mode_there_is_no_backward_to_keep_anything_for() -> None:
 
 
 def test_shapes_are_inferred_through_a_boundary() -> None:
-    graph = capture(lambda x: cross(Scale(), x)[0] * 2, torch.ones(2, 2))
+    far = Scale()
+    graph = capture(lambda x: cross(far, x)[0] * 2, torch.ones(2, 2))
     graph.origin = None  # by replay
     assert graph.infer_shapes((5, 2))["output"] == torch.Size([5, 2])
     assert graph.infer_shapes()["output"] == torch.Size([2, 2])
@@ -307,7 +313,8 @@ def test_a_graph_run_by_several_threads_at_once_mixes_nothing_up() -> None:
             assert gradients[0] is not None
             return [gradients[0] * state]
 
-    graph = ab.gradients(capture(lambda x: cross(Meeting(), x)[0].sum(), torch.ones(2)), wrt=["x"])
+    meeting = Meeting()
+    graph = ab.gradients(capture(lambda x: cross(meeting, x)[0].sum(), torch.ones(2)), wrt=["x"])
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda n: graph(torch.full((2,), n)), (1.0, 5.0), timeout=30))
     assert [answer[1].tolist() for answer in found] == [[2.0, 2.0], [10.0, 10.0]]  # type: ignore[index]

@@ -96,7 +96,7 @@ def test_state_whose_memory_moved_is_current_too() -> None:
     assert torch.equal(graph(x), model(x))
 
 
-def test_a_buffer_that_the_forward_rebinds_is_updated() -> None:
+def test_a_buffer_that_the_forward_rebinds_is_updated_by_a_step_and_refused_by_capture() -> None:
     class Average(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -107,11 +107,15 @@ def test_a_buffer_that_the_forward_rebinds_is_updated() -> None:
             return x - self.mean
 
     model, plain = Average(), Average()
-    graph = capture(model, torch.ones(3, 2))
-    for _ in range(2):
+    for each in (model, plain):
+        each.weight = nn.Parameter(torch.ones(2))
+    program = StepProgram(model, lambda m, x: (m(x) * m.weight).sum(), [torch.optim.SGD(model.parameters(), lr=0.0)])
+    for _ in range(3):
         x = torch.randn(3, 2)
-        assert torch.equal(graph(x), plain(x))
+        assert torch.equal(program.run(x)["loss"], (plain(x) * plain.weight).sum().detach())
     assert torch.equal(model.mean, plain.mean)
+    with pytest.raises(CaptureError, match="while it is captured"):
+        capture(model, torch.ones(3, 2))
 
 
 def test_a_float_may_differ_from_call_to_call_and_an_int_may_not() -> None:
@@ -202,20 +206,23 @@ def line_in(function: Callable[..., object], text: str) -> str:
 
 @pytest.mark.parametrize(
     ("function", "culprit"),
-    [
-        (branch, "if x.sum()"),
-        (read, ".item()"),
-        (keep, "seen.append"),
-        (count, "counter += 1"),
-        (choose, "x[x > 0]"),
-        (Counting(), "self.calls += 1"),
-        (Remembering(), "self.last = "),
-    ],
-    ids=["branch", "item", "list", "global", "choose", "counter", "attribute"],
+    [(branch, "if x.sum()"), (read, ".item()"), (choose, "x[x > 0]")],
+    ids=["branch", "item", "choose"],
 )
-def test_what_a_graph_would_lose_is_refused_with_its_line(function: Callable[..., object], culprit: str) -> None:
-    source = function.forward if isinstance(function, nn.Module) else function
-    with pytest.raises(CaptureError, match=re.escape(line_in(source, culprit))):
+def test_what_a_graph_cannot_do_is_refused_with_its_line(function: Callable[..., object], culprit: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(line_in(function, culprit))):
+        capture(function, torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "culprit"),
+    [(keep, "'seen'"), (count, "a variable"), (Counting(), "'function'"), (Remembering(), "'function'")],
+    ids=["list", "global", "counter", "attribute"],
+)
+def test_changes_of_python_state_that_a_graph_would_lose_are_refused(
+    function: Callable[..., object], culprit: str
+) -> None:
+    with pytest.raises(CaptureError, match=rf"changes .*{culprit}.* while it is captured"):
         capture(function, torch.ones(3))  # type: ignore[arg-type]
     assert (counter, seen) == (0, [])
     assert not vars(function).get("calls")
@@ -250,7 +257,7 @@ def test_a_session_that_is_attached_to_the_parameters_is_no_obstacle() -> None:
 def test_backward_hooks_of_modules_and_step_hooks_of_optimizers_are_refused() -> None:
     model = nn.Linear(2, 2)
     handle = model.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="module 'Linear' has a backward hook"):
+    with pytest.raises(CaptureError, match="has a backward hook"):
         capture(model, torch.ones(1, 2))
     handle.remove()
     optimizer = torch.optim.SGD(model.parameters())
@@ -268,7 +275,7 @@ def test_a_forward_hook_is_captured_unless_it_changes_python_state() -> None:
     handle.remove()
     outputs: list[object] = []
     model.register_forward_hook(lambda _m, _a, output: outputs.append(output))
-    with pytest.raises(CaptureError, match="'outputs' changes"):
+    with pytest.raises(CaptureError, match="changes .* while it is captured"):
         capture(model, x)
     assert outputs == []
 
@@ -277,11 +284,25 @@ def test_a_refused_step_changes_nothing() -> None:
     model = Counting()
     model.weight = nn.Parameter(torch.ones(3))
     before = model.weight.detach().clone()
-    program = StepProgram(model, lambda m, x: m(x * m.weight).sum(), [torch.optim.SGD(model.parameters(), lr=1.0)])
-    with pytest.raises(CaptureError, match=r"Counting\.calls"):
+
+    def branching(m: nn.Module, x: Tensor) -> Tensor:
+        y = m(x * m.weight)
+        return y.sum() if y.sum() > 0 else -y.sum()
+
+    program = StepProgram(model, branching, [torch.optim.SGD(model.parameters(), lr=1.0)])
+    with pytest.raises(CaptureError, match="it branches on a value"):
         program.run(torch.ones(3))
     assert torch.equal(model.weight, before)
     assert model.calls == 0
+
+
+def test_python_state_that_the_forward_changes_is_changed_once_a_step() -> None:
+    model = Counting()
+    model.weight = nn.Parameter(torch.ones(3))
+    program = StepProgram(model, lambda m, x: m(x * m.weight).sum(), [torch.optim.SGD(model.parameters(), lr=0.0)])
+    losses = [program.run(torch.ones(3))["loss"] for _ in range(4)]
+    assert torch.stack(losses).tolist() == [3.0, 1.5, 1.0, 0.75]
+    assert model.calls == 4
 
 
 def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
@@ -318,9 +339,8 @@ def test_an_optimizer_that_rebinds_its_state_is_refused_after_the_step_that_it_t
 @pytest.mark.parametrize(
     ("result", "kind", "message"),
     [
-        ("vector", ValueError, r"the loss has shape \(3, 2\)"),
+        ("vector", ValueError, r"the loss has shape \("),
         ("number", TypeError, "got float"),
-        ("extra", ValueError, "the loss returned 'n' as a int"),
         ("pair", TypeError, "got int"),
         ("constant", ValueError, "does not depend on any parameter"),
     ],
@@ -330,7 +350,7 @@ def test_a_loss_of_the_wrong_form_is_the_users_mistake(result: str, kind: type[E
 
     def loss(module: nn.Module, x: Tensor) -> object:
         scores = module(x)
-        forms = {"vector": scores, "number": 3.0, "extra": (scores.sum(), {"n": 3}), "pair": (scores.sum(), 3)}
+        forms = {"vector": scores, "number": 3.0, "pair": (scores.sum(), 3)}
         return {**forms, "constant": x.sum()}[result]
 
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters())])

@@ -1,13 +1,11 @@
-"""What a step does to Python, and what Python does to a step: refused by line, put back, noticed; never lost."""
+"""What a step does to Python, and what Python does to a step: done once, noticed, or left to the tape; never lost."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
-import inspect
 import itertools
 import random
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -94,24 +92,24 @@ def new_parameter(self: Any, x: Tensor) -> Tensor:
     return self.late  # type: ignore[no-any-return]
 
 
-LOST: dict[str, tuple[Callable[[], object], Callable[[Any, Tensor], Any], str]] = {
-    "a list": (lambda: [0.0] * 100, add, "self.held[0] += 1"),
-    "a deque": (lambda: collections.deque(maxlen=5), append, "self.held.append"),
-    "a container in a container": (lambda: {"a": ([1],)}, nested, "self.held["),
-    "a numpy array": (lambda: np.zeros(3), add, "self.held[0] += 1"),
-    "bytes": (lambda: bytearray(2), add, "self.held[0] += 1"),
-    "an iterator": (lambda: itertools.count(1), advance, "next(self.held)"),
-    "a generator": (lambda: (n + 1.0 for n in range(9)), advance, "next(self.held)"),
-    "a generator of Python's numbers": (lambda: random.Random(0), draw, "self.held.random"),
-    "a generator of numpy's numbers": (lambda: np.random.default_rng(0), draw, "self.held.random"),
-    "a generator of torch's numbers": (lambda: torch.Generator().manual_seed(0), draw_apart, "generator=self.held"),
-    "a tensor that is no buffer": (lambda: torch.zeros(1), rebind, "self.held += 1"),
-    "the mode of a module": (lambda: None, switch, "self.drop.train("),
-    "a backward within": (lambda: None, backward, ".backward()"),
-    "the memory of a parameter": (lambda: None, replace_data, ".data = "),
-    "a checkpoint's mask": (lambda: None, recompute, "checkpoint("),
-    "the state of the generator": (lambda: None, seed, "fork_rng"),
-    "a parameter of its own": (lambda: None, new_parameter, ""),
+LOST: dict[str, tuple[Callable[[], object], Callable[[Any, Tensor], Any]]] = {
+    "a list": (lambda: [0.0] * 100, add),
+    "a deque": (lambda: collections.deque(maxlen=5), append),
+    "a container in a container": (lambda: {"a": ([1],)}, nested),
+    "a numpy array": (lambda: np.zeros(3), add),
+    "bytes": (lambda: bytearray(2), add),
+    "an iterator": (lambda: itertools.count(1), advance),
+    "a generator": (lambda: (n + 1.0 for n in range(9)), advance),
+    "a generator of Python's numbers": (lambda: random.Random(0), draw),
+    "a generator of numpy's numbers": (lambda: np.random.default_rng(0), draw),
+    "a generator of torch's numbers": (lambda: torch.Generator().manual_seed(0), draw_apart),
+    "a tensor that is no buffer": (lambda: torch.zeros(1), rebind),
+    "the mode of a module": (lambda: None, switch),
+    "a backward within": (lambda: None, backward),
+    "the memory of a parameter": (lambda: None, replace_data),
+    "a checkpoint's mask": (lambda: None, recompute),
+    "the state of the generator": (lambda: None, seed),
+    "a parameter of its own": (lambda: None, new_parameter),
 }
 
 
@@ -120,32 +118,31 @@ def train(engine: Any, model: Any, change: Callable[[int], object] = lambda step
     loss = loss or (lambda model, x: model(x).square().mean())
     generator = torch.Generator().manual_seed(1)
     seen = []
-    with ab.Executor(ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05)), engine=engine) as ex:
-        for step in range(4):
+    training = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05))
+    with ab.Executor(training, engine=engine, capture_after=1) as ex:
+        for step in range(6):
             change(step)
             seen.append(ex.run(batch=torch.randn(5, 4, generator=generator))["loss"])
         return [ex.engine(), *seen, *model.state_dict().values(), torch.get_rng_state()]
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_what_a_replay_would_lose_is_refused_by_its_line_and_the_tape_begins_as_if_nothing_had_been(what: str) -> None:
-    make, read, culprit = LOST[what]
+def test_what_a_step_does_to_python_is_done_once_a_step_whatever_the_engine(what: str) -> None:
+    make, read = LOST[what]
     found = {}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", ab.CaptureWarning)
-        for engine in ("tape", "auto"):
+    for engine in ("tape", "auto", "graph"):
+        torch.manual_seed(0)
+        model = Net(make(), read)
+        try:
+            found[engine] = train(engine, model)
+        except ab.CaptureError:
+            assert engine == "graph"
             torch.manual_seed(0)
-            found[engine] = train(engine, Net(make(), read))
-    used, *got = found["auto"]
-    _, *expected = found["tape"]
-    assert len(got) == len(expected)
-    assert all(map(torch.equal, got, expected))
-    assert len(told) == 1
-    if culprit:
-        assert used == "tape"
-        lines, first = inspect.getsourcelines(read)
-        number = first + next(i for i, line in enumerate(lines) if culprit in line)
-        assert re.search(rf"{re.escape(__file__)}:{number}: ", str(told[0].message))
+            untouched = Net(make(), read).state_dict()
+            assert all(torch.equal(value, untouched[name]) for name, value in model.state_dict().items())
+    for _, *got in found.values():
+        assert len(got) == len(found["tape"]) - 1
+        assert all(map(torch.equal, got, found["tape"][1:]))
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any, float], object]]] = {
@@ -168,7 +165,6 @@ def test_what_python_holds_may_change_between_steps(what: str) -> None:
         torch.manual_seed(0)
         held = make()
         found[engine] = train(engine, Net(held, read), lambda step: change(held, 1.0 + step // 2))  # noqa: B023
-    assert found["auto"][0] == "graph"
     assert all(map(torch.equal, found["auto"][1:], found["tape"][1:]))
 
 
@@ -189,7 +185,7 @@ def test_modules_and_tensors_beside_the_model_are_state_too() -> None:
         def follow(step: int) -> None:
             with torch.no_grad():
                 teacher[0].weight.lerp_(model.weight, 0.5)
-            if step == 2:
+            if step == 3:
                 teacher[0].weight = nn.Parameter(torch.ones(3, 4))
 
         return [*train(engine, model, follow, loss), *teacher.state_dict().values(), kept["mean"]]
@@ -199,17 +195,19 @@ def test_modules_and_tensors_beside_the_model_are_state_too() -> None:
     assert all(map(torch.equal, auto[1:], tape[1:]))
 
 
-def test_an_optimizer_that_branches_on_its_steps_is_named_and_the_tape_goes_on() -> None:
+def test_an_optimizer_that_branches_on_its_steps_is_named_and_steps_by_itself() -> None:
     def run(engine: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.RAdam(model.parameters()))
-        with ab.Executor(step, engine=engine) as executor:
-            return [*(executor.run(batch=torch.ones(2, 4))["loss"] for _ in range(8)), *model.state_dict().values()]
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            losses = [executor.run(batch=torch.ones(2, 4))["loss"] for _ in range(8)]
+            said.append(executor.explain())
+            return [*losses, *model.state_dict().values()]
 
-    with pytest.warns(ab.CaptureWarning, match=r"RAdam\.step does what a graph cannot"):
-        found = run("auto")
-    assert all(map(torch.equal, found, run("tape")))
+    said: list[str] = []
+    assert all(map(torch.equal, run("auto"), run("tape")))
+    assert "RAdam.step does what a graph cannot" in said[0]
 
 
 def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
@@ -217,22 +215,22 @@ def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
         torch.manual_seed(0)
         model, before, seen = nn.Linear(4, 3), nn.Linear(4, 4), []
         step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step, engine=engine) as executor:
-            for make in (torch.clone, Tensor.requires_grad_, before):
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for make in (torch.clone, torch.clone, Tensor.requires_grad_, before, torch.clone):
                 x = make(torch.ones(2, 4))
                 seen += [executor.run(batch=x)["loss"], x.grad if x.is_leaf else before.weight.grad]
         return [value for value in seen if value is not None]
 
-    with pytest.warns(ab.CaptureWarning, match="the batch requires a gradient"):
-        found = run("auto")
-    assert len(found) == 5
+    found = run("auto")
+    assert len(found) == 7
     assert all(map(torch.equal, found, run("tape")))  # type: ignore[arg-type]
 
 
 def test_anomaly_detection_finds_what_the_tape_finds() -> None:
     model = nn.Linear(4, 3)
     step = ab.TrainStep(model, lambda m, x: m(x).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step) as executor:
+    with ab.Executor(step, capture_after=0) as executor:
+        executor.run(batch=torch.ones(2, 4))
         executor.run(batch=torch.ones(2, 4))
         assert executor.engine() == "graph"
         with (
@@ -243,12 +241,21 @@ def test_anomaly_detection_finds_what_the_tape_finds() -> None:
             executor.run(batch=torch.full((2, 4), float("nan")))
 
 
-def test_threads_that_capture_at_once_all_get_their_graphs() -> None:
-    def work(index: int) -> list[Any]:
-        torch.manual_seed(index)
-        return train("auto", Net(float(index + 1), lambda m, x: m.held))[:5]
+def test_threads_that_capture_at_once_all_get_their_numbers() -> None:
+    """Close, not equal: while one thread compiles, PyTorch tells all of them so, and its optimizers round otherwise."""
 
-    with concurrent.futures.ThreadPoolExecutor(4) as pool, warnings.catch_warnings():
-        warnings.simplefilter("error", ab.CaptureWarning)
-        found = [future.result(timeout=100) for future in [pool.submit(work, index) for index in range(4)]]
-    assert [engine for engine, *_ in found] == ["graph"] * 4
+    def work(job: tuple[str, int]) -> list[Any]:
+        engine, index = job
+        model = Net(float(index + 1), lambda m, x: m.held)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1 * (index + 1))
+        return train(engine, model)[1:5]
+
+    found = []
+    for engine in ("auto", "tape"):
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(work, (engine, index)) for index in range(4)]
+            found.append([job.result(timeout=100) for job in jobs])
+    for auto, tape in zip(*found, strict=True):
+        assert torch.allclose(torch.stack(auto), torch.stack(tape), rtol=1e-3)

@@ -16,9 +16,10 @@ input wants one.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -26,11 +27,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from anabranch.autodiff import opaque
 from anabranch.autodiff.isolated import IsolatedCall
 from anabranch.autodiff.sessions import boundary_entry, hold_on_tape
 from anabranch.errors import CaptureError
 
 __all__ = [
+    "Answers",
+    "AnswersDiffer",
     "Boundary",
     "Crossed",
     "Form",
@@ -175,6 +179,8 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
     Raises:
         CaptureError: somebody else than this package traces the model.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return tuple(opaque.call(boundary.handle, inputs, {}))  # type: ignore[attr-defined]
     tracer = _capturing.tracer
     if tracer is None:
         for value in inputs:
@@ -237,11 +243,15 @@ class _CrossingContext(FunctionCtx):
 
 def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Crosses, forward; the outputs lie in memory of their own, in order, so that whoever reads them may reuse it."""
+    answers = _answers.now
+    if answers is not None and answers.replaying:
+        return answers.replay_forward(boundary, inputs)
     crossed = boundary.forward(inputs, wants)
-    if crossed.fresh:
-        return crossed
-    taken = _memory_of(inputs)
-    crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
+    if not crossed.fresh:
+        taken = _memory_of(inputs)
+        crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
+    if answers is not None:
+        answers.note_forward(boundary, inputs, crossed)
     return crossed
 
 
@@ -253,12 +263,122 @@ def come_back(
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order."""
+    answers = _answers.now
+    if answers is not None and answers.replaying:
+        return answers.replay_backward(boundary, gradients, wants)
     found = boundary.backward(state, inputs, gradients)
     taken = _memory_of([*inputs, *gradients])
-    return [
+    owned = [
         _owned(gradient, taken) if want and gradient is not None else None
         for gradient, want in zip(found, wants, strict=True)
     ]
+    if answers is not None:
+        answers.note_backward(boundary, gradients, owned)
+    return owned
+
+
+class AnswersDiffer(Exception):
+    """A second run asks a boundary for something else than the first one did."""
+
+
+class Answers:
+    """What boundaries answered in one run, to be given again in a second run that must leave no trace on the far side.
+
+    A question is known by the boundary, the direction and the bits of the tensors that go there.
+    """
+
+    def __init__(self) -> None:
+        self.replaying = False
+        self._kept: dict[tuple[str, str, str], list[tuple[list[Tensor | None], object]]] = {}
+        self._asked: Counter[tuple[str, str, str]] = Counter()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A block whose crossings are noted."""
+        with self._during(replaying=False):
+            yield
+
+    @contextmanager
+    def given_again(self) -> Iterator[None]:
+        """A block that is answered with what was noted; nothing is crossed.
+
+        Raises:
+            AnswersDiffer: it asks for something else, or for less.
+        """
+        self._asked.clear()
+        with self._during(replaying=True):
+            yield
+        if any(self._asked[key] != len(kept) for key, kept in self._kept.items()):
+            raise AnswersDiffer("the second run crosses fewer boundaries")
+
+    @contextmanager
+    def _during(self, *, replaying: bool) -> Iterator[None]:
+        before, self.replaying = _answers.now, replaying
+        _answers.now = self
+        try:
+            yield
+        finally:
+            _answers.now = before
+
+    def note_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], crossed: Crossed) -> None:
+        """Keeps an answer."""
+        outputs = [output.detach().clone() for output in crossed.outputs]
+        self._note((boundary.kind, boundary.name, "forward"), inputs, (outputs, list(crossed.no_gradient)))
+
+    def note_backward(
+        self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
+    ) -> None:
+        """Keeps the gradients that came back."""
+        self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
+
+    def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
+        self._kept.setdefault(key, []).append((_copied(asked), answer))
+
+    def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
+        """The answer that was kept."""
+        kept = self._again((boundary.kind, boundary.name, "forward"), inputs)
+        outputs, no_gradient = cast("tuple[list[Tensor], list[int]]", kept)
+        return Crossed([output.clone() for output in outputs], None, no_gradient, fresh=True)
+
+    def replay_backward(
+        self, boundary: Boundary, gradients: Sequence[Tensor | None], wants: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients that were kept."""
+        kept = cast("list[Tensor | None]", self._again((boundary.kind, boundary.name, "backward"), gradients))
+        return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
+
+    def _again(self, key: tuple[str, str, str], asked: Sequence[Tensor | None]) -> object:
+        kept = self._kept.get(key, [])
+        index = self._asked[key]
+        self._asked[key] += 1
+        if index >= len(kept) or not _same_bits(asked, kept[index][0]):
+            raise AnswersDiffer(f"the second run asks {key[0]} {key[1]!r} for something else")
+        return kept[index][1]
+
+
+class _Now:
+    """The answers that are noted or given at the moment; of the process, for backward may run on another thread."""
+
+    now: Answers | None = None
+
+
+_answers = _Now()
+
+
+def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if value is None else value.detach().clone() for value in values]
+
+
+def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+        elif one.shape != other.shape or one.dtype != other.dtype or not bool(torch.eq(one, other).all()):
+            return False
+    return True
 
 
 def _memory_of(tensors: Sequence[Tensor | None]) -> set[int]:
@@ -271,7 +391,7 @@ def _owned(tensor: Tensor, taken: set[int]) -> Tensor:
     return tensor.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RecordedBoundary:
     """A boundary that is written as a differentiable function, on a tape of its own.
 
@@ -290,6 +410,14 @@ class RecordedBoundary:
     name: str
     function: Callable[..., Sequence[Tensor]]
     output_forms: Callable[[Sequence[Tensor | None]], Sequence[Form]]
+    handle: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", opaque.handle_of(self))
+
+    def call_whole(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """``cross``, for a call that Dynamo leaves whole."""
+        return cross(self, *inputs)
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
         """The outputs' forms."""

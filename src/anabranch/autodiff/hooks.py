@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ __all__ = [
     "Gradient",
     "Sweep",
     "move_at_edges",
+    "OutputRecorder",
     "record_outputs",
-    "watch_calls",
     "watch_node",
     "watch_result",
 ]
@@ -192,39 +192,40 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, objec
         yield outputs
 
 
-@contextmanager
-def watch_calls(
-    modules: Mapping[nn.Module, str], entered: Callable[[str], None], left: Callable[[str, object], None]
-) -> Iterator[None]:
-    """Calls ``entered(name)`` before and ``left(name, output)`` after each call of a module while the block runs.
+class OutputRecorder:
+    """Collects what modules return, by the same hooks at the same place each time: a graph's guards know them again."""
 
-    >>> calls = []
-    >>> layer = nn.Identity()
-    >>> with watch_calls({layer: "layer"}, calls.append, lambda name, output: calls.append(output)):
-    ...     _ = layer(3)
-    >>> calls
-    ['layer', 3]
+    _KEY: Final = -1  # torch counts its handles upwards from 0
 
-    A call that raises is left too, with ``None``.
-    """
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], tuple[dict[str, object], dict[str, Callable[..., None]]]] = {}
 
-    def before(name: str) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, args: object) -> None:
-            entered(name)
+    @contextmanager
+    def recording(self, model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, object]]:
+        """Collects the outputs of the submodules ``names`` while the block runs, the last of each."""
+        if not names:
+            yield {}
+            return
+        outputs, hooks = self._kept.setdefault(names, ({}, {}))
+        outputs.clear()
+        found = dict(model.named_modules())
+        modules = [found[name] for name in names if name in found]
+        for name, module in zip([name for name in names if name in found], modules, strict=True):
+            if name not in hooks:
+                hooks[name] = _keeping(outputs, name)
+            module._forward_hooks[self._KEY] = hooks[name]
+        try:
+            yield outputs
+        finally:
+            for module in modules:
+                module._forward_hooks.pop(self._KEY, None)
 
-        return hook
 
-    def after(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            left(name, output)
+def _keeping(outputs: dict[str, object], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        outputs[name] = output
 
-        return hook
-
-    with ExitStack() as stack:
-        for module, name in modules.items():
-            stack.callback(module.register_forward_pre_hook(before(name)).remove)
-            stack.callback(module.register_forward_hook(after(name), always_call=True).remove)
-        yield
+    return hook
 
 
 @contextmanager

@@ -1,70 +1,98 @@
-"""The engine of ``engine="auto"``: the graph, and the tape for what no graph can represent.
+"""The engine of ``engine="auto"``: the tape, until a graph has shown on real batches that it is right and quicker.
 
-A refusal is found while a batch is captured, before anything has run: the tape then makes the step as if nothing had
-been tried. What was refused is remembered by the kind of batch, and captures are rationed, so that a step whose shapes
-or control flow never settle pays for a few captures and no more. The warning comes after the first step that the tape
-has made instead: a mistake of the user's that the tape meets too raises there, and needs none.
+::
 
-Workers may decide differently. Gradients go through the same buckets in the same order either way.
+    tape ── worth it? ──> trial of one batch ── same bits, quicker ──> graph ── guards miss ──> tape for that step,
+      ^                        └ no: stays on the tape, without a word                             and another trial
+      └────────────────────────────── too many misses, or slower than the tape was ────────────────────┘
+
+Capturing takes a bounded share of the run's time. Nobody who did not ask for a graph waits for one: a step that is
+large, so that its kernels take the time, is left alone. The workers of a job try together: whoever wants to says so in
+the header of a run, and what one of them rejects is rejected by all.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
+import logging
+import statistics
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from anabranch.errors import CaptureError, CaptureWarning
+from anabranch.autodiff.boundary import Answers
+from anabranch.errors import CaptureError
 from anabranch.executor.engine import Ran, Ready
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.steps import TrainStep
 from anabranch.executor.tape import TapeEngine
+from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
+from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
-from anabranch.graph.tracing import is_library
+from anabranch.graph.front import GuardMiss, one_at_a_time
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
 __all__ = ["AutoEngine"]
 
+_log = logging.getLogger("anabranch")
+
 _MOST_REFUSED = 3
-_MOST_IN_A_ROW = 16
-_FREE_CAPTURES = 8
-_RUNS_A_CAPTURE = 8
-
-
-class _Rationed(CaptureError):
-    """Not now: too many kinds of batches for the use that their graphs have had."""
+_MOST_MISSES_IN_A_ROW = 16
+_FREE_TRIALS = 8
+_RUNS_A_TRIAL = 8
+_KEPT_TIMES = 32
 
 
 class AutoEngine:
-    """Runs one ``TrainStep`` on the graph engine as far as that goes.
+    """Runs one ``TrainStep`` on the tape, and as a graph once that has proved itself.
 
     Args:
         step: what to run.
-        compile: hand the graph to Inductor.
+        compile: hand the graph to Inductor, which rounds differently: results are then compared roughly.
+        capture_after: try a graph after exactly so many runs, and keep it if its bits are right, whatever the clock
+            says; ``None`` lets the clock decide.
+        name: of the step, for the log.
     """
 
-    def __init__(self, step: TrainStep, *, compile: bool = False) -> None:  # noqa: A002
-        self._step = step
-        self._compile = compile
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        compile: bool = False,  # noqa: A002
+        capture_after: int | None = None,
+        name: str = "default",
+    ) -> None:
+        self._step, self._compile, self._after, self._name = step, compile, capture_after, name
         self._tape = TapeEngine(step)
         self._graph: GraphEngine | None = None
-        self._gives_up = _runs_by_itself(step.model)
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
-        self._refused: dict[object, str] = {}
-        self._kind: object = None
-        self._captures = 0
-        self._runs = 0
-        self._in_a_row = 0
-        self._on_graph = not self._gives_up
-        self._warned = False
+        self._worth = Worth()
+        self._on_graph = False
+        self._taken = False
+        self._update_checked = False
+        self._runs = self._graph_runs = self._trials = 0
+        self._misses_in_a_row = 0
+        self._refused: Counter[str] = Counter()
+        self._tape_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._graph_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._why = "the tape runs until a graph has shown on your batches that it gives the same bits and is quicker"
+        self._gives_up = _runs_by_itself(step.model)
+        if self._gives_up:
+            self._why = "a Pipe runs its stages by a schedule of its own"
+        self._together = False
+        self._agreed = False
+        self._rejects = False
+
+    # What the executor asks.
 
     @property
     def name(self) -> str:
-        """The engine of the last run; before it, the one that will be tried."""
+        """The engine of the last run."""
         return ("graph+inductor" if self._compile else "graph") if self._on_graph else self._tape.name
 
     @property
@@ -76,6 +104,29 @@ class AutoEngine:
     def program(self) -> StepProgram | None:
         """The captured graphs, if the last run was on one."""
         return self._graph.program if self._graph is not None and self._on_graph else None
+
+    def explain(self) -> str:
+        """One sentence: why the last run was on the engine that it was on."""
+        refused = self._graph.program.refused_update if self._graph is not None else None
+        if self._on_graph and refused is not None:
+            return f"{self._why}; the optimizer steps by itself: {refused}"
+        return self._why
+
+    # Votes of the workers.
+
+    def vote(self) -> tuple[bool, bool]:
+        """Whether this worker wants to try a graph in the next run, and whether it rejects the one that was tried."""
+        self._together = True
+        rejects, self._rejects = self._rejects, False
+        return self._is_due(ahead=1), rejects
+
+    def decided(self, wants: int, rejects: int) -> None:
+        """How many of the workers do."""
+        self._agreed = wants > 0
+        if rejects:
+            self._give_up("a graph on another worker did not give the tape's bits, or was refused there")
+
+    # Running.
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on, whichever engine computes them."""
@@ -89,85 +140,252 @@ class AutoEngine:
         return self._run(
             lambda graph: graph.differentiate(batch, fetch, begin),
             lambda: self._tape.differentiate(batch, fetch, begin),
+            lambda: self._try_backward(batch, fetch, begin),
         )
 
     def step(self, batch: Structure, fetch: Fetch) -> Ran:
         """Forward, backward, clipping and the optimizers' step."""
-        return self._run(lambda graph: graph.step(batch, fetch), lambda: self._tape.step(batch, fetch))
+        return self._run(
+            lambda graph: graph.step(batch, fetch),
+            lambda: self._tape.step(batch, fetch),
+            lambda: self._try_step(batch, fetch),
+        )
 
     def update(self) -> None:
         """The optimizers' step on what ``.grad`` holds."""
-        if self._graph is not None and self._on_graph:
-            self._graph.update()
-            self._tell_of_update(self._graph)
-        else:
+        if self._graph is None or not self._on_graph:
             self._tape.update()
+        elif self._update_checked:
+            self._graph.update()
+        else:
+            self._try_update(self._graph)
 
-    def _run(self, on_graph: Callable[[GraphEngine], Ran], on_tape: Callable[[], Ran]) -> Ran:
-        if self._gives_up:
-            self._on_graph = False
-            return on_tape()
-        self._kind = None
-        try:
-            graph = self._graph or self._make_graph()
-            ran = on_graph(graph)
-        except CaptureError as error:
-            return self._fall_back(error, on_tape)
-        self._on_graph = True
+    def _run(self, on_graph: Callable[[GraphEngine], Ran], on_tape: Callable[[], Ran], trial: Callable[[], Ran]) -> Ran:
         self._runs += 1
-        self._in_a_row = 0
-        self._tell_of_update(graph)
+        if self._taken and self._graph is not None:
+            began = time.perf_counter()
+            try:
+                ran = on_graph(self._graph)
+            except GuardMiss:
+                self._misses_in_a_row += 1
+            except CaptureError as error:  # before anything has happened: a hook that was set, a mode
+                self._on_graph = False
+                self._why = f"this step runs on the tape: {error}"
+                return on_tape()
+            else:
+                self._on_graph = True
+                self._graph_runs += 1
+                self._misses_in_a_row = 0
+                self._graph_seconds.append(time.perf_counter() - began)
+                self._look_back()
+                return ran
+        self._on_graph = False
+        if self._misses_in_a_row > _MOST_MISSES_IN_A_ROW:
+            self._give_up("Python values or batch shapes change from step to step, and no graph fits for long")
+        if self._tries_now():
+            return trial()
+        began = time.perf_counter()
+        if self._worth.wants_to_count:
+            with self._worth.counting(self._step.model):
+                ran = on_tape()
+        else:
+            ran = on_tape()
+        self._tape_seconds.append(time.perf_counter() - began)
+        self._worth.spent(self._tape_seconds[-1])
         return ran
 
+    def _tries_now(self) -> bool:
+        if self._gives_up:
+            return False
+        agreed, self._agreed = self._agreed, False
+        if self._together and not self._taken:
+            return agreed
+        return self._is_due()
+
+    def _is_due(self, ahead: int = 0) -> bool:
+        """Whether a trial would pay now."""
+        if self._gives_up or torch.is_anomaly_enabled():
+            return False
+        if self._trials >= _FREE_TRIALS + self._graph_runs // _RUNS_A_TRIAL:
+            return False
+        if self._after is not None:
+            return self._runs + ahead > self._after
+        if not self._worth.pays(self._tape_seconds):
+            if self._worth.known and not self._taken:
+                self._why = self._worth.reason(self._tape_seconds)
+            return False
+        return True
+
+    def _look_back(self) -> None:
+        """Goes back to the tape where the graph has turned out slower."""
+        if self._after is not None or len(self._graph_seconds) < _KEPT_TIMES or not self._tape_seconds:
+            return
+        if statistics.median(self._graph_seconds) > 1.02 * statistics.median(self._tape_seconds):
+            self._give_up("the graph gave the same bits and was no quicker than the tape")
+
+    def _give_up(self, why: str) -> None:
+        if not self._gives_up:
+            self._gives_up, self._taken, self._on_graph = True, False, False
+            self._graph = None
+            self._why = why
+            _log.info("step %r runs on the tape: %s", self._name, why)
+
+    # Trials.
+
+    def _try_step(self, batch: Structure, fetch: Fetch) -> Ran:
+        def on_tape(_: Any) -> Ran:
+            return self._tape.step(batch, fetch)
+
+        return self._try(batch, fetch, on_tape, whole=True)
+
+    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+        def on_tape(gradients: dict[Tensor, Tensor] | None) -> Ran:
+            assert self._attached is not None
+            parameters, ready = self._attached
+            if gradients is None:
+                return self._tape.differentiate(batch, fetch, begin)
+
+            def seen(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+                gradients[parameter] = gradient.detach().clone()
+                return ready(parameter, gradient)
+
+            self._tape.attach(parameters, seen)
+            try:
+                return self._tape.differentiate(batch, fetch, begin)
+            finally:
+                self._tape.attach(parameters, ready)
+
+        return self._try(batch, fetch, on_tape, whole=False)
+
+    def _try(
+        self,
+        batch: Structure,
+        fetch: Fetch,
+        on_tape: Callable[[dict[Tensor, Tensor] | None], Ran],
+        *,
+        whole: bool,
+    ) -> Ran:
+        self._trials += 1
+        with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
+            return self._try_alone(batch, fetch, on_tape, whole=whole)
+
+    def _try_alone(
+        self,
+        batch: Structure,
+        fetch: Fetch,
+        on_tape: Callable[[dict[Tensor, Tensor] | None], Ran],
+        *,
+        whole: bool,
+    ) -> Ran:
+        began = time.perf_counter()
+        try:
+            graph = self._graph or self._make_graph()
+            prepared = graph.prepare(batch, fetch, whole=whole)
+        except CaptureError as error:
+            self._refuse(str(error))
+            self._worth.tried(time.perf_counter() - began)
+            return on_tape(None)
+        except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
+            return on_tape(None)
+        step, whole = self._step, prepared.joint.key.whole
+        before = Snapshot(step.model, step.optimizers, prepared.args)
+        answers, gradients = Answers(), dict[Tensor, Tensor]()
+        tape_began = time.perf_counter()
+        with answers.noted():
+            ran = on_tape(None if whole else gradients)
+        tape_seconds = time.perf_counter() - tape_began
+        after = Snapshot(step.model, step.optimizers, prepared.args)
+
+        def check(results: Mapping[str, object]) -> None:
+            self._check(results, ran)
+            if not whole:
+                found = prepared.joint.backward.sort(results)
+                self._check_gradients(found.dense, gradients, graph)
+
+        if whole is False and self._attached is None:
+            gradients.clear()
+        try:
+            seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
+        except Differs as error:
+            self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
+            self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+        else:
+            self._judge(seconds, tape_seconds)
+        finally:
+            self._worth.tried(time.perf_counter() - began - tape_seconds)
+        return ran
+
+    def _judge(self, seconds: float, tape_seconds: float) -> None:
+        usual = min([tape_seconds, *([statistics.median(self._tape_seconds)] if self._tape_seconds else [])])
+        if self._after is None and seconds >= usual:
+            self._refuse("the graph gave the same bits and was no quicker than the tape")
+            return
+        self._taken = True
+        self._update_checked = False
+        self._misses_in_a_row = 0
+        self._why = (
+            f"a graph of this step gave the tape's bits on your batch after {self._runs} runs, in "
+            f"{seconds * 1e3:.2f} ms where the tape took {usual * 1e3:.2f} ms"
+        )
+        _log.info("step %r runs as a graph: %s", self._name, self._why)
+
+    def _refuse(self, why: str, *, final: bool = False) -> None:
+        self._why = f"this step runs on the tape: {why}"
+        self._rejects = True
+        self._refused[why] += 1
+        _log.info("step %r: %s", self._name, self._why)
+        if final:  # a graph that has shown itself wrong is asked no more, nor are its siblings
+            self._gives_up, self._taken, self._graph = True, False, None
+        if self._taken:
+            return  # the graphs that proved themselves stay
+        if sum(self._refused.values()) >= _MOST_REFUSED:
+            self._gives_up, self._graph = True, None
+
+    def _check(self, results: Mapping[str, object], ran: Ran) -> None:
+        if self._compile:
+            return
+        if bits_differ(results["loss"], ran.loss):
+            raise Differs("the loss")
+        for name, value in ran.returned.items():
+            if isinstance(value, Tensor) and bits_differ(results.get(name), value.detach()):
+                raise Differs(f"the result {name!r}")
+
+    def _check_gradients(self, found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], graph: GraphEngine) -> None:
+        if self._compile or not seen:
+            return
+        parameters = graph.program.parameters
+        for name, gradient in found.items():
+            expected = seen.get(parameters[name])
+            if expected is not None and bits_differ(gradient, expected):
+                raise Differs(f"the gradient of {name!r}")
+        dense = {p for p, gradient in seen.items() if gradient.layout is torch.strided}
+        if dense != {parameters[name] for name in found} & (dense | {parameters[name] for name in found}):
+            raise Differs("which parameters have a gradient")
+
+    def _try_update(self, graph: GraphEngine) -> None:
+        step = self._step
+        before = Snapshot(step.model, step.optimizers)
+        self._tape.update()
+        after = Snapshot(step.model, step.optimizers)
+
+        def run() -> Mapping[str, object]:
+            graph.update()
+            return {}
+
+        try:
+            repeat(before, after, Answers(), run, lambda _: None, rough=self._compile)
+        except (Differs, CaptureError) as error:
+            self._give_up(f"the optimizer's step as a graph is not the tape's: {error}")
+        else:
+            self._update_checked = True
+
     def _make_graph(self) -> GraphEngine:
-        self._graph = GraphEngine(self._step, compile=self._compile, gate=self._gate, update_eagerly=True)
+        self._graph = GraphEngine(self._step, compile=self._compile, eager_update=True, leaves_gradients=True)
+        self._graph.may_trace = False
         if self._attached is not None:
             self._graph.attach(*self._attached)
         return self._graph
-
-    def _gate(self, kind: object) -> None:
-        """Asked before a kind of batch is captured."""
-        self._kind = kind
-        known = self._refused.get(kind)
-        if known is not None:
-            raise CaptureError(known)
-        if self._captures >= _FREE_CAPTURES + self._runs // _RUNS_A_CAPTURE:
-            raise _Rationed(
-                f"{self._captures} kinds of batches (shapes, dtypes, modes, numbers) have come in {self._runs} runs on "
-                "a graph, and another has; more are captured as these are used: pad batches to a few shapes, or use "
-                "engine='tape'"
-            )
-        self._captures += 1
-
-    def _fall_back(self, error: CaptureError, on_tape: Callable[[], Ran]) -> Ran:
-        self._on_graph = False
-        ran = on_tape()
-        # Only now: what raises on the tape too is no refusal.
-        self._in_a_row += 1
-        if not isinstance(error, _Rationed) and self._kind is not None:
-            self._refused.setdefault(self._kind, str(error))
-        hopeless = len(self._refused) >= _MOST_REFUSED and self._runs < _RUNS_A_CAPTURE
-        if hopeless or self._in_a_row >= _MOST_IN_A_ROW:
-            self._gives_up, self._graph = True, None
-        self._warn(f"this step runs on the tape where it cannot be a graph: {error}")
-        return ran
-
-    def _tell_of_update(self, graph: GraphEngine) -> None:
-        if graph.refused_update is not None:
-            self._warn(f"the optimizers of this step run on the tape: {graph.refused_update}")
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"{text} (engine='tape' silences this)", CaptureWarning, stacklevel=_users_frame())
-
-
-def _users_frame() -> int:
-    """How many frames above ``_warn`` the user's call is."""
-    depth, frame = 1, sys._getframe(2)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
-    return depth + 1
 
 
 def _runs_by_itself(model: nn.Module) -> bool:

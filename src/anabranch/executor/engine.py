@@ -35,6 +35,10 @@ class Engine(Protocol):
         """What ``Executor.engine`` says."""
         ...
 
+    def explain(self) -> str:
+        """One sentence that says why it is the engine."""
+        ...
+
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """From now on ``differentiate`` hands the gradients of these parameters to ``ready``, as they become final."""
         ...

@@ -21,6 +21,7 @@ from anabranch.collectives import Workers
 from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.batches import Batches
 from anabranch.executor.engine import Engine
+from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.pipe_runner import Grid, check_pipes, evaluated, runner_for, seed_pipes
@@ -68,9 +69,9 @@ class Executor:
         comm_mode: in any case. ``None``: no communication, each process trains alone; ``"AllReduce"``: gradients are
             averaged over the rows of all workers; ``"PS"``: every parameter lives on the servers; ``"Hybrid"``:
             embedding tables do, everything else is all-reduced.
-        engine: how training steps are run: ``"graph"`` captures the step once for each kind of batch and runs it as
-            generated code, ``"tape"`` is PyTorch's autograd; ``"auto"`` is the graph, and the tape, with one
-            ``CaptureWarning`` that says why, for what no graph can represent faithfully.
+        engine: how training steps are run: ``"tape"`` is PyTorch's autograd; ``"graph"`` captures the step at once, for
+            each kind of batch, and runs it as generated code, or raises ``CaptureError``; ``"auto"`` is the tape until
+            a graph has shown on your batches that it gives the same bits and is quicker.
         compile: hand the captured graph to Inductor, which rounds differently; not with ``engine="tape"``.
         dataloaders: an iterable of batches for each step that ``run`` may be called for without a batch.
         consistency: how the workers' pushes to the servers are ordered. ``"bsp"``: merged, one optimizer step for all;
@@ -91,6 +92,8 @@ class Executor:
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
         heartbeat: seconds between two looks at whether they are still there.
+        capture_after: ``engine="auto"`` tries its graph after exactly so many runs of a step, and keeps it if its bits
+            are right, whatever the clock says; ``None`` lets the clock decide.
 
     Raises:
         ValueError, TypeError: an argument that is none of the above, models that differ between the workers, or what
@@ -118,6 +121,7 @@ class Executor:
         log_path: str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
         heartbeat: float = 1.0,
+        capture_after: int | None = None,
     ) -> None:
         self._steps = named_steps(steps)
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
@@ -127,6 +131,10 @@ class Executor:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
         if compile and engine == "tape":
             raise ValueError("compile=True compiles the graph, and the engine is 'tape'; give engine='graph'")
+        if capture_after is not None and (isinstance(capture_after, bool) or not isinstance(capture_after, int)):
+            raise TypeError(f"capture_after is a number of runs, or None, got {capture_after!r}")
+        if capture_after is not None and capture_after < 0:
+            raise ValueError(f"capture_after is a number of runs, at least 0, got {capture_after}")
         for name in dataloaders or {}:
             self._step(name)
         self._models = distinct_models(self._steps)
@@ -162,10 +170,19 @@ class Executor:
             together = merges or not self._routes.served or self._routes.all_reduces
             self._runners = {
                 name: runner_for(
-                    name, step, self._workers if together else None, partial(_engine_for, step, engine, compile), engine
+                    name,
+                    step,
+                    self._workers if together else None,
+                    partial(_engine_for, name, step, engine, compile, capture_after),
+                    engine,
                 )
                 for name, step in self._steps.items()
                 if isinstance(step, TrainStep)
+            }
+            self._evaluators = {
+                name: Evaluator(step, engine, compile=compile, capture_after=capture_after, name=name)
+                for name, step in self._steps.items()
+                if isinstance(step, EvalStep)
             }
             self._saver = Saver(self._steps, self._runners, self._grid or self._workers)
             self._share_parameters()
@@ -311,11 +328,8 @@ class Executor:
         found = as_tensors(found, self._devices[name])
         if self._remote is not None:
             self._remote.begin(training=False)
-        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad(), fetch.recording():
-            returned = step.outputs(step.model, found)
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")
-        fetch.check(returned)
+        with evaluated(step.model, fetch), _eval_mode(step.model), torch.no_grad():
+            returned = self._evaluators[name].run(found, fetch)
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
@@ -337,7 +351,14 @@ class Executor:
     def engine(self, name: str = "default") -> str:
         """The engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
         self._step(name)
-        return self._runners[name].engine.name if name in self._runners else TapeEngine.name
+        return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
+
+    def explain(self, name: str = "default") -> str:
+        """One sentence: why the step's last run was on the engine that ``engine(name)`` says."""
+        self._step(name)
+        if name in self._evaluators:
+            return self._evaluators[name].explain()
+        return self._runners[name].engine.explain()
 
     def graph(self, name: str = "default") -> Graph:
         """The graph that the last run of the step ran, forward to optimizers.
@@ -346,8 +367,8 @@ class Executor:
             RuntimeError: it has not run as one graph.
         """
         self._step(name)
-        engine = self._runners[name].engine if name in self._runners else None
-        program = engine.program if isinstance(engine, GraphEngine | AutoEngine) else None
+        engine = self._evaluators[name] if name in self._evaluators else self._runners[name].engine
+        program = engine.program if isinstance(engine, GraphEngine | AutoEngine | Evaluator) else None
         if program is None:
             raise RuntimeError(f"step {name!r} does not run as a graph; engine='graph' says why it cannot")
         return program.graph
@@ -484,10 +505,12 @@ def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]
     return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
-def _engine_for(step: TrainStep, engine: str, compile: bool) -> Engine:  # noqa: A002
+def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_after: int | None) -> Engine:  # noqa: A002
     if engine == "tape":
         return TapeEngine(step)
-    return (GraphEngine if engine == "graph" else AutoEngine)(step, compile=compile)
+    if engine == "graph":
+        return GraphEngine(step, compile=compile)
+    return AutoEngine(step, compile=compile, capture_after=capture_after, name=name)
 
 
 def _check_alike(workers: Workers, steps: Mapping[str, Step]) -> None:

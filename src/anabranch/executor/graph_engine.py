@@ -18,14 +18,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from anabranch.errors import CaptureError
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engine import Ran, Ready
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.lookups import as_sparse_gradient
-from anabranch.graph.step import Between, Gate, SparseGradients
+from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]
@@ -39,11 +38,11 @@ class GraphEngine:
     Args:
         step: what to run.
         compile: hand the graph to Inductor.
-        gate: asked before each capture.
-        update_eagerly: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
+        eager_update: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
+        leaves_gradients: leave them in ``.grad``, as the tape does.
 
     Attributes:
-        refused_update: why the optimizers step eagerly, if they do.
+        may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
     """
 
     def __init__(
@@ -51,24 +50,35 @@ class GraphEngine:
         step: TrainStep,
         *,
         compile: bool = False,  # noqa: A002
-        gate: Gate | None = None,
-        update_eagerly: bool = False,
+        eager_update: bool = False,
+        leaves_gradients: bool = False,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
         between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
-        self._program = StepProgram(step.model, step.loss, step.optimizers, between=between, compile=compile, gate=gate)
+        self._program = StepProgram(
+            step.model,
+            step.loss,
+            step.optimizers,
+            between=between,
+            compile=compile,
+            eager_update=eager_update,
+            leaves_gradients=leaves_gradients,
+        )
+        self.may_trace = True
         self._parameters = dict(step.model.named_parameters())
         self._ready: Ready | None = None
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
-        self._update_eagerly = update_eagerly
-        self.refused_update: CaptureError | None = None
 
     @property
     def program(self) -> StepProgram:
         """The captured graphs."""
         return self._program
+
+    def explain(self) -> str:
+        """One sentence that says why it is the engine."""
+        return "a graph was asked for"
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
@@ -79,7 +89,7 @@ class GraphEngine:
         """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
-        found = self._program.backward(batch, fetch.modules, arrivals)
+        found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
         for name, lookups in found.sparse.items():
             arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
@@ -89,14 +99,15 @@ class GraphEngine:
         if not self._in_parts:
             try:
                 asked = [*fetch.modules, *fetch.gradients]
-                return self._sort(self._program.run(batch, fetch=asked, begin=_check(fetch)), fetch)
+                found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
+                return self._sort(found, fetch)
             except SparseGradients:  # before anything has run
                 self._in_parts = True
         return self._step_in_parts(batch, fetch)
 
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> Ran:
         assert self._step.clip_grad_norm is not None
-        found = self._program.backward(batch, fetch.modules)
+        found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
         ran = self._sort(found.outputs, fetch)
         for name, gradient in found.dense.items():
             self._parameters[name].grad = gradient
@@ -108,16 +119,16 @@ class GraphEngine:
 
     def update(self) -> None:
         """The optimizers' step on what ``.grad`` holds."""
-        if self.refused_update is None:
+        self._program.update(*self._gradients())
+
+    def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
+        """Captures the step for this batch and runs nothing; ``whole`` with the update."""
+        if whole and not self._in_parts:
             try:
-                return self._program.update(*self._gradients())
-            except CaptureError as error:
-                if not self._update_eagerly:
-                    raise
-                self.refused_update = error
-        for optimizer in self._step.optimizers:
-            optimizer.step()
-        return None
+                return self._program.prepare(batch, [*fetch.modules, *fetch.gradients], whole=True)
+            except SparseGradients:
+                self._in_parts = True
+        return self._program.prepare(batch, fetch.modules, whole=False)
 
     def _gradients(self) -> tuple[dict[str, Tensor], dict[str, list[SparseRows]]]:
         dense: dict[str, Tensor] = {}

@@ -23,6 +23,7 @@ from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, Ran
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.upcoming import UpcomingIds
@@ -127,6 +128,10 @@ class StepRunner:
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         if self.upcoming is None or not self.upcoming.learning:
             return self.engine.differentiate(batch, fetch, begin)
+        if isinstance(self.engine, GraphEngine):
+            ran = self.engine.differentiate(batch, fetch, begin)
+            self.upcoming.learn_from(self.engine.program.graph)
+            return ran
         engine = self.engine.tape if isinstance(self.engine, AutoEngine) else self.engine
         with self.upcoming.watching(batch):
             return engine.differentiate(batch, fetch, begin)
@@ -145,7 +150,10 @@ class StepRunner:
         if self.remote is not None:
             self.remote.start_run(weight)
         stopping = self._wants_to_stop()
-        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device)
+        vote = (False, False)
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            vote = self.engine.vote()
+        share = header(loss, weight, run=self._calls, active=active, stopping=stopping, device=self._device, vote=vote)
         if last and self._workers is not None and self._buckets.carries_header:
             self._buckets.start_run(weight, last=last, header=share, step=self.runs)
             return Totals(self._buckets.header, self._calls, self._workers.size)
@@ -154,6 +162,8 @@ class StepRunner:
 
     def _finish_run(self, total: Total) -> None:
         self.stopping = self.stopping or total.stopping > 0
+        if self._workers is not None and isinstance(self.engine, AutoEngine):
+            self.engine.decided(total.trying, total.rejecting)
         self._end_run(total.rows)
 
     def run_idle(self) -> Ran | None:

@@ -25,12 +25,17 @@ class TapeEngine:
     """Differentiates one ``TrainStep`` by PyTorch's autograd."""
 
     name = "tape"
+    why = "the tape was asked for"
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self._manager = GradManager()
         self._alone = GradManager()
         self._parameters = list(step.model.parameters())
+
+    def explain(self) -> str:
+        """One sentence that says why it is the engine."""
+        return self.why
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""

@@ -20,12 +20,15 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from anabranch.events import Event, subscribe
-from anabranch.tensors import Structure, flatten
+from anabranch.graph import Graph
+from anabranch.graph.crossings import crossing_of
+from anabranch.tensors import Structure, flatten, paths
 
 __all__ = ["UpcomingIds"]
 
@@ -97,8 +100,9 @@ class UpcomingIds:
     """
 
     def __init__(self) -> None:
-        self._recipes: dict[str, list[Callable[[list[Any]], Tensor]]] | None = None
+        self._recipes: dict[str, list[Callable[[Any], Tensor]]] | None = None
         self._attempts = 0
+        self._by_path = False
 
     @property
     def learning(self) -> bool:
@@ -118,19 +122,38 @@ class UpcomingIds:
         with subscribe(note), watch:
             yield batch
         leaves = {id(leaf): number for number, leaf in enumerate(flatten(batch)[0]) if isinstance(leaf, Tensor)}
-        recipes: dict[str, list[Callable[[list[Any]], Tensor]]] = {}
+        recipes: dict[str, list[Callable[[Any], Tensor]]] = {}
         for table, ids in looked_up:
             try:
                 recipes.setdefault(table, []).append(_recipe(ids, watch, leaves))
             except _NoRecipe:
                 continue
-        self._recipes = recipes
+        self._recipes, self._by_path = recipes, False
+
+    def learn_from(self, graph: Graph) -> None:
+        """Learns from a captured step: the operations between the batch and the ids of each lookup."""
+        self._attempts += 1
+        recipes: dict[str, list[Callable[[Any], Tensor]]] = {}
+        names = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        bound = dict(graph.shared())
+        for node in graph.fx.nodes:
+            crossing = crossing_of(node)
+            if crossing is None or crossing.boundary.kind != "table" or crossing.phase != "forward":
+                continue
+            try:
+                ids = node.args[0][0]
+                recipes.setdefault(crossing.boundary.name, []).append(_traced_recipe(ids, names, bound))
+            except _NoRecipe:
+                continue
+        self._recipes, self._by_path = recipes, True
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
         """The ids that a step with ``batch`` is expected to look up, by table."""
         if not self._recipes:
             return {}
-        leaves = flatten(batch)[0]
+        leaves: Any = flatten(batch)[0]
+        if self._by_path:
+            leaves = {f"batch.{path}" if path else "batch": v for path, v in zip(paths(batch), leaves, strict=True)}
         try:
             with torch.no_grad():
                 return {
@@ -138,9 +161,33 @@ class UpcomingIds:
                     for table, recipes in self._recipes.items()
                     if recipes
                 }
-        except (RuntimeError, IndexError, TypeError, ValueError):  # a batch of another shape: learn anew
+        except (RuntimeError, LookupError, TypeError, ValueError):  # a batch of another shape: learn anew
             self._recipes = None
             return {}
+
+
+def _traced_recipe(
+    ids: fx.Node, names: Mapping[fx.Node, str], bound: Mapping[fx.Node, Tensor]
+) -> Callable[[Mapping[str, Any]], Any]:
+    """What gives ``ids`` for the leaves of another batch, by their paths."""
+    if ids in bound:
+        return lambda batch: bound[ids]
+    if ids.op == "placeholder":
+        return lambda batch: batch[names[ids]]
+    target = ids.target
+    if (
+        not isinstance(target, OpOverload)
+        or target._schema.is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
+    ):
+        raise _NoRecipe
+    sources = {source: _traced_recipe(source, names, bound) for source in ids.all_input_nodes}
+
+    def follow(batch: Mapping[str, Any]) -> Any:
+        values = {source: made(batch) for source, made in sources.items()}
+        return target(*fx.map_arg(ids.args, values.get), **fx.map_arg(ids.kwargs, values.get))
+
+    return follow
 
 
 def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[list[Any]], Any]:

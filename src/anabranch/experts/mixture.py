@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
@@ -176,6 +177,10 @@ class _Asker:
         ]
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
 
+    def form_of(self, uid_prefix: str, dimensions: int) -> object:
+        """How the outputs of the mixture nest."""
+        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
+
     def mixed(
         self,
         uid_prefix: str,
@@ -184,8 +189,8 @@ class _Asker:
         gated: Tensor,
         leaves: Sequence[object],
         more: Sequence[Form] = (),
-    ) -> tuple[Structure, list[Tensor]]:
-        """What ``mix`` makes of the gate's scores and the inputs: the outputs, nested, and then what has ``more``.
+    ) -> tuple[Schema, list[Tensor]]:
+        """What ``mix`` makes of the gate's scores and the inputs: the outputs, and then what has ``more``.
 
         ``mix`` returns the schema of the experts that it has asked, too.
         """
@@ -207,10 +212,7 @@ class _Asker:
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
         outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
-        rest = [outputs.pop() for _ in more][::-1]
-        given = iter(outputs)
-        nested: list[object] = [None if spec is None else next(given) for spec in asked[0].output_specs]
-        return unflatten(asked[0].output_structure, nested), rest
+        return asked[0], outputs
 
     def _make_calls(
         self,
@@ -311,6 +313,12 @@ class _Asker:
             operation=f"mixture.{phase}",
             elapsed=elapsed,
         )
+
+
+def _nested(schema: Schema, outputs: Sequence[Tensor]) -> Structure:
+    given = iter(outputs)
+    nested: list[object] = [None if spec is None else next(given) for spec in schema.output_specs]
+    return unflatten(schema.output_structure, nested)
 
 
 def _no_schema(deadline: Deadline) -> BoundaryError:
@@ -514,10 +522,33 @@ class RemoteMixtureOfExperts(nn.Module):
         self.k_best = k_best
         self.gate = nn.Linear(in_features, sum(self.grid_size))
         self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """The mixture's output for ``x``."""
-        leaves, structure = flatten(((x, *args), kwargs))
+        gated = self.gate(_gate_input(x))
+        if torch.compiler.is_dynamo_compiling():
+            outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, outputs))
+        return _nested(*self._mixed(gated, (x, *args), kwargs))
+
+    def learn_form(self) -> None:
+        """Asks how the experts' outputs nest, for a capture."""
+        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+
+    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+        """All behind the gate, for a call that Dynamo leaves whole."""
+        return self._mixed(gated, args, kwargs)[1]
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, structure = flatten((args, kwargs))
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
@@ -530,7 +561,7 @@ class RemoteMixtureOfExperts(nn.Module):
             weights = torch.softmax(logits, dim=1) * answered
             return [_weigh(weights, answers) for answers in chosen.outputs if answers is not None], chosen.schema
 
-        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, self.gate(_gate_input(x)), leaves)[0]
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves)
 
     def statistics(self) -> MixtureStatistics:
         """What was asked since the module was made."""
@@ -604,6 +635,12 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         for dimension, size in enumerate(self.grid_size):
             self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
         self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """The output for ``x``, and the balancing loss."""
@@ -611,7 +648,27 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         if self.training and self.jitter:
             seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
         gated = self.gate(seen)
-        leaves, structure = flatten(((x, *args), kwargs))
+        grids = len(self.grid_size)
+        if torch.compiler.is_dynamo_compiling():
+            found = opaque.call(self._handle, (gated, x, *args), kwargs)
+            output = cast(Structure, opaque.fill(self._form, found))
+        else:
+            schema, found = self._mixed(gated, (x, *args), kwargs)
+            output = _nested(schema, found[:-grids])
+        return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
+
+    def learn_form(self) -> None:
+        """Asks how the experts' outputs nest, for a capture."""
+        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+
+    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+        """All behind the gate, for a call that Dynamo leaves whole."""
+        return self._mixed(gated, args, kwargs)[1]
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, structure = flatten((args, kwargs))
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
@@ -622,10 +679,8 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             outputs = [_weigh(probability, answers) for answers in chosen.outputs if answers is not None]
             return [*outputs, *self._shares(choices, gated)], chosen.schema
 
-        output, shares = self._asker.mixed(
-            self.uid_prefix, self.grid_size, mix, gated, leaves, [self._share_form(n, gated) for n in self.grid_size]
-        )
-        return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), shares)
+        forms = [self._share_form(n, gated) for n in self.grid_size]
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, forms)
 
     def _share_form(self, size: int, gated: Tensor) -> Form:
         return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)

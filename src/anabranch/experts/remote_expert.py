@@ -7,8 +7,10 @@ import threading
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, SchemaError
@@ -82,6 +84,13 @@ class RemoteExpert(nn.Module):
         self._where = endpoint_or_directory
         self._client = client or shared_client(keys=keys, insecure=insecure)
         self._found = _Found()
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def learn_form(self) -> None:
+        """Asks how the expert's outputs nest, for a capture."""
+        _, schema = self._find(Deadline.after(self.forward_timeout))
+        self._form = schema.output_form()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
         """Another caller of the same expert, through the same client: copying a model copies no connection."""
@@ -109,6 +118,20 @@ class RemoteExpert(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """The expert's outputs for these inputs."""
+        if torch.compiler.is_dynamo_compiling():
+            return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
+        schema, outputs = self._call(args, kwargs)
+        if schema.gives_one:
+            return outputs[0]
+        given = iter(outputs)
+        specs = schema.output_specs
+        return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
+
+    def call_whole(self, *args: object, **kwargs: object) -> Sequence[Tensor]:
+        """``forward``, for a call that Dynamo leaves whole."""
+        return self._call(args, kwargs)[1]
+
+    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Schema, Sequence[Tensor]]:
         deadline = Deadline.after(self.forward_timeout)
         known = self._found.known
         if known is None:
@@ -119,11 +142,7 @@ class RemoteExpert(nn.Module):
         # A graph asks again in every run, each with all of its time.
         there = _There(self, schema, deadline if current_tracer() is None else None)
         crossed = cross(there, *inputs)
-        if there.schema.gives_one:
-            return crossed[0]
-        outputs = iter(crossed)
-        specs = there.schema.output_specs
-        return unflatten(there.schema.output_structure, [None if spec is None else next(outputs) for spec in specs])
+        return there.schema, crossed
 
     def _find(self, deadline: Deadline) -> tuple[str, Schema]:
         found = self._found

@@ -7,6 +7,7 @@ runs no code. Two sides agree on a schema by its hash, so a request carries tens
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class Schema:
     def input_structure(self) -> PyTreeSpec:
         """How inputs nest."""
         return flatten((self.arguments, dict(self.keywords)))[1]
+
+    def output_form(self) -> Structure:
+        """The outputs as they nest, with the number of each tensor among them in its place."""
+        numbers = itertools.count()
+        return unflatten(self.output_structure, [None if spec is None else next(numbers) for spec in self.output_specs])
 
     @cached_property
     def output_structure(self) -> PyTreeSpec:

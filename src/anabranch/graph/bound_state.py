@@ -1,77 +1,98 @@
-"""The state that graphs are bound to, and whether it still is that: looked at before every step, in loops of C."""
+"""The state that graphs are bound to, and whether it still is that: looked at before every step, in loops of C.
+
+What Python code reads is guarded by Dynamo. What remains are the optimizers, which no Dynamo looks at, the memory that
+parameters lie in, and hooks on gradients.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BoundState"]
+from anabranch.errors import CaptureError
+from anabranch.graph.classes import WatchedCode
+from anabranch.graph.hooks import refuse_hooks
 
-_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = (
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-)
-_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+__all__ = ["BoundState"]
 
 
 class BoundState:
-    """Modules, parameters, buffers, hooks and optimizer state as they are now."""
+    """Parameters, optimizers and their state as they are now."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        modules = list(model.modules())
-        self._of_modules: list[dict[str, Any]] = [s for m in modules for s in (m._parameters, m._buffers, m._modules)]
-        self._spaces = self._of_modules
-        self._note_held()
-        self._parameters = list(model.parameters())
-        tensors = [*self._parameters, *model.buffers()]
-        self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self._model = model
+        self._optimizers = list(optimizers)
+        self.parameters = dict(model.named_parameters())
+        self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
         self._forms = list(map(_form, self._tensors))
         self._note_places()
-        self._optimizers = list(optimizers)
-        self._states = [optimizer.state for optimizer in optimizers]
-        self._groups = self._grouped()
-        self._hooks = [getattr(m, kind) for m in modules for kind in _MODULE_HOOKS]
-        self._hooks += [getattr(global_hooks, kind) for kind in _GLOBAL_HOOKS]
-        self._hooks += [getattr(optimizer, kind) for optimizer in optimizers for kind in _OPTIMIZER_HOOKS]
-        self._hook_count = sum(map(len, self._hooks))
-        self._tensor_hook_count = self._count_tensor_hooks()
-        self._handles = RemovableHandle.next_id
+        self._lists = [optimizer.param_groups for optimizer in self._optimizers]
+        self._groups = list(chain.from_iterable(self._lists))
+        self._sizes = self._grouped()
+        self._code = WatchedCode(map(type, self._optimizers), ())
+        self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        self._hooks: list[tuple[Mapping[int, object], list[int]]] = []
+        self._handles = -1
+        self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
-        """The optimizers' state exists now and is bound too."""
-        self._spaces = self._of_modules + [kept for state in self._states for kept in state.values()]
-        self._note_held()
-
-    def _note_held(self) -> None:
+        """The optimizers' state is what it is now."""
+        self._states = [optimizer.state for optimizer in self._optimizers]
+        self._spaces = [kept for state in self._states for kept in state.values()]
         self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
 
     def intact(self) -> bool:
-        """Whether everything is the very thing that it was."""
+        """Whether everything is the very thing that it was.
+
+        Raises:
+            CaptureError: somebody has set a hook that a graph would not call.
+        """
+        self._refuse_new_hooks()
         same = operator.is_
+        for optimizer, state, groups, step in zip(
+            self._optimizers, self._states, self._lists, self._steps, strict=True
+        ):
+            if (
+                optimizer.state is not state
+                or optimizer.param_groups is not groups
+                or vars(optimizer).get("step") is not step
+            ):
+                return False
+        if not self._code.unchanged():
+            return False
+        if len(self._spaces) != sum(map(len, self._states)):
+            return False
+        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
+            return False
         if len(self._held) != sum(map(len, self._spaces)):
             return False
         if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):
             return False
-        if not self._hooks_intact():
+        if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
             return False
-        for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            if optimizer.state is not state:
-                return False
-        if self._grouped() != self._groups:
+        if not all(map(same, chain.from_iterable(self._lists), self._groups)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
+
+    def _refuse_new_hooks(self) -> None:
+        """Looks for hooks only when anybody has registered one, anywhere, since the last look."""
+        number = RemovableHandle.next_id
+        if number != self._handles:
+            modules = {module: name for name, module in self._model.named_modules()}
+            refuse_hooks(modules, self.parameters, self._optimizers)
+            hooks = [getattr(module, kind) for module in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
+            self._hooks = [(each, list(each)) for each in hooks if len(each) > 1]
+            self._handles = number
+        for hooks_of_one, order in self._hooks:
+            if list(hooks_of_one) != order:
+                self._handles = -1
+                raise CaptureError("the forward hooks of a module were put in another order; use engine='tape'")
 
     def _grouped(self) -> list[int]:
         """How many parameters each group holds; ``add_param_group`` changes it."""
@@ -91,18 +112,8 @@ class BoundState:
         storages = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
         self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
 
-    def _hooks_intact(self) -> bool:
-        # Each hook that anybody registers takes a number; without a new one, none can have come to where none was.
-        number = RemovableHandle.next_id
-        if number == self._handles and not self._hook_count and not self._tensor_hook_count:
-            return True
-        if sum(map(len, self._hooks)) != self._hook_count or self._count_tensor_hooks() != self._tensor_hook_count:
-            return False
-        self._handles = number
-        return True
 
-    def _count_tensor_hooks(self) -> int:
-        return sum(len(hooks) for each in map(_hooks_of, self._parameters) for hooks in each if hooks)
+_values = dict.values
 
 
 def _form(tensor: Tensor) -> object:

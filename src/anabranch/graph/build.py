@@ -18,21 +18,14 @@ def build(
     body: Callable[..., Sequence[object]],
     sources: Sequence[Source],
     outputs: Sequence[str],
-    modules: dict[str, nn.Module] | None = None,
     *,
     kinds: Mapping[str, InputKind] | None = None,
     may_read: bool = False,
-    keep: frozenset[str] = frozenset(),
     interceptors: Sequence[Interceptor] = (),
 ) -> Graph:
     """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans what comes out."""
-    module = trace(body, sources, modules, may_read=may_read, keep=keep, interceptors=interceptors)
+    module = trace(body, sources, may_read=may_read, interceptors=interceptors)
     graph = module.graph
-    pairs = list(zip(sources, graph.find_nodes(op="placeholder"), strict=True))
-    for source, node in pairs:
-        if source.within_reach and not node.users:
-            graph.erase_node(node)
-    sources = [source for source, node in pairs if node.users or not source.within_reach]
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs = [_input(source, node, kinds or {}) for source, node in zip(sources, placeholders, strict=True)]
     for index, (node, tensor) in enumerate(constants(module).items()):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from anabranch.errors import CaptureError
 from anabranch.graph.build import build
-from anabranch.graph.faithful import PythonState, captured_tensors, reachable_modules, refuse_hooks
+from anabranch.graph.calls import run_calls
+from anabranch.graph.front import Call, Front
 from anabranch.graph.graph import Graph, InputKind
-from anabranch.graph.tracing import Recorder, Source, TracedModules, free_name
+from anabranch.graph.hooks import refuse_hooks
+from anabranch.graph.tracing import Recorder, Source, free_name
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
 __all__ = ["capture"]
+
+_SETTINGS = {"side_effect_replay_policy": "error"}
 
 
 def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
@@ -52,42 +59,166 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     leaves, structure = flatten(example_inputs)
     names = _input_names(fn, example_inputs)
     _check_examples(names, leaves)
-    modules = reachable_modules(fn)
-    roots = {name if len(modules) > 1 else "": module for name, module in modules.items()}
-    sources = [Source(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
-    known = TracedModules(roots).names
-    state = PythonState(fn, known)
-    state.refuse_iterators()
-    kinds = _add_state(sources, roots, captured_tensors(fn), leaves)
-    held = {id(source.value) for source in sources}
-    for name, tensor in state.tensors.items():
-        if id(tensor) not in held:
-            sources.append(Source(free_name(name, sources), tensor, state=True, within_reach=True))
-            kinds[sources[-1].name] = "constant"
-    refuse_hooks(known, {source.name: source.value for source in sources if isinstance(source.value, Tensor)})
-    outputs: list[str] = []
-    found: list[PyTreeSpec] = []
+    for root in _reachable(fn).values():
+        if isinstance(root, nn.Module):
+            refuse_hooks({module: name for name, module in root.named_modules()}, {})
+    found: list[_Found] = []
 
-    def body(values: Sequence[Tensor | float], _recorder: Recorder) -> Sequence[object]:
-        given = [
-            value if isinstance(leaf, (Tensor, float)) else leaf for leaf, value in zip(leaves, values, strict=False)
-        ]
-        result = fn(*unflatten(structure, given))  # type: ignore[misc]
-        flat, treedef = flatten(result)
-        outputs[:] = [f"output.{path}" if path else "output" for path in paths(result)]
-        found[:] = [treedef]
-        return flat
+    def make(call: Call) -> Callable[..., Sequence[object]]:
+        def run(*args: object) -> Sequence[object]:
+            found.append(_Found(call, args, _stand_ins(call)))
+            return found[-1].results
 
-    try:
-        graph = build(body, sources, outputs, roots, kinds=kinds)
-    finally:
-        changed = state.undo_changes()
-    if changed is not None:
-        raise changed
+        return run
+
+    given, seen = _numbers_as_tensors(fn, example_inputs)
+    settings = _SETTINGS if seen is fn else {**_SETTINGS, "capture_scalar_outputs": True}
+    result = Front(seen, make, what="the function", settings=settings).run((), *given)
+    if not found:
+        raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
+    graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
-    graph = graph.with_structure(structure, found[0], fixed)
+    graph = graph.with_structure(structure, treedef, fixed)
     graph.origin = _recapture(fn, example_inputs)
     return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What Dynamo found, the values of its placeholders, and a tensor that stands for each result."""
+
+    call: Call
+    args: tuple[object, ...]
+    results: Sequence[object]
+
+
+def _numbers_as_tensors(
+    fn: Callable[..., Structure], inputs: tuple[Structure, ...]
+) -> tuple[tuple[Structure, ...], Callable[..., Structure]]:
+    """The inputs with floats as tensors, and ``fn`` for them: Dynamo would take a float for a constant."""
+    leaves, structure = flatten(inputs)
+    if not any(isinstance(leaf, float) for leaf in leaves):
+        return inputs, fn
+    wrapped = [torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf for leaf in leaves]
+    templates = unflatten(structure, [isinstance(leaf, float) for leaf in leaves])
+
+    def with_numbers(*given: Structure) -> Structure:
+        return fn(*_unwrapped(given, templates))
+
+    return unflatten(structure, wrapped), with_numbers  # type: ignore[return-value]
+
+
+def _unwrapped(value: Any, template: Any) -> Any:
+    """``value`` with a number for each tensor that stands for one; Dynamo follows this."""
+    if template is True:
+        return value.item()
+    if isinstance(template, dict):
+        return {key: _unwrapped(value[key], part) for key, part in template.items()}
+    if isinstance(template, (list, tuple)):
+        parts = [_unwrapped(value[i], part) for i, part in enumerate(template)]
+        if isinstance(template, list):
+            return parts
+        return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+    return value
+
+
+def _stand_ins(call: Call) -> list[object]:
+    """By these the results are known in the structure that the function returns."""
+    (results,) = call.module.graph.output_node().args
+    return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
+
+
+class _Capture:
+    """The function's own inputs first, then the state that it reads, each tensor once."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Structure],
+        found: _Found,
+        given: tuple[Structure, ...],
+        leaves: Sequence[object],
+        names: Sequence[str],
+    ) -> None:
+        self._held = _named_state(fn)
+        self._sources = [Source(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        self._kinds: dict[str, InputKind] = {}
+        given_leaves, _ = flatten(given)
+        self._at = {id(leaf): index for index, leaf in enumerate(given_leaves) if isinstance(leaf, Tensor)}
+        numbers = {i for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        wanted = {id(value) for value in found.args}
+        for tensor in self._held:  # in the modules' own order
+            if id(tensor) in wanted:
+                self._source_of("", tensor)
+        self._place = [self._source_of(name, value) for name, value in zip(found.call.names, found.args, strict=True)]
+        self._call = replace(found.call, numbers=frozenset(i for i, at in enumerate(self._place) if at in numbers))
+        self._found = found
+        tensors = {source.name: source.value for source in self._sources if isinstance(source.value, Tensor)}
+        refuse_hooks({}, tensors)
+
+    def _source_of(self, shown: str, value: object) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._at:
+            name = free_name(self._held.get(value, shown), self._sources)
+            parameter = isinstance(value, nn.Parameter)
+            self._kinds[name] = "parameter" if parameter else "buffer" if value in self._held else "constant"
+            self._at[id(value)] = len(self._sources)
+            self._sources.append(Source(name, value, state=True))
+        return self._at[id(value)]
+
+    def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
+        """The graph, and how its outputs nest."""
+        call, args = self._call, self._found.args
+        order, treedef = flatten(result)
+        outputs = [f"output.{path}" if path else "output" for path in paths(result)]
+        of_result = {id(value): index for index, value in enumerate(self._found.results)}
+
+        def body(values: Sequence[Tensor | float], recorder: Recorder) -> Sequence[object]:
+            given = [args[i] if at is None else values[at] for i, at in enumerate(self._place)]
+            results, _ = run_calls(call, given, recorder)
+            found: list[object] = []
+            for leaf in order:
+                if id(leaf) in of_result:
+                    found.append(results[of_result[id(leaf)]])
+                else:  # an input that is returned as it came, or a constant
+                    at = self._at.get(id(leaf))
+                    found.append(leaf if at is None else values[at])
+            return found
+
+        return build(body, self._sources, outputs, kinds=self._kinds), treedef
+
+
+def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
+    """Parameters and buffers of the modules that ``fn`` names, by what a user would call them."""
+    modules = {name: module for name, module in _reachable(fn).items() if isinstance(module, nn.Module)}
+    found: dict[Tensor, str] = {}
+    for variable, module in modules.items():
+        prefix = f"{variable}." if len({id(m) for m in modules.values()}) > 1 and variable else ""
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found.setdefault(tensor, prefix + name)
+    for name, value in _reachable(fn).items():
+        if isinstance(value, Tensor):
+            found.setdefault(value, name)
+    return found
+
+
+def _reachable(fn: object) -> dict[str, object]:
+    """What a function closes over, by the names it knows it by; for a module, itself."""
+    if isinstance(fn, nn.Module):
+        return {"": fn}
+    if isinstance(fn, functools.partial):
+        given = {f"args.{i}": value for i, value in enumerate(fn.args)} | dict(fn.keywords)
+        return _reachable(fn.func) | given
+    if inspect.ismethod(fn):
+        return {"self": fn.__self__} | _reachable(fn.__func__)
+    if not inspect.isfunction(fn):
+        return {}
+    variables = inspect.getclosurevars(fn)
+    found: dict[str, object] = {**variables.globals, **variables.nonlocals}
+    for value in list(found.values()):
+        if inspect.isfunction(value) and not value.__module__.startswith("torch"):
+            found = {**inspect.getclosurevars(value).nonlocals, **found}
+    return found
 
 
 def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
@@ -127,29 +258,3 @@ def _check_examples(names: Sequence[str], leaves: Sequence[object]) -> None:
                 f"the example input {name} is a {type(leaf).__name__} ({leaf!r}), neither a tensor nor a number; close "
                 "over it instead of passing it"
             )
-
-
-def _add_state(
-    sources: list[Source], roots: dict[str, nn.Module], tensors: dict[str, Tensor], leaves: Sequence[object]
-) -> dict[str, InputKind]:
-    """Appends a source for each tensor of the modules and the closure; returns what kind of state each is."""
-    kinds: dict[str, InputKind] = {}
-    seen = {id(leaf) for leaf in leaves}
-
-    def add(name: str, tensor: Tensor, kind: InputKind) -> None:
-        if id(tensor) in seen:
-            return
-        seen.add(id(tensor))
-        name = free_name(name, sources)
-        sources.append(Source(name, tensor, state=True))
-        kinds[name] = kind
-
-    for prefix, module in roots.items():
-        head = f"{prefix}." if prefix else ""
-        for name, parameter in module.named_parameters():
-            add(head + name, parameter, "parameter")
-        for name, buffer in module.named_buffers():
-            add(head + name, buffer, "buffer")
-    for name, tensor in tensors.items():
-        add(name, tensor, "constant")
-    return kinds

@@ -31,7 +31,7 @@ from anabranch.graph.effects import Effects, is_view
 from anabranch.graph.graph import Graph
 from anabranch.graph.memory import plan_memory, storage_bytes
 
-__all__ = ["recompute"]
+__all__ = ["recompute", "recompute_marked"]
 
 
 def recompute(graph: Graph, budget_bytes: int) -> Graph:
@@ -51,6 +51,25 @@ def recompute(graph: Graph, budget_bytes: int) -> Graph:
         f"no recomputation that was found fits {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
         f"{least}; give it at least that, or capture a smaller batch"
     )
+
+
+def recompute_marked(graph: Graph) -> Graph:
+    """``graph`` with the values of ``torch.utils.checkpoint``'s regions computed again in backward instead of kept.
+
+    Random numbers and writes are not repeated: what they give is kept, and the bits are the same.
+    """
+    if not any(node.meta.get("checkpointed") for node in graph.fx.nodes):
+        return graph
+    graph = drop_dead_nodes(drop_handles(graph)).copy()
+    nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+    at = next((index for index, node in enumerate(nodes) if node.meta.get("phase") == "backward"), len(nodes))
+    before, after = nodes[:at], nodes[at:]
+    known = set(before)
+    wanted = {source for reader in after for source in reader.all_input_nodes if source in known}
+    allowed = {node for node in _recomputable(before, graph.effects(), False) if node.meta.get("checkpointed")}
+    kept = wanted - allowed
+    _place(graph, after, _needed_again(wanted, kept, allowed))
+    return drop_dead_nodes(graph)
 
 
 @dataclass(frozen=True, slots=True)

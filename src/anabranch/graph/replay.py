@@ -10,8 +10,8 @@ The optimizers stay out of it: their learning rates and step counts are read by 
 
 from __future__ import annotations
 
+import logging
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from anabranch.errors import CaptureWarning
 from anabranch.graph.codegen import Program
 from anabranch.graph.graph import Graph
 
 __all__ = ["Replayed", "can_replay"]
+
+_log = logging.getLogger("anabranch")
 
 _WARM_UP = 3
 """Runs before the recording: kernels choose their algorithms, and a kind of batch shows that it comes again."""
@@ -92,9 +93,7 @@ class Replayed(Program):
             except RuntimeError as error:  # a kernel that waits for the device
                 self._refused = True
                 reason = str(error).strip().split("\n")[0]
-                warnings.warn(
-                    f"a step is no CUDA graph, and is launched kernel by kernel: {reason}", CaptureWarning, stacklevel=2
-                )
+                _log.info("a step is no CUDA graph, and is launched kernel by kernel: %s", reason)
                 return self._program.run(*inputs)
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)

@@ -1,14 +1,11 @@
 """Everything that depends on ``make_fx``: a Python function becomes a flat ``torch.fx`` graph of ATen operations.
 
-One module, because the tracer is a moving part of PyTorch. What it adds to ``make_fx`` is faithfulness:
+One module, because the tracer is a moving part of PyTorch. What it adds to ``make_fx``:
 
-- State stands for itself. Tensors that the function closes over (parameters, buffers, plain tensors) are replaced
-  by traced ones while the function runs: in the modules' own dicts, and by a ``TorchFunctionMode`` wherever else a
-  reference is held (the flat weights of an RNN, a closure).
 - Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
   tracer records; the replay then computes it in Python doubles, exactly as eager code does.
-- What would be lost raises. Reading a traced value, hooks, and changes of Python state are refused with the line of
-  user code that does it.
+- Boundaries become nodes that cross when the graph runs.
+- What would be lost raises: reading a traced value, a generator of random numbers that is not torch's default one.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
-from anabranch.autodiff.hooks import watch_calls, watch_node
+from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
 
@@ -52,7 +49,6 @@ __all__ = [
     "Interceptor",
     "Recorder",
     "Source",
-    "TracedModules",
     "UserMistake",
     "WrongType",
     "bytes_of",
@@ -94,15 +90,11 @@ class WrongType(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one input of a trace stands for: a name, an example, and whether that very tensor is state.
-
-    One that is only ``within_reach`` is no input of the graph unless something reads it.
-    """
+    """What one input of a trace stands for: a name, an example, and whether that very tensor is state."""
 
     name: str
-    value: Tensor | float
+    value: Tensor | float | int
     state: bool = False
-    within_reach: bool = False
 
 
 def free_name(name: str, sources: Sequence[Source]) -> str:
@@ -113,77 +105,19 @@ def free_name(name: str, sources: Sequence[Source]) -> str:
     return name
 
 
-class TracedModules:
-    """The modules whose calls name the nodes, and whose state is swapped for traced tensors."""
-
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.names: dict[nn.Module, str] = {}
-        for prefix, root in modules.items():
-            for name, module in root.named_modules():
-                self.names.setdefault(module, ".".join(part for part in (prefix, name) if part))
-
-    @contextmanager
-    def swapped(self, stand_ins: dict[int, Tensor]) -> Iterator[None]:
-        """Every parameter and buffer replaced by its traced tensor until the block ends.
-
-        A buffer that the forward rebinds (``self.mean = ...``) is copied into the traced one on the way out: the
-        tensor that the user holds receives the new value.
-        """
-        kept = [(entries, dict(entries)) for entries in self._entries()]
-        try:
-            for entries, values in kept:
-                for name, value in values.items():
-                    if value is not None and id(value) in stand_ins:
-                        entries[name] = stand_ins[id(value)]
-            yield
-            for entries, values in kept:
-                self._write_back(entries, values, stand_ins)
-        finally:
-            for entries, values in kept:
-                entries.clear()
-                entries.update(values)
-
-    def _entries(self) -> Iterator[dict[str, Tensor | None]]:
-        for module in self.names:
-            yield module._parameters  # type: ignore[misc]
-            yield module._buffers
-
-    @staticmethod
-    def _write_back(
-        entries: dict[str, Tensor | None], values: dict[str, Tensor | None], stand_ins: dict[int, Tensor]
-    ) -> None:
-        if entries.keys() != values.keys():
-            name = next(iter(entries.keys() ^ values.keys()))
-            raise CaptureError(
-                f"the forward adds or removes the parameter or buffer {name!r}, which a graph would do once and for "
-                "all; make it in __init__, or use engine='tape'"
-            )
-        for name, value in values.items():
-            traced, now = stand_ins.get(id(value)), entries.get(name)
-            if traced is None or now is traced:
-                continue
-            if not isinstance(now, Tensor) or now.shape != traced.shape or now.dtype != traced.dtype:
-                raise CaptureError(
-                    f"the forward replaces {name!r} by something of another shape or dtype, which the graph, whose "
-                    "state is bound once, would lose; change it in place, or use engine='tape'"
-                )
-            with torch.no_grad():
-                traced.copy_(now)
-
-
 class Recorder:
     """Marks each node with the module and the line of user code that it comes from, backward nodes included."""
 
-    def __init__(self, keep: frozenset[str]) -> None:
-        self._stack: list[str] = []
+    def __init__(self) -> None:
         self._spans: list[tuple[int, str]] = []
-        self._keep = keep
         self.scope = ""
         self.stops_gradients = False
         self.casts = torch._C._is_any_autocast_enabled()
         self.differentiable: bool | None = None
         self.phase = "forward"
-        self.outputs: dict[str, object] = {}
+        self.is_checkpointed = False
+        self.line: Callable[[], str] = user_line
+        """Where the operations under way stand in the user's code."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 
@@ -198,29 +132,32 @@ class Recorder:
             node.meta["autocast"] = self.casts
             recorded = torch.is_grad_enabled() if self.differentiable is None else self.differentiable
             node.meta["recorded"] = recorded
+            if self.is_checkpointed:
+                node.meta["checkpointed"] = True
             return node
 
         tracer.create_node = create  # type: ignore[method-assign]
 
-    def enter(self, name: str) -> None:
-        """The module of this name begins."""
-        self._stack.append(self.scope)
-        self._switch(name)
+    def switch(self, scope: str) -> None:
+        """The operations that follow belong to the module of this name."""
+        if scope != self.scope:
+            self.scope = scope
+            self._spans.append((torch._C._autograd._get_sequence_nr(), scope))
 
-    def leave(self, name: str, output: object) -> None:
-        """The module of this name has returned ``output``."""
-        if name in self._keep:
-            self.outputs[name] = output
-        self._switch(self._stack.pop() if self._stack else "")
-
-    def _switch(self, scope: str) -> None:
-        self.scope = scope
-        self._spans.append((torch._C._autograd._get_sequence_nr(), scope))
+    @contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """A block whose values are computed again in backward instead of kept."""
+        before, self.is_checkpointed = self.is_checkpointed, True
+        try:
+            yield
+        finally:
+            self.is_checkpointed = before
 
     def follow_backward(self, root: Tensor) -> None:
         """Makes each backward node of ``root`` mark its operations with the scope of its forward."""
         self.phase = "backward"
         self.scope = ""
+        self.is_checkpointed = False
         seen: set[object] = set()
         waiting = [root.grad_fn]
         while waiting:
@@ -273,17 +210,10 @@ _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # t
 
 
 class _Faithful(TorchFunctionMode):
-    """Puts traced tensors in place of the state they stand for, and refuses to read values that do not exist yet."""
+    """Refuses to read values that do not exist yet, and lets interceptors replace calls."""
 
-    def __init__(
-        self,
-        stand_ins: dict[int, Tensor],
-        may_read: bool,
-        interceptors: Sequence[Interceptor],
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, may_read: bool, interceptors: Sequence[Interceptor], recorder: Recorder) -> None:
         super().__init__()
-        self._stand_ins = stand_ins
         self._recorder = recorder
         self._may_read = may_read
         self._interceptors = interceptors
@@ -295,23 +225,22 @@ class _Faithful(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        kwargs = kwargs or {}
         if not self._may_read and func in _READS:
             raise CaptureError(
-                f"{user_line()}: {_READS[func]} reads a value while the step is captured; a graph cannot branch on "
-                "what it computes: use torch.where, return the tensor, or use engine='tape'"
+                f"{self._recorder.line()}: {_READS[func]} reads a value while the step is captured; a graph cannot "
+                "branch on what it computes: use torch.where, return the tensor, or use engine='tape'"
             )
         if func in _LOST:
             raise CaptureError(
-                f"{user_line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, or use "
-                "engine='tape'"
+                f"{self._recorder.line()}: {_LOST[func]} is nothing that a graph can hold; do it outside of the step, "
+                "or use engine='tape'"
             )
-        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+        if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{user_line()}: the step draws from a torch.Generator of its own, which a graph cannot hold; draw "
-                "from torch's default one, pass the numbers in the batch, or use engine='tape'"
+                f"{self._recorder.line()}: it draws from a torch.Generator of its own, which a graph cannot hold; "
+                "draw from torch's default one, pass the numbers in the batch, or use engine='tape'"
             )
-        args = tuple(self._replace(value) for value in args)
-        kwargs = {name: self._replace(value) for name, value in (kwargs or {}).items()}
         for interceptor in self._interceptors:
             result = interceptor(func, args, kwargs)
             if result is not NotImplemented:
@@ -323,25 +252,17 @@ class _Faithful(TorchFunctionMode):
         finally:
             self._recorder.stops_gradients = False
 
-    def _replace(self, value: object) -> object:
-        if isinstance(value, Tensor):
-            return self._stand_ins.get(id(value), value)
-        if type(value) is list or type(value) is tuple:
-            return type(value)(self._replace(item) for item in value)
-        return value
-
 
 class _Crossings:
     """Writes boundaries into the graph: two nodes each, which cross when the graph runs."""
 
-    def __init__(self, mode: FakeTensorMode, recorder: Recorder, replace: Callable[[object], object]) -> None:
+    def __init__(self, mode: FakeTensorMode, recorder: Recorder) -> None:
         proxies = get_proxy_mode()
         assert proxies is not None
         assert isinstance(proxies.tracer, PythonKeyTracer)
         self._tracer = proxies.tracer
         self._mode = mode
         self._recorder = recorder
-        self._replace = replace
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -389,7 +310,6 @@ class _Crossings:
         return [None if value is None else self._proxy(value) for value in values]
 
     def _proxy(self, value: Tensor) -> object:
-        value = self._replace(value)  # type: ignore[assignment]
         found = self._tracer.unwrap_proxy(value)
         if isinstance(found, Tensor):  # not traced yet: a tensor that the forward has made from nothing
             found = self._tracer.unwrap_proxy(value.detach())
@@ -399,20 +319,16 @@ class _Crossings:
 def trace(
     body: Callable[[list[Tensor | float], Recorder], Sequence[object]],
     sources: Sequence[Source],
-    modules: dict[str, nn.Module] | None = None,
     *,
     may_read: bool = False,
-    keep: frozenset[str] = frozenset(),
     interceptors: Sequence[Interceptor] = (),
 ) -> fx.GraphModule:
     """The operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their order.
 
     Args:
         body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
-        sources: the inputs. Those that are state are substituted wherever ``body`` meets them.
-        modules: roots, by the prefix of their names, whose state is swapped and whose calls name the nodes.
+        sources: the inputs.
         may_read: allows ``.item()``, whose value stays symbolic: for optimizers, not for users' code.
-        keep: names of modules whose outputs the recorder keeps.
         interceptors: see ``Interceptor``.
 
     Raises:
@@ -427,9 +343,7 @@ def trace(
         allow_non_fake_inputs=True,
     )
     fakes = [_fake(fakes_of, source.value) for source in sources]
-    stand_ins = {id(s.value): fake for s, fake in zip(sources, fakes, strict=True) if s.state}
-    traced_modules = TracedModules(modules or {})
-    recorder = Recorder(keep)
+    recorder = Recorder()
     caches = torch.is_autocast_cache_enabled()
 
     def run(*values: Tensor) -> list[object]:
@@ -437,25 +351,15 @@ def trace(
         assert proxies is not None
         recorder.attach(proxies.tracer)
         inputs = [
-            value.item() if isinstance(source.value, float) else value
+            value.item() if isinstance(source.value, (float, int)) else value
             for source, value in zip(sources, values, strict=True)
         ]
-        faithful = _Faithful(stand_ins, may_read, interceptors, recorder)
         with (
-            faithful,
-            traced_by(_Crossings(fakes_of, recorder, faithful._replace)),
-            traced_modules.swapped(stand_ins),
-            watch_calls(traced_modules.names, recorder.enter, recorder.leave),
-            _generator_left_alone(),
+            _Faithful(may_read, interceptors, recorder),
+            traced_by(_Crossings(fakes_of, recorder)),
             _casts_cached(caches),
         ):
-            results = list(body(inputs, recorder))
-        if not may_read and any(fake.grad is not None for fake in stand_ins.values()):
-            raise CaptureError(
-                "the step calls torch.autograd.backward, whose gradients a graph would lose; use torch.autograd.grad, "
-                "or engine='tape'"
-            )
-        return results
+            return list(body(inputs, recorder))
 
     with _one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
@@ -478,11 +382,11 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
             )
 
 
-def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
+def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
     """A fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
-            return torch.empty((), dtype=torch.float64)
+            return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
         if value.layout != torch.strided:
             return mode.from_tensor(value)
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -490,43 +394,6 @@ def _fake(mode: FakeTensorMode, value: Tensor | float) -> Tensor:
     if isinstance(value, nn.Parameter):
         fake._is_param = True
     return fake
-
-
-class _LeftAlone:
-    """Stands for the default generator in ``torch.random``: what its state is, or is to be, no graph knows."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self.threads: list[int] = []
-
-    def __getattr__(self, name: str) -> object:
-        if threading.get_ident() in self.threads:
-            raise CaptureError(
-                f"{user_line()}: the step seeds torch's random number generator, or keeps its state to draw the same "
-                "numbers again (as torch.utils.checkpoint does), which a graph would do once and for all; use "
-                "Graph.recompute in place of checkpoint, or engine='tape'"
-            )
-        return getattr(self.generator, name)
-
-
-_left_alone = _LeftAlone(torch.default_generator)
-_tracing = threading.Lock()
-_GENERATOR = "default_generator"
-
-
-@contextmanager
-def _generator_left_alone() -> Iterator[None]:
-    """A block in which this thread may draw, and neither read nor set what state torch's generator is in."""
-    with _tracing:
-        _left_alone.threads.append(threading.get_ident())
-        setattr(torch.random, _GENERATOR, _left_alone)
-    try:
-        yield
-    finally:
-        with _tracing:
-            _left_alone.threads.remove(threading.get_ident())
-            if not _left_alone.threads:
-                setattr(torch.random, _GENERATOR, _left_alone.generator)
 
 
 @contextmanager
@@ -601,7 +468,7 @@ def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> Non
     for node, source in zip(placeholders, sources, strict=True):
         node._rename(re.sub(r"\W", "_", source.name) or "input")
         node.target = node.name
-        if isinstance(source.value, float):
+        if isinstance(source.value, (float, int)):
             _use_number_itself(node)
 
 

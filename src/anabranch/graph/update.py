@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
-from anabranch.graph.faithful import refuse_hooks
 from anabranch.graph.graph import Graph
-from anabranch.graph.python_values import freeze
+from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.tracing import Recorder, Source
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
@@ -61,7 +60,13 @@ class GroupNumbers:
 
     def current(self) -> tuple[object, ...]:
         """The numbers now."""
-        return tuple([read(group)[2:] for read, group in zip(self._readers, self._groups, strict=True)])
+        return tuple([_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)])
+
+
+def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
+    """All but the learning rate, unless that is a tensor, which the graph is bound to."""
+    rate = found[0]
+    return (*found[2:], id(rate)) if isinstance(rate, Tensor) else found[2:]
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -149,9 +154,10 @@ def _swapped(
 ) -> Iterator[None]:
     """The optimizer working on traced parameters, gradients, state and learning rates until the block ends."""
     groups = optimizer.param_groups
-    kept = [dict(group) for group in groups]
+    kept = [{name: _kept(value) for name, value in group.items()} for group in groups]
     state = optimizer.state
-    own = dict(vars(optimizer))
+    own = {name: _kept(value) for name, value in vars(optimizer).items()}
+    own["param_groups"] = groups
     try:
         optimizer.state = defaultdict(dict)
         for group in groups:
@@ -181,6 +187,15 @@ def _swapped(
             group.update(original)
 
 
+def _kept(value: object) -> object:
+    """``value``, containers copied, so that what a step does to them can be put back."""
+    if type(value) is dict:
+        return {key: _kept(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_kept(item) for item in value]
+    return set(value) if type(value) is set else value
+
+
 def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
     """What the optimizer keeps in Python beside its state: attributes (torch's own keep nothing there), numbers."""
     own = not type(optimizer).__module__.startswith("torch.")
@@ -190,6 +205,17 @@ def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
         if own and name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
     }
     return attributes, [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
+
+
+def freeze(value: object) -> object:
+    """What of ``value`` can be compared later, whoever changes it meanwhile."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, Mapping):
+        return {key: freeze(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), [freeze(item) for item in value]
+    return value
 
 
 def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numbers: Sequence[object]) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from anabranch.autodiff import opaque
 from anabranch.parameter_server.client import ParameterClient
 from anabranch.parameter_server.distinct_ids import unique_of
 from anabranch.parameter_server.initial import Constant, Initial, Normal
@@ -80,6 +81,11 @@ class RemoteEmbedding(nn.Module):
         self.mode = mode
         self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
         self._link = _Link()
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
 
     @property
     def rule(self) -> Callable[[], RowOptimizer] | None:
@@ -94,6 +100,17 @@ class RemoteEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
+        if torch.compiler.is_dynamo_compiling():
+            return opaque.call(self._handle, (ids, offsets, per_sample_weights), {})[0]
+        return self._look_up(ids, offsets, per_sample_weights)
+
+    def call_whole(self, *args: Tensor | None) -> list[Tensor]:
+        """``forward``, for a call that Dynamo leaves whole."""
+        ids, offsets, weights = args
+        assert ids is not None
+        return [self._look_up(ids, offsets, weights)]
+
+    def _look_up(self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
         table = Table(self.name, self.spec.width, self.spec.dtype)
         if self.mode is None:
             return look_up(self._reach, table, ids)

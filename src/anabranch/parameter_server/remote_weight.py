@@ -13,6 +13,7 @@ the ids: the tape, or a captured graph, sees ids that go in and an output whose 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Crossed, Form, RecordedBoundary, cross
 from anabranch.events import report
 
@@ -213,12 +215,19 @@ class RemoteWeight(Tensor):
 
     source: RowSource
     table: Table
+    rows: _Whole
+    bags: _Whole
+    rows_handle: str
+    bags_handle: str
 
     @staticmethod
     def __new__(cls, source: RowSource, shape: Sequence[int], dtype: torch.dtype) -> RemoteWeight:
         made = torch.zeros((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
         made.source = source
         made.table = Table(source.name, shape[1], dtype)
+        made.rows = _Whole(made, _embedding)
+        made.bags = _Whole(made, _embedding_bag)
+        made.rows_handle, made.bags_handle = opaque.handle_of(made.rows), opaque.handle_of(made.bags)
         return made
 
     def read_from(self) -> RowSource:
@@ -234,11 +243,14 @@ class RemoteWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() and (func is F.embedding or func is F.embedding_bag):
+            return _left_whole(func, args, kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
-        if getattr(func, "__name__", "") in _HARMLESS:
+        name = getattr(func, "__name__", "")
+        if name in _HARMLESS or name.startswith(("is_", "_is_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         weight = next(arg for arg in [*args, *kwargs.values()] if isinstance(arg, RemoteWeight))
@@ -251,7 +263,42 @@ class RemoteWeight(Tensor):
         return f"RemoteWeight({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-_HARMLESS = frozenset({"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "stride", "__hash__"})
+class _Whole:
+    """A lookup in the table of ``weight``, which the call does not carry."""
+
+    def __init__(self, weight: RemoteWeight, look_up: Callable[..., Tensor]) -> None:
+        self._weight, self._look_up = weakref.ref(weight), look_up
+
+    def call_whole(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        weight = self._weight()
+        assert weight is not None
+        args = tuple(weight if _stands_for_weight(value) else value for value in args)
+        kwargs = {
+            name: weight if isinstance(value, str) and value == _WEIGHT else value for name, value in kwargs.items()
+        }
+        return [self._look_up(*args, **kwargs)]
+
+
+_WEIGHT = "the weight"
+"""Stands for the weight among the arguments of a call that is left whole."""
+
+
+def _stands_for_weight(value: object) -> bool:
+    return isinstance(value, str) and value == _WEIGHT
+
+
+def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The lookup as Dynamo is to see it."""
+    weight = kwargs["weight"] if "weight" in kwargs else args[1]
+    handle = weight.rows_handle if func is F.embedding else weight.bags_handle
+    others = tuple(_WEIGHT if index == 1 else value for index, value in enumerate(args))
+    named = {name: _WEIGHT if name == "weight" else value for name, value in kwargs.items()}
+    return opaque.call(handle, others, named)[0]
+
+
+_HARMLESS = frozenset(
+    {"storage_offset", "untyped_storage", "__get__", "__set__", "size", "dim", "numel", "stride", "__hash__"}
+)
 
 
 def _embedding(

@@ -1,0 +1,103 @@
+"""Calls that stay whole where TorchDynamo reads the code around them, for what they do is no tensor operation.
+
+A module that crosses a boundary keeps a handle, a text, by which its method is found when the call runs. Dynamo sees
+``call(handle, inputs)``: one operation that takes tensors and returns tensors. The graph engine, which asks Dynamo to
+read the code, then traces through the call with its own tracer, and so meets the boundary itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Whole", "call", "fill", "handle_of", "keep_whole", "learn_forms"]
+
+
+class Whole(Protocol):
+    """Something whose calls stay whole."""
+
+    def call_whole(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        """Takes nested tensors and ``None``; returns flat tensors."""
+
+
+def learn_forms(modules: Iterable[object]) -> None:
+    """Lets modules that return nested outputs ask the far side how they nest, before Dynamo reads their code."""
+    for module in modules:
+        learn = getattr(type(module), "learn_form", None)
+        if learn is not None:
+            learn(module)
+
+
+def fill(form: Any, outputs: Sequence[Tensor]) -> Any:
+    """``form`` with an output for each of its numbers; Dynamo follows this."""
+    if isinstance(form, int):
+        return outputs[form]
+    if isinstance(form, dict):
+        filled = {}
+        for key in form:
+            filled[key] = fill(form[key], outputs)
+        return filled
+    if isinstance(form, list):
+        return [fill(item, outputs) for item in form]
+    if isinstance(form, tuple):
+        return tuple([fill(item, outputs) for item in form])
+    return form
+
+
+_owners: weakref.WeakValueDictionary[str, Whole] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(owner: Whole) -> str:
+    """A text by which ``call`` finds ``owner`` as long as it lives."""
+    handle = f"{type(owner).__name__}.{next(_numbers)}"
+    _owners[handle] = owner
+    return handle
+
+
+_NONE = "\0none"
+"""Stands for ``None``, which Dynamo takes for no input of such a call."""
+
+
+def call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Calls the owner's ``call_whole``; Dynamo follows this as far as ``_whole``."""
+    return _whole(handle, _without_none(args), _without_none(kwargs))
+
+
+def _without_none(value: Any) -> Any:
+    if value is None:
+        return _NONE
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([_without_none(item) for item in value])
+    return value
+
+
+def _with_none(value: Any) -> Any:
+    if isinstance(value, str) and value == _NONE:
+        return None
+    if isinstance(value, dict):
+        return {key: _with_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_with_none(item) for item in value])
+    return value
+
+
+def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
+
+
+_whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call
+
+
+def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Lets ``mark`` tell Dynamo to leave the call whole; asked by whoever sets Dynamo up, once."""
+    global _whole
+    _whole = mark(_call)

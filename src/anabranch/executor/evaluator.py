@@ -1,0 +1,183 @@
+"""Runs an ``EvalStep``: eagerly, as a graph, or eagerly until a graph has shown that it is as good and quicker."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal, cast
+
+from torch import Tensor
+
+from anabranch.autodiff.boundary import Answers
+from anabranch.errors import CaptureError
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.steps import EvalStep
+from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
+from anabranch.executor.worth import Worth
+from anabranch.graph.evaluation import EvalProgram
+from anabranch.graph.front import GuardMiss
+from anabranch.pipeline import Pipe
+from anabranch.tensors import Structure
+
+__all__ = ["Evaluator"]
+
+_log = logging.getLogger("anabranch")
+_MOST_TRIALS = 8
+_MOST_MISSES = 16
+_KEPT_TIMES = 32
+
+
+class Evaluator:
+    """Runs one ``EvalStep``; the caller sets modes.
+
+    Args:
+        step: what to run.
+        engine: ``"tape"`` runs eagerly.
+        compile: hand the graph to Inductor.
+        capture_after: as ``Executor``.
+        name: of the step, for the log.
+    """
+
+    def __init__(
+        self,
+        step: EvalStep,
+        engine: Literal["auto", "graph", "tape"],
+        *,
+        compile: bool = False,  # noqa: A002
+        capture_after: int | None = None,
+        name: str = "default",
+    ) -> None:
+        self._step, self._engine, self._compile, self._after, self._name = step, engine, compile, capture_after, name
+        pipe = any(isinstance(module, Pipe) for module in step.model.modules())
+        self._program = None if engine == "tape" or pipe else EvalProgram(step.model, step.outputs, compile=compile)
+        self._worth = Worth()
+        self._seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._runs = self._trials = self._misses = 0
+        self._on_graph = self._taken = False
+        self._why = "the tape was asked for" if engine == "tape" else "a Pipe runs its stages by itself"
+        if self._program is not None:
+            self._why = "a graph was asked for" if engine == "graph" else "no graph has shown yet that it is quicker"
+
+    @property
+    def name(self) -> str:
+        """The engine of the last run."""
+        if not self._on_graph:
+            return "tape"
+        return "graph+inductor" if self._compile else "graph"
+
+    @property
+    def program(self) -> EvalProgram | None:
+        """The captured graphs, if the last run was on one."""
+        return self._program if self._on_graph else None
+
+    def explain(self) -> str:
+        """One sentence: why the last run was on the engine that it was on."""
+        return self._why
+
+    def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        """What the step's ``outputs`` returns."""
+        self._runs += 1
+        if self._program is None:
+            return self._eagerly(batch, fetch)
+        if self._engine == "graph":
+            return self._as_graph(self._program, batch, fetch, may_trace=True)
+        if self._taken:
+            try:
+                return self._as_graph(self._program, batch, fetch, may_trace=False)
+            except GuardMiss:
+                self._misses += 1
+            except CaptureError as error:
+                self._why = f"this evaluation runs eagerly: {error}"
+                return self._eagerly(batch, fetch)
+        if self._misses > _MOST_MISSES:
+            self._refuse("Python values or batch shapes change from run to run")
+        elif self._is_due():
+            return self._try(self._program, batch, fetch)
+        began = time.perf_counter()
+        if self._worth.wants_to_count:
+            with self._worth.counting(self._step.model):
+                returned = self._eagerly(batch, fetch)
+        else:
+            returned = self._eagerly(batch, fetch)
+        self._seconds.append(time.perf_counter() - began)
+        self._worth.spent(self._seconds[-1])
+        return returned
+
+    def _is_due(self) -> bool:
+        if self._trials >= _MOST_TRIALS:
+            return False
+        if self._after is not None:
+            return self._runs > self._after
+        return self._worth.pays(self._seconds)
+
+    def _eagerly(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        self._on_graph = False
+        with fetch.recording():
+            returned = self._step.outputs(self._step.model, batch)
+        _check(returned)
+        fetch.check(returned)
+        return returned
+
+    def _as_graph(
+        self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
+    ) -> Mapping[str, Tensor]:
+        returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
+        _check(returned)
+        self._on_graph = True
+        self._misses = 0
+        fetch.record(outputs)
+        fetch.check(returned)
+        return cast("Mapping[str, Tensor]", returned)
+
+    def _try(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        self._trials += 1
+        began = time.perf_counter()
+        try:
+            prepared = program.prepare(batch, fetch.modules)
+        except CaptureError as error:
+            self._refuse(str(error))
+            return self._eagerly(batch, fetch)
+        model, answers = self._step.model, Answers()
+        before = Snapshot(model, [], prepared.args)
+        eager_began = time.perf_counter()
+        with answers.noted():
+            returned = self._eagerly(batch, fetch)
+        eager_seconds = time.perf_counter() - eager_began
+        after = Snapshot(model, [], prepared.args)
+
+        def check(results: Mapping[str, object]) -> None:
+            for name, value in returned.items():
+                if isinstance(value, Tensor) and not self._compile and bits_differ(results.get(name), value):
+                    raise Differs(f"the result {name!r}")
+
+        try:
+            seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
+        except Differs as error:
+            self._refuse(f"the graph's bits are not those of eager mode: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
+            self._refuse(f"the graph failed where eager mode did not ({type(error).__name__}: {error})")
+        else:
+            usual = min([eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
+            if self._after is None and seconds >= usual:
+                self._refuse("the graph gave the same bits and was no quicker")
+            else:
+                self._taken = True
+                self._why = f"a graph gave the same bits in {seconds * 1e3:.2f} ms, eager mode {usual * 1e3:.2f} ms"
+                _log.info("step %r runs as a graph: %s", self._name, self._why)
+        finally:
+            self._worth.tried(time.perf_counter() - began - eager_seconds)
+        return returned
+
+    def _refuse(self, why: str) -> None:
+        self._why = f"this evaluation runs eagerly: {why}"
+        _log.info("step %r: %s", self._name, self._why)
+        if not self._taken:
+            self._program = None
+
+
+def _check(returned: object) -> None:
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"outputs(model, batch) returns a dict of tensors, got {type(returned).__name__}")

@@ -1,0 +1,160 @@
+"""A trial: one batch run on the tape, then once more as a graph, whose bits and time are compared.
+
+The tape's run is the step that counts. The graph's leaves no trace: state is put back before it and after it, random
+numbers are drawn again, boundaries answer with what they answered the tape, and Python's part of the step is not
+repeated, for the program is run behind Dynamo's guards and without what Dynamo does afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch.autodiff.boundary import Answers, AnswersDiffer
+from anabranch.tensors import flatten
+
+__all__ = ["Differs", "Snapshot", "bits_differ", "repeat"]
+
+_MOST_REPEATS = 3
+_LONG = 0.05
+
+
+class Differs(Exception):
+    """The graph's bits are not the tape's; says where."""
+
+
+class Snapshot:
+    """The tensors that a step may change, and the state of torch's random numbers, as they are now."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[object] = ()) -> None:
+        found = [*model.parameters(), *model.buffers()]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                found += [value for value in flatten(dict(state))[0] if isinstance(value, Tensor)]
+        found += [value for value in others if isinstance(value, Tensor)]
+        # Sparse batches are read only; a leaf without memory of its own (a stand-in) cannot change.
+        self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
+        with torch.no_grad():
+            self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._python = [_Python(optimizer) for optimizer in optimizers]
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.detach().copy_(copy)
+        for python in self._python:
+            python.restore()
+        torch.set_rng_state(self._random)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def differing(self) -> Tensor | None:
+        """The first tensor whose bits are not those of the snapshot."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            if bits_differ(tensor.detach(), copy):
+                return tensor
+        return None
+
+    @property
+    def random_differs(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return not torch.equal(torch.get_rng_state(), self._random)
+
+
+class _Python:
+    """What an optimizer keeps in Python: numbers of its groups, counters of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [(g, {k: _copied(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+        skipped = ("state", "param_groups")
+        self._own = {k: _copied(v) for k, v in vars(optimizer).items() if k not in skipped and "hook" not in k}
+
+    def restore(self) -> None:
+        for group, values in self._groups:
+            for name in [name for name in group if name not in values and name != "params"]:
+                del group[name]
+            group.update({name: _copied(value) for name, value in values.items()})
+        vars(self._optimizer).update({name: _copied(value) for name, value in self._own.items()})
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    return value
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def bits_differ(one: Any, other: Any) -> bool:
+    """Whether two results are not the same bits; NaN is NaN."""
+    if isinstance(one, Tensor) != isinstance(other, Tensor):
+        return True
+    if not isinstance(one, Tensor):
+        return bool(one != other) and not (one != one and other != other)
+    if one.layout is not torch.strided:
+        one, other = one.coalesce(), other.coalesce()
+        return bits_differ(one.indices(), other.indices()) or bits_differ(one.values(), other.values())
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if not one.is_floating_point() and not one.is_complex():
+        return not torch.equal(one, other)
+    same = torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))
+    return not bool(same.all())
+
+
+def repeat(
+    before: Snapshot,
+    after: Snapshot,
+    answers: Answers,
+    run: Callable[[], Mapping[str, object]],
+    check: Callable[[Mapping[str, object]], None],
+    *,
+    rough: bool = False,
+) -> float:
+    """Runs the graph on the batch that the tape has run; returns the seconds of its quickest run.
+
+    Args:
+        before: what the step found.
+        after: what the tape left.
+        answers: of the boundaries.
+        run: the graph's program.
+        check: called with its results; raises ``Differs``.
+        rough: state need not be the same bits, for kernels of another compiler round otherwise.
+
+    Raises:
+        Differs: the graph's results, state or random numbers are not the tape's.
+    """
+    best = float("inf")
+    try:
+        for _ in range(_MOST_REPEATS):
+            before.restore()
+            began = time.perf_counter()
+            with answers.given_again():
+                results = run()
+            best = min(best, time.perf_counter() - began)
+            check(results)
+            found = after.differing()
+            if found is not None and not rough:
+                raise Differs(f"a tensor of shape {tuple(found.shape)} that the step changes comes out otherwise")
+            if after.random_differs:
+                raise Differs("it draws other random numbers")
+            if best > _LONG:
+                break
+    except AnswersDiffer as error:
+        raise Differs(str(error)) from error
+    finally:
+        after.restore()
+    return best

@@ -1,0 +1,89 @@
+"""Classes and functions that a trace went through: Dynamo guards what a class holds, not the methods it calls.
+
+A method that is replaced on a module's class, on a base of it or on ``torch.Tensor``, and a function whose code is
+swapped, as notebooks do that load code anew, change what a step computes. CPython counts the changes of a class, its
+bases included, in its version tag; that one number a class is looked at before each run. Where the tag is not what we
+know it to be (another Python), the contents of the classes are compared instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Iterable
+from types import CodeType, FunctionType
+
+__all__ = ["WatchedCode"]
+
+_TAG_AT = 384
+"""Where ``tp_version_tag`` lies in CPython's ``PyTypeObject`` on 64 bits, from 3.8 on."""
+_code_of = operator.attrgetter("__code__")
+
+
+def _tag(kind: type) -> int:
+    return int(ctypes.c_uint.from_address(id(kind) + _TAG_AT).value)
+
+
+def _tags_work() -> bool:
+    """Whether the tag moves when a class or its base changes, and only then."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    base = type("Base", (), {"method": lambda self: 1})
+    kind = type("Kind", (base,), {})
+    kind().method()
+    first = _tag(kind)
+    kind().method()
+    still = _tag(kind)
+    base.method = lambda self: 2  # type: ignore[attr-defined]
+    return first == still != 0 and _tag(kind) != first
+
+
+_has_tags = _tags_work()
+
+
+def _contents(kind: type) -> list[object]:
+    return [value for base in kind.__mro__ for value in base.__dict__.values()]
+
+
+class WatchedCode:
+    """The classes of some objects, and the functions among their methods that were traced, as they are now."""
+
+    def __init__(self, kinds: Iterable[type], traced: Iterable[CodeType]) -> None:
+        self._kinds = list(dict.fromkeys(kinds))
+        codes = set(traced)
+        self._functions = [
+            value
+            for base in dict.fromkeys(base for kind in self._kinds for base in kind.__mro__)
+            for value in map(_function_in, base.__dict__.values())
+            if value is not None and value.__code__ in codes
+        ]
+        self._codes = list(map(_code_of, self._functions))
+        self._tags = self._now()
+        self._contents = list(map(_contents, self._kinds))
+
+    def _now(self) -> list[int]:
+        for kind in self._kinds:  # a class that nobody has asked anything since its last change has no tag
+            getattr(kind, "__init__", None)
+        return list(map(_tag, self._kinds)) if _has_tags else []
+
+    def unchanged(self) -> bool:
+        """Whether no class and no code has changed since."""
+        if list(map(_code_of, self._functions)) != self._codes:
+            return False
+        if _has_tags and list(map(_tag, self._kinds)) == self._tags:
+            return True
+        # Changed, and perhaps changed back, as PyTorch's own tracers do to nn.Module while they trace.
+        for kind, contents in zip(self._kinds, self._contents, strict=True):
+            now = _contents(kind)
+            if len(now) != len(contents) or not all(map(operator.is_, now, contents)):
+                return False
+        self._tags = self._now()
+        return True
+
+
+def _function_in(value: object) -> FunctionType | None:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    return value if isinstance(value, FunctionType) else None

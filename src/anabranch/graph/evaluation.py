@@ -1,0 +1,178 @@
+"""``EvalProgram``: an evaluation as graphs, forward alone, with the same guards as a training step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.hooks import OutputRecorder
+from anabranch.autodiff.opaque import learn_forms
+from anabranch.errors import CaptureError
+from anabranch.graph.backward import output_names
+from anabranch.graph.build import build
+from anabranch.graph.calls import Binding, arrange, run_calls
+from anabranch.graph.codegen import Program
+from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.front import Call, Front, mark
+from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.inductor import compiled
+from anabranch.graph.kinds import kind_of
+from anabranch.graph.tracing import Recorder, undisturbed
+from anabranch.tensors import Structure
+
+__all__ = ["EvalProgram", "PreparedEvaluation"]
+
+_MOST_GRAPHS = 64
+
+
+class PreparedEvaluation:
+    """A program that was made for a batch and has not run."""
+
+    def __init__(self, forward: _Forward, args: Sequence[object]) -> None:
+        self.forward, self.args = forward, args
+
+    def run(self) -> dict[str, object]:
+        """Runs on the batch that it was made for; returns the results by name."""
+        return dict(zip(self.forward.graph.outputs, self.forward.results(self.args), strict=True))
+
+
+class _OnlyPrepared(BaseException):
+    """Ends a run behind the guards, before anything has happened."""
+
+
+class EvalProgram:
+    """What ``outputs(model, batch)`` returns, computed by graphs.
+
+    >>> model = nn.Linear(3, 1)
+    >>> program = EvalProgram(model, lambda model, batch: {"y": model(batch)})
+    >>> with torch.no_grad():
+    ...     bool((program.run(torch.ones(2, 3))[0]["y"] == model(torch.ones(2, 3))).all())
+    True
+
+    Args:
+        model: the caller sets its mode; graphs are guarded by it.
+        outputs: returns a mapping of tensors.
+        compile: hands the graph to Inductor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Callable[..., object],
+        *,
+        compile: bool = False,  # noqa: A002
+    ) -> None:
+        self.model, self._compile = model, compile
+        self._front = Front(_marked(outputs), self._make, what="the evaluation")
+        self._recorder = OutputRecorder()
+        self._preparing = False
+        self._kinds: set[object] = set()
+        self._last: Graph | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the last run."""
+        if self._last is None:
+            raise RuntimeError("nothing has been captured yet; run a batch first")
+        return self._last
+
+    def run(
+        self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
+    ) -> tuple[Any, dict[str, Structure]]:
+        """What ``outputs`` returns, and the outputs of the submodules ``fetch``; to be called under ``no_grad``."""
+        kind = (kind_of(batch), tuple(fetch))
+        if kind not in self._kinds and len(self._kinds) >= _MOST_GRAPHS:
+            raise CaptureError(
+                f"{_MOST_GRAPHS} kinds of batches have been captured for this evaluation; pad batches to a few shapes, "
+                "or use engine='tape'"
+            )
+        if may_trace and kind not in self._kinds:
+            learn_forms(self.model.modules())
+        with self._recorder.recording(self.model, tuple(fetch)) as outputs:
+            found = self._front.run(kind, self.model, batch, may_trace=may_trace)
+        self._kinds.add(kind)
+        return found, dict(outputs)
+
+    def prepare(self, batch: Structure, fetch: Sequence[str] = ()) -> PreparedEvaluation:
+        """Captures the evaluation for this batch and runs nothing."""
+        self._preparing = True
+        try:
+            self.run(batch, fetch)
+        except _OnlyPrepared as prepared:
+            return PreparedEvaluation(*prepared.args)
+        finally:
+            self._preparing = False
+        raise CaptureError("the evaluation computes nothing from tensors")
+
+    def _make(self, call: Call) -> Callable[..., Sequence[object]]:
+        program = weakref.ref(self)
+        known: list[_Forward] = []
+
+        def run(*args: object) -> Sequence[object]:
+            mine = program()
+            assert mine is not None
+            for forward in known:
+                if forward.binding.fits(args):
+                    break
+            else:
+                if len(known) >= _MOST_GRAPHS:
+                    raise CaptureError("the tensors that the model holds change from run to run; use engine='tape'")
+                with undisturbed():
+                    forward = _Forward(mine, call, args)
+                known.insert(0, forward)
+            mine._last = forward.graph
+            if mine._preparing:
+                raise _OnlyPrepared(forward, args)
+            return forward.in_order(args)
+
+        return run
+
+
+class _Forward:
+    """One program: for these tensors and whole numbers."""
+
+    def __init__(self, program: EvalProgram, call: Call, args: Sequence[object]) -> None:
+        model = program.model
+        tensors = {tensor: name for name, tensor in model.named_buffers()}
+        tensors |= {tensor: name for name, tensor in model.named_parameters()}
+        arguments = arrange(call, args, tensors, {"0": "", "1": "batch"})
+        kinds: dict[str, InputKind] = {source.name: "buffer" for source in arguments.sources if source.state}
+        self.binding = Binding(call, arguments, args)
+        self._outputs = output_names(call)
+        names = list(dict.fromkeys(self._outputs))
+
+        def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+            with torch.no_grad():
+                results, _ = run_calls(call, arguments.given(args, values), recorder)
+            return list(dict(zip(self._outputs, results, strict=True)).values())
+
+        self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
+        self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
+
+    def results(self, args: Sequence[object]) -> tuple[object, ...]:
+        """The results in the order of the graph's outputs."""
+        return self._program.run(*self.binding.free(args))
+
+    def in_order(self, args: Sequence[object]) -> Sequence[object]:
+        """The results as Dynamo's code expects them."""
+        found = dict(zip(self.graph.outputs, self.results(args), strict=True))
+        return [found[name] for name in self._outputs]
+
+
+def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
+    """``outputs`` with its results named, as Dynamo is to see it."""
+
+    def marked(model: nn.Module, batch: object) -> object:
+        result = outputs(model, batch)
+        if not isinstance(result, Mapping):
+            return result
+        named = {}
+        for name, value in result.items():
+            named[name] = mark(name, value) if isinstance(value, Tensor) else value
+        return named
+
+    return marked

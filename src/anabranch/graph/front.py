@@ -1,0 +1,561 @@
+"""TorchDynamo as the front-end: the torch calls that a Python function makes, and guards on all that it read.
+
+::
+
+    front(model, batch) ── guards hold ──> the program made for them ──> results; Python side effects replayed
+            └──────────── guards miss ───> Dynamo reads the Python code again ──> ``make`` builds another program
+
+Dynamo answers one question: which torch calls does this function make, and for which Python state is that so. Programs
+are made by others: ``make`` gets the calls and returns what is to be called in their place, once in each run.
+
+Dynamo's defaults leave out guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
+What no guard can see is refused: hooks on all modules, anomaly mode, hooks on saved tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch._C import _len_torch_function_stack
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
+from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.classes import WatchedCode
+from anabranch.graph.refusals import reason_of
+from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
+
+__all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
+
+_MOST_VARIANTS = 8
+
+_SOUND: Mapping[str, object] = {
+    "recompile_limit": _MOST_VARIANTS,
+    "accumulated_recompile_limit": 1 << 16,
+    "skip_nnmodule_hook_guards": False,  # hooks that are added, removed or replaced
+    "skip_fsdp_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # parameters that are tied later
+    "skip_tensor_guards_with_matching_dict_tags": False,  # requires_grad_() changes no dict
+    "assume_dunder_attributes_remain_unchanged": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "guard_nn_modules": True,
+    "suppress_errors": False,
+    "replay_side_effects": True,
+    "allow_rnn": True,
+    "allow_unspec_int_on_nn_module": True,  # self.calls += 1
+    "trace_autograd_ops": True,  # gradient penalties
+    "allow_empty_graphs": True,
+    "error_on_nested_fx_trace": True,
+    "automatic_dynamic_shapes": True,  # for numbers that change; the shapes within one kind of batch do not
+    "automatic_dynamic_local_pgo": False,  # what is dynamic must not depend on an earlier process
+    "automatic_dynamic_remote_pgo": False,
+    "verbose": False,
+}
+
+one_at_a_time = threading.RLock()
+"""Dynamo locks its own compilations; make_fx, which follows, patches modules for the whole process."""
+
+_EVERY_MODULE = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+)
+_hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MODULE]
+_LOUD = ("torch._subclasses.fake_tensor", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
+
+
+class GuardMiss(CaptureError):
+    """No program fits the Python state of now, and none may be made at the moment; nothing has happened."""
+
+
+class _NotCompiled(BaseException):
+    """The front runs as plain Python; raised before its first line."""
+
+
+def mark(name: str, value: Tensor) -> Tensor:
+    """``value``; in Dynamo's graph a call that names it."""
+    return value.view_as(value)
+
+
+def mistake(kind: str, text: str) -> Tensor:
+    """A call that tells ``make`` of a user's mistake: ``kind`` is ``"type"`` or ``"value"``."""
+    return torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What Dynamo found.
+
+    Attributes:
+        module: the torch calls, one node each; one placeholder for each tensor or number that they take.
+        names: what each placeholder is called in Python, such as ``batch.x``.
+        numbers: the placeholders that stand for a Python float and arrive as 0-dim float64 tensors.
+    """
+
+    module: fx.GraphModule
+    names: tuple[str, ...]
+    numbers: frozenset[int]
+
+    def marks(self) -> dict[str, fx.Node]:
+        """The nodes named by ``mark``, in their order."""
+        return {str(node.args[0]): node for node in self.module.graph.find_nodes(op="call_function", target=mark)}
+
+    def check(self) -> None:
+        """Raises what ``mistake`` has noted.
+
+        Raises:
+            UserMistake, WrongType: the user's mistake.
+        """
+        for node in self.module.graph.find_nodes(op="call_function", target=mistake):
+            kind, text = node.args
+            raise (WrongType if kind == "type" else UserMistake)(str(text))
+
+
+Make: TypeAlias = "Callable[[Call], Callable[..., Sequence[object]]]"
+"""``make(call)`` returns what is called with the placeholders' values and returns the outputs of ``call.module``."""
+
+
+class Front:
+    """``function`` run by programs that ``make`` builds, one for each Python state that it was seen in.
+
+    Args:
+        function: called with positional arguments. It returns what ``mark`` and Python make of torch calls.
+        make: builds a program; held weakly by Dynamo, which forgets nothing.
+        what: what ``function`` is, for refusals.
+        settings: of Dynamo, beside those that make its guards complete.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        make: Make,
+        *,
+        what: str = "the step",
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self._function, self._make, self._what = function, make, what
+        self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
+        self._fronts: dict[object, _Compiled] = {}
+        self._exhausted: dict[object, str] = {}
+        self._may_trace = self._has_made = False
+        self._code: WatchedCode | None = None
+        self._traced: set[types.CodeType] = set()
+        self._changes = 0
+        self.failure: BaseException | None = None
+        """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
+        self.unguarded: str | None = None
+        """A value that the guards of the compilation under way would not see change."""
+
+    def knows(self, kind: object) -> bool:
+        """Whether a program was made for batches of this kind."""
+        return kind in self._fronts
+
+    def forget(self) -> None:
+        """Drops all programs."""
+        self._fronts.clear()
+        self._exhausted.clear()
+        self._code = None
+
+    def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
+        """``function(*args)``.
+
+        Args:
+            kind: a hint which programs to ask first: arguments of one kind share a list of them. Guards decide.
+            args: the function's arguments.
+            may_trace: make a program where none fits; else that is a ``GuardMiss``.
+
+        Raises:
+            GuardMiss: no program fits, and none may be made.
+            CaptureError: the function cannot be a graph; nothing has happened.
+        """
+        _refuse_what_guards_miss()
+        if self._code is not None and not self._code.unchanged():
+            self._changes += 1
+            self.forget()
+        compiled = self._fronts.get(kind)
+        if compiled is not None:
+            try:
+                return compiled.quick(*args)
+            except _NotCompiled:
+                pass
+        if not may_trace:
+            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+        return self._trace(kind, compiled, args)
+
+    def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
+        known = self._exhausted.get(kind)
+        if known is not None:
+            raise CaptureError(known)
+        if self._changes > _MOST_VARIANTS:
+            raise CaptureError(
+                f"classes or functions that {self._what} goes through change from step to step; use engine='tape'"
+            )
+        if compiled is None:
+            compiled = _Compiled(self._function, _Backend(self))
+        self.failure = None
+        self._may_trace, self._has_made, self.unguarded = True, False, None
+        try:
+            settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
+            with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
+                return self._twice_if_busy(compiled, args)
+        except BaseException as error:  # noqa: BLE001 - what to raise in its place
+            raise self._explained(error, kind) from None
+        finally:
+            self._may_trace = False
+            self.failure = None
+            if self.unguarded is not None:
+                self._fronts.pop(kind, None)
+            elif self._has_made and kind not in self._exhausted:
+                self._fronts[kind] = compiled
+                self._code = WatchedCode(_kinds_of(self._function, args), self._traced)
+
+    def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
+        try:
+            return compiled.full(*args)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "symbolically trace" not in str(error):  # of another thread, which uses make_fx without our lock
+                raise
+        return compiled.full(*args)  # type: ignore[no-untyped-call]
+
+    def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
+        """Asked by Dynamo for what to call in place of ``module``."""
+        if not self._may_trace:
+            raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
+        try:
+            _refuse_what_is_lost()
+            self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
+            call = _describe(module)
+            call.check()
+            program = self._noting(self._make(call))
+            self._has_made = True
+            return program
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _noting(self, program: Callable[..., Sequence[object]]) -> Callable[..., Sequence[object]]:
+        """``program``, which notes what it raises while it is first called, in the middle of a compilation."""
+        mine = weakref.ref(self)
+
+        def run(*args: object) -> Sequence[object]:
+            try:
+                front = mine()
+                if front is not None and front.unguarded is not None:
+                    raise CaptureError(
+                        f"{front._what} reads {_plain_source(front.unguarded)}, a container in a tuple, whose changes "
+                        "a graph would not notice; use a list in place of the tuple, or engine='tape'"
+                    )
+                with traced_by(None):
+                    return program(*args)
+            except BaseException as error:
+                front = mine()
+                if front is not None and front._may_trace:
+                    front.failure = error
+                raise
+
+        return run
+
+    def _explained(self, error: BaseException, kind: object) -> BaseException:
+        """What to raise in place of what Dynamo raised."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        if self.failure is not None:
+            return self.failure
+        if isinstance(error, FailOnRecompileLimitHit):
+            self._exhausted[kind] = (
+                f"Python values that {self._what} reads change from step to step, and each change makes a new graph; "
+                "pass what changes in the batch, make it a tensor that is changed in place, or use engine='tape'"
+            )
+            self._fronts.pop(kind, None)
+            return CaptureError(self._exhausted[kind])
+        if isinstance(error, (CaptureError, AnabranchError, KeyboardInterrupt, SystemExit)):
+            return error
+        if isinstance(error, _NotCompiled) or "no compiled frames" in str(error):
+            return CaptureError(
+                "torch.compile is switched off here (torch.compiler.set_stance, TORCHDYNAMO_DISABLE, a dispatch mode), "
+                "and graphs are captured with it; switch it on, or use engine='tape'"
+            )
+        if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
+            return CaptureError(reason_of(error, self._what))
+        return error
+
+
+class _Forms:
+    """The tracer of Dynamo's part: asks boundaries what their outputs will look like, and nothing else."""
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), traced_by(None):
+            yield
+
+    def entry(self) -> Tensor:
+        return torch.empty((), requires_grad=True)
+
+    def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        with self.outside():
+            forms = boundary.forms(inputs)
+        outputs = [torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms]
+        return Crossed(outputs, None, [i for i, form in enumerate(forms) if not form.differentiable])
+
+    def backward(
+        self,
+        boundary: Boundary,
+        state: object,
+        inputs: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        wants: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        raise CaptureError(
+            f"the loss differentiates through {boundary.kind} {boundary.name!r} itself, which a graph cannot; use "
+            "engine='tape'"
+        )
+
+
+class _Compiled:
+    """One copy of the front, so that its list of programs is its own: Dynamo keeps them with the code object.
+
+    The copy has globals of its own too, where Dynamo leaves what it made: they go with it.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: _Backend) -> None:
+        from torch._C._dynamo.eval_frame import set_eval_frame
+
+        allow_marks()
+        front = _copy_of(_front_of(function))
+        self._front, self._set_eval_frame = front, set_eval_frame
+        options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
+        self.full = torch.compile(front, backend=backend, fullgraph=True, options=options)
+
+    def quick(self, *args: object) -> Any:
+        """Runs the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
+
+        Raises:
+            _NotCompiled: no program's guards hold; nothing has happened.
+        """
+        prior = self._set_eval_frame(False)
+        try:
+            return self._front(*args)
+        finally:
+            self._set_eval_frame(prior)
+
+
+def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def front(*args: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # folded away in a program
+            raise _NotCompiled
+        return function(*args)
+
+    return front
+
+
+def _copy_of(function: Any) -> Any:
+    space = dict(function.__globals__)
+    # A name of its own: what Dynamo has learned of which numbers change, it keeps by file, line and name.
+    code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
+    return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
+
+
+class _Backend:
+    """What Dynamo calls with the calls that it found."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = weakref.ref(front)
+
+    def __call__(self, module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
+        front = self._front()
+        assert front is not None
+        return front.make(module)
+
+    def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
+        """Notes a guard that compares a value with itself; keeps all guards."""
+        front = self._front()
+        for entry in entries:
+            compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
+            if front is not None and compares and entry.has_value and _may_change(entry.value):
+                front.unguarded = str(entry.name)
+        return [True] * len(entries)
+
+
+def _last_lr(self: LRScheduler) -> list[float | Tensor]:
+    return self._last_lr
+
+
+_COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
+_UNCHANGING = (
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, slice, enum.Enum, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, types.CodeType, types.FunctionType,
+    types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+
+
+def _may_change(value: object) -> bool:
+    """Whether a guard that keeps ``value`` itself to compare with would follow its changes, and so never miss."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_may_change, value))
+    return not isinstance(value, _UNCHANGING)
+
+
+_fronts = itertools.count()
+_allowed = threading.Lock()
+_are_allowed = False
+
+
+def allow_marks() -> None:
+    """Tells Dynamo of the calls that are to stay in its graph; not at import, which would load Dynamo."""
+    global _are_allowed
+    with _allowed:
+        if not _are_allowed:
+            import torch._dynamo
+
+            for function in (mark, mistake):
+                torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
+            opaque.keep_whole(torch._dynamo.nonstrict_trace)
+            # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
+            torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
+            _are_allowed = True
+
+
+def _describe(module: fx.GraphModule) -> Call:
+    """Dynamo's placeholders, by what it forgets once the compilation has ended."""
+    names: list[str] = []
+    numbers: set[int] = set()
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        arg = node.meta.get("grapharg")
+        names.append(_plain(getattr(getattr(arg, "source", None), "name", None), node))
+        read = all(user.op == "call_method" and user.target == "item" for user in node.users)
+        if arg is not None and not arg.is_tensor and arg.pass_arg_as_tensor and read:
+            numbers.add(index)
+    return Call(module, tuple(names), frozenset(numbers))
+
+
+def _plain(source: object, node: fx.Node) -> str:
+    """``L['args'][1]['x']`` is ``1.x``."""
+    name = source if isinstance(source, str) else None
+    if name is None:
+        return node.name.removeprefix("l_").rstrip("_")
+    for old, new in (("L['args']", ""), ("G['", ""), ("_modules['", ""), ("_parameters['", ""), ("_buffers['", "")):
+        name = name.replace(old, new)
+    for old in ("['", "[", "']", "]"):
+        name = name.replace(old, "." if old.startswith("[") else "")
+    return ".".join(part for part in name.split(".") if part)
+
+
+def _plain_source(source: str) -> str:
+    """``L['args'][0].held`` is ``held``."""
+    return source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch")
+
+
+def _said_once() -> set[object]:
+    """Functions that say something once a process: the tape has said it, and a graph need not."""
+    module = sys.modules.get("transformers.utils.logging")
+    return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
+
+
+def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[type]:
+    """The classes whose methods a call of ``function`` may go through."""
+    yield from (Tensor, nn.Parameter, nn.Module, type(function))
+    for arg in args:
+        yield type(arg)
+        for module in arg.modules() if isinstance(arg, nn.Module) else ():
+            yield type(module)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    for value in cells:
+        yield type(value)
+        yield type(getattr(value, "__self__", None))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _refuse_what_is_lost() -> None:
+    """Raises if the code that was read writes gradients, as ``backward()`` does: the graph computes its own."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    if output.random_calls:
+        raise CaptureError(
+            "the step draws random numbers that are not torch's, which a graph would not draw again; draw them with "
+            "torch, pass them in the batch, or use engine='tape'"
+        )
+    effects = output.side_effects
+    for variable in effects.id_to_variable.values():
+        if type(variable).__name__ == "DequeVariable" and effects.is_modified(variable):
+            raise CaptureError("the step changes a deque, which a graph would not do as Python does; use engine='tape'")
+    changed = effects.store_attr_mutations
+    names = {name for attributes in changed.values() for name in attributes}
+    sets = any(node.target is Tensor.set_ or node.target == "set_" for node in output.graph.nodes)
+    if sets or names & {"grad", "data"}:
+        raise CaptureError(
+            "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a "
+            "graph would lose; use torch.autograd.grad, or engine='tape'"
+        )
+
+
+def _refuse_what_guards_miss() -> None:
+    if _len_torch_function_stack():
+        raise CaptureError("a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'")
+    if any(_hooks_of_every_module):
+        raise CaptureError(
+            "a hook is set on every module (torch.nn.modules.module.register_module_*_hook), which a graph would not "
+            "notice; remove it, or use engine='tape'"
+        )
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "anomaly detection looks at every gradient, which a graph does not; switch it off, or use engine='tape'"
+        )
+    if torch._C._autograd._top_saved_tensors_default_hooks(False):
+        raise CaptureError(
+            "saved_tensors_hooks are set around the step, which a graph would not call; remove them, or use "
+            "engine='tape'"
+        )
+
+
+def _inside_dynamo(error: BaseException) -> bool:
+    """Whether something of PyTorch's tracing machinery raised it."""
+    step = error.__traceback__
+    while step is not None:
+        if "/torch/_dynamo/" in step.tb_frame.f_code.co_filename.replace("\\", "/"):
+            return True
+        step = step.tb_next
+    return False
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """A block in which PyTorch logs nothing about what it cannot trace: we say it ourselves, once."""
+    import warnings
+
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    before = [logger.disabled for logger in loggers]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.disabled = True
+        try:
+            yield
+        finally:
+            for logger, disabled in zip(loggers, before, strict=True):
+                logger.disabled = disabled

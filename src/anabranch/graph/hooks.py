@@ -1,0 +1,54 @@
+"""Hooks that a graph would never call: on gradients of parameters, on modules' backward, on optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch.autodiff import hooks as own_hooks
+from anabranch.errors import CaptureError
+
+__all__ = ["refuse_hooks"]
+
+_HOOKS_OF_EVERY_OPTIMIZER: tuple[Mapping[int, Callable[..., object]], ...] = tuple(
+    vars(sys.modules[Optimizer.__module__])[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")
+)
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_hooks(
+    modules: Mapping[nn.Module, str], tensors: Mapping[str, Tensor], optimizers: Iterable[Optimizer] = ()
+) -> None:
+    """Raises ``CaptureError`` if a backward or optimizer hook is set that a graph would not call."""
+    for module, name in modules.items():
+        for hooks in (getattr(module, kind) for kind in _MODULE_HOOKS):
+            _refuse(hooks, f"module {name or type(module).__name__!r} has a backward hook")
+    for name, tensor in tensors.items():
+        _refuse(tensor._backward_hooks, f"{name!r} has a gradient hook")
+        _refuse(getattr(tensor, "_post_accumulate_grad_hooks", None), f"{name!r} has a gradient hook")
+    for hooks in _HOOKS_OF_EVERY_OPTIMIZER:
+        _refuse(hooks, "every optimizer has a step hook")
+    for optimizer in optimizers:
+        own = vars(optimizer).get("step")
+        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+            raise CaptureError(
+                f"the step of this {type(optimizer).__name__} is a function of its own, which a graph would not call; "
+                "use engine='tape'"
+            )
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            _refuse(getattr(optimizer, kind), f"{type(optimizer).__name__} has a step hook")
+
+
+def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:
+    for hook in (hooks or {}).values():
+        if getattr(hook, "__module__", "") == own_hooks.__name__:
+            continue  # of a session; outside a sweep of its own it does nothing
+        code = getattr(hook, "__code__", None)
+        line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+        raise CaptureError(
+            f"{line}{what} ({getattr(hook, '__qualname__', hook)}), which a graph would never call; remove it, or use "
+            "engine='tape'"
+        )

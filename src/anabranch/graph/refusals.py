@@ -1,0 +1,87 @@
+"""Why Python code cannot be a graph, in words that a user knows, with the line of code that does it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+__all__ = ["reason_of", "user_line_of"]
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+_REASONS = (
+    ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
+    ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
+    ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("data-dependent", "the code depends on a value that it computes"),
+    ("`print`", "it prints"),
+    ("`open`", "it reads or writes a file"),
+    ("logging", "it writes to a log"),
+    ("random", "it draws random numbers that are not torch's"),
+    ("Generator", "it draws from a generator of its own"),
+    ("register_hook", "it sets a hook on a gradient"),
+    ("backward hook", "a module has a backward hook"),
+    ("Backward hook", "a module has a backward hook"),
+    ("backward()", "it calls backward() in the middle of the step"),
+)
+_CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
+
+
+def reason_of(error: BaseException, what: str) -> str:
+    """One sentence: where, what, and what else would do."""
+    text = str(error)
+    changed = re.search(r"certain side effects happened.*?: \[(.*)\]", text)
+    if changed:
+        names = ", ".join(sorted({_python_name(name) for name in re.findall(r'"(.*?)"', changed[1])}))
+        return (
+            f"{what} changes {names or 'Python state'} while it is captured; a replay runs tensor operations only and "
+            "would lose the change: return the value, or make it a tensor that is changed in place"
+        )
+    line = _user_line(text)
+    where = f"{line}: " if line else ""
+    if "Observed exception" in text:
+        return f"{where}{what} raises {_raised(text)} while it is captured"
+    failed = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text)
+    if "fake tensor" in text and failed:
+        return f"{where}{what} raises {failed[1]}: {failed[2]}"
+    for needle, words in _REASONS:
+        if needle in text:
+            return f"{where}{what} cannot be a graph: {words}{_CURE}"
+    explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
+    said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
+    return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def _python_name(source: str) -> str:
+    """``G['seen']`` is ``'seen'``, ``L['self'].calls`` is ``'calls'``."""
+    parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
+    names = [one or other for one, other in parts if not (one or other).startswith("__")]
+    names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]
+    return repr(names[-1]) if names else "a variable that it closes over"
+
+
+def _simple(said: str) -> str:
+    said = said.replace("Dynamo", "the capture").replace("torch.compile", "the capture")
+    return said.strip().rstrip(".")[:300]
+
+
+def _raised(text: str) -> str:
+    found = re.search(r"raised exception (.*)", text) or re.search(r"exception (\w+\(.*\))", text)
+    return found[1].strip() if found else "an exception"
+
+
+def _user_line(text: str) -> str:
+    """The innermost line of the user's own code; of a library's, where there is none."""
+    places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
+    own = [place for place in places if not place[0].startswith(_LIBRARIES)]
+    chosen = own or [place for place in places if not place[0].startswith(_LIBRARIES[1])]
+    return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else ""
+
+
+def user_line_of(node: fx.Node) -> str:
+    """The line of the user's code that makes a call of Dynamo's graph, with a colon behind it."""
+    line = _user_line(str(node.meta.get("stack_trace") or ""))
+    return f"{line}: " if line else ""

@@ -1,0 +1,35 @@
+"""Modules, hooks, parameters, optimizers, code and settings change between two steps: the next step sees it."""
+
+from __future__ import annotations
+
+import pytest
+from change_plays import PLAYS
+
+from plain_loop import check, quickly
+
+QUICK = {
+    "steady_inner_backward",
+    "steady_checkpoint",
+    "loss_reads_the_users_scheduler",
+    "loss_reads_the_optimizers_state",
+    "forward_hook_replaced",
+    "forward_hook_replaced_under_its_number",
+    "parameter_hook_added",
+    "parameter_frozen",
+    "code_of_forward_swapped",
+    "autoreload_of_a_string",
+    "global_forward_hook",
+    "saved_tensors_scaled",
+    "learning_rate",
+    "optimizer_state_loaded",
+    "layer_replaced_with_its_optimizer",
+    "parameter_tied",
+    "dropout_probability",
+    "own_optimizer",
+}
+
+
+@pytest.mark.parametrize("name", quickly(PLAYS, QUICK))
+@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+def test_a_training_loop_changes_between_two_steps(engine: str, name: str) -> None:
+    check(PLAYS[name], engine)

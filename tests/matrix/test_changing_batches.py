@@ -1,0 +1,24 @@
+"""A batch may be any object, and what it holds another at each step."""
+
+from __future__ import annotations
+
+import pytest
+from change_batches import BATCHES
+
+from plain_loop import check, quickly
+
+QUICK = {
+    "own_kept_and_changed",
+    "dataclass_unequal_kept_and_changed",
+    "user_dict_number",
+    "none_leaf",
+    "text_leaf",
+    "dict_number_every_step",
+    "named_tuple_number",
+}
+
+
+@pytest.mark.parametrize("name", quickly(BATCHES, QUICK))
+@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+def test_what_a_batch_holds_changes(engine: str, name: str) -> None:
+    check(BATCHES[name], engine)

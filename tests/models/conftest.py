@@ -1,0 +1,36 @@
+"""Models of other libraries: marked, and skipped where the libraries are absent."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# No model and no data is ever fetched.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+PACKAGES = (
+    "diffusers",
+    "lion_pytorch",
+    "peft",
+    "prodigyopt",
+    "pytorch_optimizer",
+    "schedulefree",
+    "timm",
+    "torch_geometric",
+    "torchvision",
+    "transformers",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.models)
+            if absent:
+                item.add_marker(pytest.mark.skip(reason=f"`make test-models` installs {', '.join(absent)}"))

@@ -1,0 +1,695 @@
+"""Training loops of models from other libraries, from small random configurations: nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plain_loop import Build, Play, nothing
+
+MODELS: dict[str, Build] = {}
+OPTIMIZERS: dict[str, Build] = {}
+
+
+def real(function: Build) -> Build:
+    MODELS[function.__name__] = function
+    return function
+
+
+@functools.cache
+def _missing_operators() -> torch.library.Library:
+    # torchvision's wheel has its C++ operators for CUDA's build of torch. Beside the CPU's they do not load, and its
+    # Python registers shapes for two of them at import.
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def load(name: str) -> Any:
+    """Import a module by its name, whatever it warns about."""
+    import importlib
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _missing_operators()
+        return importlib.import_module(name)
+
+
+def adam(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def of(model: nn.Module, loss: Callable[[Any, Any], Any], batch: Callable[[int], Any], **keywords: Any) -> Play:
+    return Play(model, loss, keywords.pop("optimizer", None) or adam(model), nothing, batch=batch, **keywords)
+
+
+# Hugging Face.
+
+
+def tokens(i: int, rows: int = 2, length: int = 8, vocabulary: int = 50) -> Tensor:
+    return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(i))
+
+
+def padded(i: int) -> dict[str, Tensor]:
+    """Tokens, a padding mask, and labels that are -100 where there is padding."""
+    ids = tokens(i)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def padded_left(i: int) -> dict[str, Tensor]:
+    batch = padded(i)
+    batch["attention_mask"] = batch["attention_mask"].flip(1)
+    return batch
+
+
+def own_loss(model: nn.Module, batch: Any) -> Any:
+    return model(**batch).loss
+
+
+def gpt2(**keywords: Any) -> Any:
+    transformers = load("transformers")
+    config = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 50,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(config | keywords)))
+
+
+def llama(**keywords: Any) -> Any:
+    transformers = load("transformers")
+    config = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 50,
+        "max_position_embeddings": 16,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(config | keywords)))
+
+
+BERT = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 16,
+}
+
+
+def bert(**keywords: Any) -> Any:
+    transformers = load("transformers")
+    return transformers.BertForMaskedLM(transformers.BertConfig(**(BERT | keywords)))
+
+
+def t5() -> Any:
+    transformers = load("transformers")
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=50, decoder_start_token_id=0
+        )
+    )
+
+
+def vit() -> Any:
+    transformers = load("transformers")
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+            hidden_dropout_prob=0.1,
+            num_labels=4,
+        )
+    )
+
+
+def mixtral() -> Any:
+    transformers = load("transformers")
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=50,
+            max_position_embeddings=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+        )
+    )
+
+
+def pictures(i: int, size: int = 16, rows: int = 3) -> Tensor:
+    return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(i))
+
+
+@real
+def hf_gpt2(patch: pytest.MonkeyPatch) -> Play:
+    return of(gpt2(), own_loss, padded)
+
+
+@real
+def hf_gpt2_without_dropout(patch: pytest.MonkeyPatch) -> Play:
+    return of(gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), own_loss, padded)
+
+
+@real
+def hf_gpt2_eager_attention(patch: pytest.MonkeyPatch) -> Play:
+    return of(gpt2(attn_implementation="eager"), own_loss, padded_left)
+
+
+@real
+def hf_gpt2_output_with_loss(patch: pytest.MonkeyPatch) -> Play:
+    return of(gpt2(), lambda m, b: m(**b), padded)
+
+
+@real
+def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> Play:
+    encoding = load("transformers").BatchEncoding
+    return of(gpt2(), own_loss, lambda i: encoding(padded(i)))
+
+
+@real
+def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> Play:
+    model = gpt2()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return of(model, own_loss, padded)
+
+
+@real
+def hf_gpt2_bfloat16_autocast_around(patch: pytest.MonkeyPatch) -> Play:
+    return of(gpt2(), own_loss, padded, around=lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+@real
+def hf_gpt2_bfloat16_autocast_inside(patch: pytest.MonkeyPatch) -> Play:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**batch).loss
+
+    return of(gpt2(), loss, padded)
+
+
+@real
+def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> Play:
+    def batch(i: int) -> dict[str, Tensor]:
+        ids = tokens(i, length=6 + i % 3)
+        return {"input_ids": ids, "labels": ids}
+
+    return of(gpt2(), own_loss, batch)
+
+
+@real
+def hf_gpt2_dropout_changed(patch: pytest.MonkeyPatch) -> Play:
+    model = gpt2()
+
+    def change(k: int) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2 * k
+
+    play = of(model, own_loss, padded)
+    play.change = change
+    return play
+
+
+@real
+def hf_gpt2_config_changed(patch: pytest.MonkeyPatch) -> Play:
+    model = gpt2()
+    play = of(model, own_loss, padded)
+    play.change = lambda k: model.set_attn_implementation(["eager", "sdpa"][k - 1])
+    return play
+
+
+@real
+def hf_llama(patch: pytest.MonkeyPatch) -> Play:
+    return of(llama(), own_loss, padded)
+
+
+@real
+def hf_llama_gradient_checkpointing(patch: pytest.MonkeyPatch) -> Play:
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return of(model, own_loss, padded)
+
+
+@real
+def hf_bert(patch: pytest.MonkeyPatch) -> Play:
+    return of(bert(), own_loss, padded)
+
+
+@real
+def hf_bert_classifier(patch: pytest.MonkeyPatch) -> Play:
+    transformers = load("transformers")
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**BERT, num_labels=3))
+    return of(model, own_loss, lambda i: padded(i) | {"labels": torch.tensor([i % 3, 1])})
+
+
+@real
+def hf_t5(patch: pytest.MonkeyPatch) -> Play:
+    return of(t5(), own_loss, padded)
+
+
+@real
+def hf_vit(patch: pytest.MonkeyPatch) -> Play:
+    return of(vit(), own_loss, lambda i: {"pixel_values": pictures(i), "labels": torch.tensor([0, 1, i % 4])})
+
+
+@real
+def hf_mixtral(patch: pytest.MonkeyPatch) -> Play:
+    return of(mixtral(), own_loss, padded)
+
+
+@real
+def hf_clip(patch: pytest.MonkeyPatch) -> Play:
+    transformers = load("transformers")
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config=tower | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49},
+            vision_config=tower | {"image_size": 16, "patch_size": 8},
+            projection_dim=8,
+        )
+    )
+
+    def batch(i: int) -> dict[str, Tensor]:
+        held = padded(i)
+        return {
+            "input_ids": held["input_ids"],
+            "attention_mask": held["attention_mask"],
+            "pixel_values": pictures(i, rows=2),
+        }
+
+    return of(model, lambda m, b: m(**b, return_loss=True).loss, batch)
+
+
+@real
+def peft_lora(patch: pytest.MonkeyPatch) -> Play:
+    peft = load("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(
+            gpt2(),
+            peft.LoraConfig(
+                r=2, target_modules=["c_attn"], lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=True
+            ),
+        )
+    return of(model, own_loss, padded)
+
+
+@real
+def peft_lora_adapter_disabled(patch: pytest.MonkeyPatch) -> Play:
+    peft = load("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(
+            llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+        )
+    play = of(model, own_loss, padded)
+    play.change = lambda k: [model.base_model.disable_adapter_layers, model.base_model.enable_adapter_layers][k - 1]()
+    return play
+
+
+# Pictures.
+
+
+def classified(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], label_smoothing=0.1)
+
+
+def labelled(i: int, size: int = 32) -> dict[str, Tensor]:
+    return {"x": pictures(i, size), "y": torch.tensor([0, 1, i % 4])}
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+
+@real
+def torchvision_resnet(patch: pytest.MonkeyPatch) -> Play:
+    resnet = load("torchvision.models.resnet")
+    model = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=4, width_per_group=8)
+    return of(model, classified, labelled, optimizer=momentum(model))
+
+
+@real
+def torchvision_resnet_channels_last(patch: pytest.MonkeyPatch) -> Play:
+    resnet = load("torchvision.models.resnet")
+    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=4).to(memory_format=torch.channels_last)
+    return of(
+        model,
+        classified,
+        lambda i: labelled(i) | {"x": pictures(i, 32).to(memory_format=torch.channels_last)},
+        optimizer=momentum(model),
+    )
+
+
+@real
+def torchvision_mobilenet(patch: pytest.MonkeyPatch) -> Play:
+    model = load("torchvision.models").mobilenet_v2(num_classes=4, width_mult=0.25)
+    return of(model, classified, labelled, optimizer=momentum(model))
+
+
+@real
+def torchvision_convnext(patch: pytest.MonkeyPatch) -> Play:
+    convnext = load("torchvision.models.convnext")
+    setting = [convnext.CNBlockConfig(16, 32, 2), convnext.CNBlockConfig(32, None, 2)]
+    return of(convnext.ConvNeXt(setting, stochastic_depth_prob=0.5, num_classes=4), classified, labelled)
+
+
+@real
+def torchvision_swin(patch: pytest.MonkeyPatch) -> Play:
+    swin = load("torchvision.models.swin_transformer")
+    model = swin.SwinTransformer([2, 2], 16, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.3, num_classes=4)
+    return of(model, classified, labelled)
+
+
+@real
+def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
+    model = load("timm.models.vision_transformer").VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
+    )
+    return of(model, classified, lambda i: labelled(i, 16))
+
+
+@real
+def timm_convnext_with_drop_path(patch: pytest.MonkeyPatch) -> Play:
+    model = load("timm.models.convnext").ConvNeXt(
+        depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), drop_path_rate=0.3, num_classes=4
+    )
+    return of(model, classified, lambda i: labelled(i, 64))
+
+
+@real
+def timm_drop_path_changed(patch: pytest.MonkeyPatch) -> Play:
+    play = timm_vit_with_drop_path(patch)
+
+    def change(k: int) -> None:
+        for module in play.model.modules():
+            if hasattr(module, "drop_prob"):
+                module.drop_prob = 0.25 * k
+
+    play.change = change
+    return play
+
+
+@real
+def timm_resnet(patch: pytest.MonkeyPatch) -> Play:
+    resnet = load("timm.models.resnet")
+    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], channels=(8, 8, 16, 16), num_classes=4, drop_path_rate=0.2)
+    return of(model, classified, labelled, optimizer=momentum(model))
+
+
+@real
+def diffusers_unet(patch: pytest.MonkeyPatch) -> Play:
+    diffusers = load("diffusers")
+    model = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    schedule = torch.linspace(0.99, 0.1, 10)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x),))
+        kept = schedule[time][:, None, None, None]
+        return F.mse_loss(model(kept.sqrt() * x + (1 - kept).sqrt() * noise, time).sample, noise)
+
+    return of(model, loss, lambda i: pictures(i, 8))
+
+
+@real
+def diffusers_unet_with_its_scheduler(patch: pytest.MonkeyPatch) -> Play:
+    diffusers = load("diffusers")
+    model = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        add_attention=False,
+    )
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=10)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x),))
+        return F.mse_loss(model(scheduler.add_noise(x, noise, time), time).sample, noise)
+
+    return of(model, loss, lambda i: pictures(i, 8))
+
+
+# Sequences, graphs and towers by hand.
+
+
+class Language(nn.Module):
+    """A recurrent language model."""
+
+    def __init__(self, kind: type[nn.Module], **keywords: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8), nn.Linear(12, 50)
+        self.net = kind(8, 12, num_layers=2, batch_first=True, dropout=0.1, **keywords)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.net(self.table(ids))[0])  # type: ignore[no-any-return]
+
+
+def next_token(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+@real
+def lstm(patch: pytest.MonkeyPatch) -> Play:
+    return of(Language(nn.LSTM), next_token, tokens, clip=0.5)
+
+
+@real
+def gru(patch: pytest.MonkeyPatch) -> Play:
+    return of(Language(nn.GRU), next_token, tokens, clip=0.5)
+
+
+@real
+def packed_lstm(patch: pytest.MonkeyPatch) -> Play:
+    model = nn.LSTM(4, 6, batch_first=True)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
+        return model(packed)[0].data.square().mean()
+
+    return of(model, loss, lambda i: {"x": torch.ones(2, 5, 4) * i, "lengths": torch.tensor([5, 2 + i % 3])})
+
+
+class Towers(nn.Module):
+    """Two towers and a temperature, as CLIP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picture = nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.GELU(), nn.Flatten(), nn.Linear(64, 8))
+        self.text, self.scale = nn.EmbeddingBag(50, 8), nn.Parameter(torch.tensor(2.6592))
+
+    def forward(self, pictures: Tensor, ids: Tensor) -> Tensor:
+        a, b = F.normalize(self.picture(pictures), dim=-1), F.normalize(self.text(ids), dim=-1)
+        return self.scale.exp() * a @ b.T
+
+
+@real
+def two_towers(patch: pytest.MonkeyPatch) -> Play:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(*batch)
+        wanted = torch.arange(len(logits))
+        return (F.cross_entropy(logits, wanted) + F.cross_entropy(logits.T, wanted)) / 2
+
+    model = Towers()
+    play = of(model, loss, lambda i: (pictures(i), tokens(i, 3)))
+
+    def between(out: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            model.scale.clamp_(0, 2.6589)
+
+    play.between = between
+    return play
+
+
+@real
+def weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+    parametrizations = torch.nn.utils.parametrizations
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)),
+        nn.LeakyReLU(0.2),
+        parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    return of(model, classified, lambda i: labelled(i, 8))
+
+
+@real
+def old_weight_and_spectral_norm(patch: pytest.MonkeyPatch) -> Play:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(
+            nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
+            nn.utils.weight_norm(nn.Conv2d(4, 4, 3)),
+            nn.Flatten(),
+            nn.LazyLinear(4),
+        )
+        model(pictures(0, 8))
+    return of(model, classified, lambda i: labelled(i, 8))
+
+
+def graph_net() -> Any:
+    geometric = load("torch_geometric.nn")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = geometric.GCNConv(4, 8), geometric.GCNConv(8, 3)
+
+        def forward(self, data: Any) -> Tensor:
+            x = F.dropout(F.relu(self.one(data.x, data.edge_index)), 0.3, self.training)
+            return self.two(x, data.edge_index)  # type: ignore[no-any-return]
+
+    return Net()
+
+
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])
+
+
+def data_of(i: int) -> Any:
+    g = torch.Generator().manual_seed(i)
+    return load("torch_geometric.data").Data(
+        x=torch.randn(5, 4, generator=g), edge_index=EDGES, y=torch.tensor([0, 1, 2, i % 3, 0])
+    )
+
+
+def node_loss(model: nn.Module, data: Any) -> Tensor:
+    return F.cross_entropy(model(data), data.y)
+
+
+@real
+def geometric_gcn(patch: pytest.MonkeyPatch) -> Play:
+    return of(graph_net(), node_loss, data_of, rows=lambda data: 5.0)
+
+
+@real
+def geometric_gcn_one_object_changed(patch: pytest.MonkeyPatch) -> Play:
+    held = data_of(0)
+    play = of(graph_net(), node_loss, lambda i: held, rows=lambda data: 5.0)
+
+    def change(k: int) -> None:
+        held.x = held.x * (1 + k)
+        held.edge_index = EDGES.flip(0) if k == 1 else EDGES[:, :4]
+
+    play.change = change
+    return play
+
+
+@real
+def geometric_batch(patch: pytest.MonkeyPatch) -> Play:
+    batch_of = load("torch_geometric.data").Batch
+    return of(
+        graph_net(), node_loss, lambda i: batch_of.from_data_list([data_of(i), data_of(i + 1)]), rows=lambda data: 10.0
+    )
+
+
+# Optimizers.
+
+
+def _third_party(module: str, name: str, **keywords: Any) -> Build:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make = getattr(load(module), name)
+            model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+            if keywords.pop("named", False):
+                optimizer = make(model.named_parameters(), **keywords)
+            else:
+                optimizer = make(list(model.parameters()), **keywords)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return of(
+            model,
+            lambda m, x: m(x).square().mean(),
+            lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
+            optimizer=optimizer,
+        )
+
+    return build
+
+
+OPTIMIZERS |= {
+    "schedulefree_AdamW": _third_party("schedulefree", "AdamWScheduleFree", lr=0.01, warmup_steps=3),
+    "schedulefree_SGD": _third_party("schedulefree", "SGDScheduleFree", lr=0.1),
+    "schedulefree_RAdam": _third_party("schedulefree", "RAdamScheduleFree", lr=0.01),
+    "lion_pytorch_Lion": _third_party("lion_pytorch", "Lion", lr=0.01, weight_decay=0.1),
+    "prodigyopt_Prodigy": _third_party("prodigyopt", "Prodigy", lr=1.0),
+    "transformers_Adafactor": _third_party("transformers.optimization", "Adafactor"),
+    "transformers_Adafactor_fixed_rate": _third_party(
+        "transformers.optimization", "Adafactor", lr=0.01, relative_step=False, scale_parameter=False
+    ),
+    "pytorch_optimizer_Lion": _third_party("pytorch_optimizer", "Lion", lr=0.01),
+    "pytorch_optimizer_Lamb": _third_party("pytorch_optimizer", "Lamb", lr=0.01),
+    "pytorch_optimizer_SOAP": _third_party("pytorch_optimizer", "SOAP", lr=0.01),
+    "pytorch_optimizer_AdaFactor": _third_party("pytorch_optimizer", "AdaFactor", lr=0.01),
+    "pytorch_optimizer_Prodigy": _third_party("pytorch_optimizer", "Prodigy", lr=1.0),
+    "pytorch_optimizer_LARS": _third_party("pytorch_optimizer", "LARS", lr=0.01),
+    "pytorch_optimizer_AdaBelief": _third_party("pytorch_optimizer", "AdaBelief", lr=0.01),
+    "pytorch_optimizer_Adan": _third_party("pytorch_optimizer", "Adan", lr=0.01),
+    "pytorch_optimizer_ScheduleFreeAdamW": _third_party("pytorch_optimizer", "ScheduleFreeAdamW", lr=0.01),
+    "timm_LambOptimizer": _third_party("timm.optim", "Lamb", lr=0.01),
+    "timm_MuonOptimizer": _third_party("timm.optim", "Muon", lr=0.01),
+}
+
+
+def _muon(module: str, name: str) -> Build:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
+        make = getattr(load(module), name)
+        if module == "torch.optim":
+            optimizer: Any = [make(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+        else:
+            groups = [
+                {"params": matrices, "use_muon": True, "lr": 0.01},
+                {"params": rest, "use_muon": False, "lr": 0.01},
+            ]
+            optimizer = make(groups)
+        return of(
+            model,
+            lambda m, x: m(x).square().mean(),
+            lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
+            optimizer=optimizer,
+        )
+
+    return build
+
+
+OPTIMIZERS |= {"torch_Muon": _muon("torch.optim", "Muon"), "pytorch_optimizer_Muon": _muon("pytorch_optimizer", "Muon")}

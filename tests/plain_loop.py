@@ -1,0 +1,336 @@
+"""Training runs in which something changes between two steps, made in the plain loop and by each engine, and compared.
+
+A case builds a ``Play``: everything that a training loop has, and ``change(k)``, called with 1 before the step at
+index ``CHANGES[0]`` and with 2 before that at ``CHANGES[1]``. ``engine="auto"`` takes its graph after ``CAPTURE_AFTER``
+steps, before the first change, so a graph that goes on after a change with what it read before it gives other losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+
+STEPS = 9
+ERROR = "an error"
+CHANGES = (5, 7)
+CAPTURE_AFTER = 2
+
+
+def nothing(k: int) -> None:
+    """A change that changes nothing."""
+
+
+@dataclasses.dataclass
+class Play:
+    """A training loop's parts; ``batch(i)`` is step i's, ``around()`` what surrounds it, ``seen()`` Python state."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Any]
+    optimizer: Any
+    change: Callable[[int], None] = nothing
+    batch: Callable[[int], Any] | None = None
+    scheduler: Any = None
+    rows: Callable[[Any], float] | None = None
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    seen: Callable[[], object] = lambda: None
+    between: Callable[[dict[str, Tensor]], None] | None = None  # after every step, with its loss
+    clip: float | None = None
+    undo: Callable[[], object] = lambda: None  # of what the case changed for the whole process
+
+    def optimizers(self) -> list[Any]:
+        return list(self.optimizer) if isinstance(self.optimizer, Sequence) else [self.optimizer]
+
+    def batch_of(self, i: int) -> Any:
+        if self.batch is not None:
+            return self.batch(i)
+        return torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i
+
+    def change_before(self, i: int) -> None:
+        if i in CHANGES:
+            self.change(CHANGES.index(i) + 1)
+
+
+Build = Callable[[pytest.MonkeyPatch], Play]
+
+
+def quickly(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters for pytest: all names, those outside ``quick`` in the slow set."""
+    assert set(quick) <= set(names)
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run gave: a loss or an error's type a step, the state at the end, what was said, which engine ran."""
+
+    losses: list[object]
+    state: dict[str, object]
+    said: set[str]
+    engines: list[str]
+    refused_at: int | None = None
+    refusal: str = ""
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+
+# Comparing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """A tensor's type, shape and bits; shown by its first values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bits: bytes
+    values: str = dataclasses.field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {self.shape} {self.values}>"
+
+
+def frozen(value: object) -> object:
+    """A comparable copy, tensors by their bits."""
+    if isinstance(value, Tensor):
+        plain = value.detach().as_subclass(Tensor)
+        if plain.layout is not torch.strided:
+            plain = (
+                plain.to_dense()
+                if plain.layout is torch.sparse_coo
+                else torch.cat([t.flatten() for t in plain.unbind()])
+            )
+        flat = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
+        return Bits(plain.dtype, tuple(plain.shape), flat.view(torch.uint8).numpy().tobytes(), f"{flat[:4].tolist()}")
+    if isinstance(value, np.ndarray | np.generic):
+        return repr(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(k): frozen(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [frozen(v) for v in value]
+    if callable(value):
+        return type(value).__name__
+    return value
+
+
+def random_state() -> object:
+    return [frozen(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())]
+
+
+def state_of(play: Play) -> dict[str, object]:
+    """Parameters, buffers, optimizers' state and groups, schedulers, random numbers and what the case looks at."""
+    optimizers = []
+    for optimizer in play.optimizers():
+        try:
+            optimizers.append(frozen(optimizer.state_dict()))
+        except KeyError:  # state of parameters that are in no group any more
+            optimizers.append(frozen(list(optimizer.state.values())))
+    schedulers = play.scheduler if isinstance(play.scheduler, list) else [play.scheduler]
+    return {
+        "parameters": {n: frozen(p) for n, p in play.model.named_parameters(remove_duplicate=False)},
+        "buffers": {n: frozen(b) for n, b in play.model.named_buffers(remove_duplicate=False)},
+        "training": {n: m.training for n, m in play.model.named_modules()},
+        "optimizers": optimizers,
+        "schedulers": [s.last_epoch if s is not None else None for s in schedulers],
+        "random numbers": random_state(),
+        "seen": frozen(play.seen()),
+    }
+
+
+def differences(got: dict[str, object], wanted: dict[str, object]) -> list[str]:
+    """What differs, named down to the leaf."""
+    found: list[str] = []
+
+    def compare(path: str, one: object, other: object) -> None:
+        if one == other:
+            return
+        if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            for key in one:
+                compare(f"{path} {key}", one[key], other[key])
+        elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+            for i, (a, b) in enumerate(zip(one, other, strict=True)):
+                compare(f"{path} {i}", a, b)
+        else:
+            found.append(f"{path}:\n     got {str(one)[:300]}\n  wanted {str(other)[:300]}")
+
+    compare("", got, wanted)
+    return found
+
+
+# Running.
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[set[str]]:
+    """The warnings and log records of at least WARNING that the block gives."""
+    said: set[str] = set()
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.add(f"log: {record.getMessage()}")
+
+    ear = Ear(logging.WARNING)
+    logging.getLogger().addHandler(ear)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+            said |= {f"{type(w.message).__name__}: {w.message}" for w in caught}
+    finally:
+        logging.getLogger().removeHandler(ear)
+
+
+def plain_step(play: Play, batch: Any) -> dict[str, Tensor]:
+    """What every engine is held to."""
+    with play.around():
+        for optimizer in play.optimizers():
+            optimizer.zero_grad()
+        result = play.loss(play.model, batch)
+        loss, extras = result if isinstance(result, tuple) else (getattr(result, "loss", result), {})
+        loss.backward()
+        if play.clip is not None:
+            torch.nn.utils.clip_grad_norm_(play.model.parameters(), play.clip)
+        for optimizer in play.optimizers():
+            optimizer.step()
+        if play.scheduler is not None:
+            for scheduler in play.scheduler if isinstance(play.scheduler, list) else [play.scheduler]:
+                scheduler.step()
+    return {"loss": loss.detach()} | {name: value.detach() for name, value in extras.items()}
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+def run(build: Build, engine: str | None) -> Outcome:
+    """Nine steps with ``engine``, or in the plain loop; what an engine="graph" refuses, the plain loop goes on with."""
+    seed()
+    with listening() as said, pytest.MonkeyPatch.context() as patch:
+        play = build(patch)
+        play.model.train()
+        try:
+            outcome = _steps(play, engine)
+            outcome.state = state_of(play)
+        finally:
+            play.undo()
+    outcome.said = said
+    return outcome
+
+
+def train_step(play: Play) -> ab.TrainStep:
+    return ab.TrainStep(
+        play.model, play.loss, play.optimizer, scheduler=play.scheduler, clip_grad_norm=play.clip, rows=play.rows
+    )
+
+
+def make_executor(steps: dict[str, Any], engine: str) -> ab.Executor:
+    keywords: dict[str, Any] = {"engine": engine}
+    if engine == "auto" and "capture_after" in inspect.signature(ab.Executor).parameters:
+        keywords["capture_after"] = CAPTURE_AFTER
+    return ab.Executor(steps, **keywords)
+
+
+def _steps(play: Play, engine: str | None) -> Outcome:
+    outcome = Outcome([], {}, set(), [])
+    with contextlib.ExitStack() as stack:
+        executor = None if engine is None else stack.enter_context(make_executor({"train": train_step(play)}, engine))
+        for i in range(STEPS):
+            play.change_before(i)
+            batch = play.batch_of(i)
+            before = state_of(play) if engine == "graph" and executor is not None else {}
+            try:
+                if executor is None:
+                    out = plain_step(play, batch)
+                else:
+                    with play.around():
+                        out = executor.run("train", batch)
+            except ab.CaptureError as error:
+                if engine != "graph":
+                    raise
+                # The rest in the plain loop, on what the refusal left: nothing may have happened.
+                outcome.refused_at, outcome.refusal = i, str(error)
+                left = differences(state_of(play), before)
+                assert not left, "a refused step changed " + "\n".join(left)
+                stack.close()
+                executor = None
+                try:
+                    out = plain_step(play, batch)
+                except Exception as error:  # noqa: BLE001 - an error of the case is an outcome
+                    outcome.losses.append(ERROR)
+                    outcome.errors.append(f"step {i}: {type(error).__name__}: {error}")
+                    continue
+            except Exception as error:  # noqa: BLE001 - an error of the case is an outcome
+                outcome.losses.append(ERROR)
+                outcome.errors.append(f"step {i}: {type(error).__name__}: {error}")
+                continue
+            outcome.engines.append(executor.engine("train") if executor is not None else "plain")
+            outcome.losses.append(frozen(out["loss"]) if len(out) == 1 else frozen(out))
+            if play.between is not None:
+                play.between(out)
+    return outcome
+
+
+def check(build: Build, engine: str, wanted: Outcome | None = None) -> Outcome:
+    """Assert that ``engine`` gives what the plain loop gives, silently unless it is "graph"."""
+    if wanted is None:
+        wanted = run(build, None)
+    got = run(build, engine)
+    wrong = []
+    if got.losses != wanted.losses:
+        wrong.append(f"losses:\n     got {got.losses}\n  wanted {wanted.losses}\n" + "\n".join(got.errors))
+    wrong += differences(got.state, wanted.state)
+    if engine != "graph" and got.said - wanted.said:
+        wrong.append(f"said {got.said - wanted.said}")
+    assert not wrong, f"engine={engine!r}, in use {got.engines}, differs in " + "\n".join(wrong)
+    return got
+
+
+# Small models.
+
+
+def linear(*sizes: int) -> nn.Module:
+    return nn.Linear(*(sizes or (4, 3)))
+
+
+def sgd(model: nn.Module, **keywords: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.1} | keywords))
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()
+
+
+def reading(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> Play:
+    """A loss that multiplies by what ``read()`` gives."""
+    model = linear()
+    return Play(model, lambda model, x: mean_square(model, x) * read(), sgd(model), change, **keywords)
+
+
+class Reader(nn.Module):
+    """Multiplies by what ``read()`` gives."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 3), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.read()  # type: ignore[no-any-return]
+
+
+def reading_inside(read: Callable[[], Any], change: Callable[[int], None], **keywords: Any) -> Play:
+    """A model whose forward multiplies by what ``read()`` gives."""
+    model = Reader(read)
+    return Play(model, mean_square, sgd(model), change, **keywords)
