@@ -343,6 +343,7 @@ class _Compiled:
         self._front, self._set_eval_frame = front, set_eval_frame
         options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
         self.full = torch.compile(front, backend=backend, fullgraph=True, options=options)
+        weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
 
     def quick(self, *args: object) -> Any:
         """Runs the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
@@ -355,6 +356,19 @@ class _Compiled:
             return self._front(*args)
         finally:
             self._set_eval_frame(prior)
+
+
+def _let_go(code: types.CodeType, space: dict[str, Any]) -> None:
+    """Frees what Dynamo made of a front.
+
+    Its tables hold the globals of a program as long as its code lives, and the code lives as long as anything that was
+    traced under it, which the globals hold.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+
+    reset_code(code)
+    for name in space:
+        space[name] = None
 
 
 def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
