@@ -33,9 +33,9 @@ from anabranch.tensors import map_structure
 __all__ = [
     "Callback",
     "Gradient",
+    "OutputRecorder",
     "Sweep",
     "move_at_edges",
-    "OutputRecorder",
     "record_outputs",
     "watch_node",
     "watch_result",

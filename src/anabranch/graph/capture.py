@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
 from anabranch.graph.calls import run_calls
@@ -62,6 +63,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     for root in _reachable(fn).values():
         if isinstance(root, nn.Module):
             refuse_hooks({module: name for name, module in root.named_modules()}, {})
+            learn_forms(root.modules())
     found: list[_Found] = []
 
     def make(call: Call) -> Callable[..., Sequence[object]]:

@@ -40,7 +40,7 @@ from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
+__all__ = ["Call", "Front", "GuardMiss", "Make", "allow_marks", "mark", "mistake", "one_at_a_time"]
 
 _MOST_VARIANTS = 8
 
@@ -403,7 +403,8 @@ class _Backend:
         front = self._front()
         for entry in entries:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
-            if front is not None and compares and entry.has_value and _may_change(entry.value):
+            copied = type(entry.value) in (list, set)  # Dynamo compares with a copy
+            if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unguarded = str(entry.name)
         return [True] * len(entries)
 

@@ -17,7 +17,7 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.tracing import Recorder, Source
 
-__all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
+__all__ = ["GroupNumbers", "LearningRates", "capture_update", "freeze", "has_state"]
 
 
 class LearningRates:

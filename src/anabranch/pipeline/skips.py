@@ -279,7 +279,7 @@ class _Call:
             try:
                 command = commands.send(answer)
             except StopIteration as stop:
-                return stop.value
+                return cast(Structure, stop.args[0]) if stop.args else None  # TorchDynamo knows no StopIteration.value
             answer = self._obey(command)
 
     def _obey(self, command: object) -> Structure:
