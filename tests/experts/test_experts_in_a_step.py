@@ -52,14 +52,15 @@ def test_a_step_with_an_expert_is_the_plain_loop(engine: Literal["auto", "tape",
         there.before.load_state_dict(here.before.state_dict())
         there.after.load_state_dict(here.after.state_dict())
         optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
-        with ab.Executor({"train": ab.TrainStep(there, loss, optimizer)}, engine=engine) as executor:
+        step = ab.TrainStep(there, loss, optimizer)
+        with ab.Executor({"train": step}, engine=engine, capture_after=1) as executor:
             for batch in batches:
                 plain.zero_grad()
                 expected = loss(here, batch)
                 expected.backward()
                 plain.step()
                 assert torch.equal(executor.run("train", batch)["loss"], expected.detach())
-            assert executor.engine("train") == ("graph" if engine == "auto" else engine)
+            assert executor.engine("train") == ("graph" if engine == "auto" else engine), executor.explain("train")
     assert torch.equal(module.weight, here.expert.weight)  # type: ignore[arg-type]
     assert torch.equal(there.before.weight, here.before.weight)
     assert backend.updates == 4  # once a step

@@ -243,10 +243,11 @@ class _CrossingContext(FunctionCtx):
 
 def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Crosses, forward; the outputs lie in memory of their own, in order, so that whoever reads them may reuse it."""
-    answers = _answers.now
+    answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
-    crossed = boundary.forward(inputs, wants)
+    with _within():
+        crossed = boundary.forward(inputs, wants)
     if not crossed.fresh:
         taken = _memory_of(inputs)
         crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
@@ -263,10 +264,11 @@ def come_back(
     wants: Sequence[bool],
 ) -> list[Tensor | None]:
     """Crosses, backward: gradients for the inputs that want one, in memory of their own, in order."""
-    answers = _answers.now
+    answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
-    found = boundary.backward(state, inputs, gradients)
+    with _within():
+        found = boundary.backward(state, inputs, gradients)
     taken = _memory_of([*inputs, *gradients])
     owned = [
         _owned(gradient, taken) if want and gradient is not None else None
@@ -363,6 +365,24 @@ class _Now:
 
 
 _answers = _Now()
+
+
+class _Depth(threading.local):
+    """Boundaries that this thread is in the middle of: what one crosses inside is part of its answer."""
+
+    depth = 0
+
+
+_crossing = _Depth()
+
+
+@contextmanager
+def _within() -> Iterator[None]:
+    _crossing.depth += 1
+    try:
+        yield
+    finally:
+        _crossing.depth -= 1
 
 
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:

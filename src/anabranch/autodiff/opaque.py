@@ -8,13 +8,16 @@ read the code, then traces through the call with its own tracer, and so meets th
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Whole", "call", "fill", "handle_of", "keep_whole", "learn_forms"]
+from anabranch.errors import AnabranchError, SchemaError
+
+__all__ = ["Whole", "call", "fill", "handle_of", "keep_whole", "learn_forms", "take_failure"]
 
 
 class Whole(Protocol):
@@ -90,8 +93,27 @@ def _with_none(value: Any) -> Any:
     return value
 
 
+class _Failed(threading.local):
+    """What the last call raised; TorchDynamo says only that its output is of no kind that it knows."""
+
+    error: AnabranchError | SchemaError | None = None
+
+
+_failed = _Failed()
+
+
+def take_failure() -> AnabranchError | SchemaError | None:
+    """What a call on this thread has raised since this was asked last."""
+    error, _failed.error = _failed.error, None
+    return error
+
+
 def _call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
+    try:
+        return list(_owners[handle].call_whole(*_with_none(args), **_with_none(kwargs)))
+    except (AnabranchError, SchemaError) as error:
+        _failed.error = error
+        raise
 
 
 _whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call

@@ -33,6 +33,7 @@ from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
+from anabranch.graph.effects import is_collective
 from anabranch.graph.front import GuardMiss, one_at_a_time
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
@@ -286,6 +287,9 @@ class AutoEngine:
             self._worth.tried(time.perf_counter() - began)
             return on_tape(None)
         except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
+            return on_tape(None)
+        if any(map(is_collective, prepared.joint.backward.graph.fx.nodes)):
+            self._refuse("the loss talks to the other workers by itself, which a trial would do once more", final=True)
             return on_tape(None)
         step, whole = self._step, prepared.joint.key.whole
         before = Snapshot(step.model, step.optimizers, prepared.args)

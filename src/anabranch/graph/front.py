@@ -40,7 +40,7 @@ from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "allow_marks", "mark", "mistake", "one_at_a_time"]
+__all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
 
 _MOST_VARIANTS = 8
 
@@ -151,6 +151,7 @@ class Front:
         what: str = "the step",
         settings: Mapping[str, object] | None = None,
     ) -> None:
+        _allow_marks()
         self._function, self._make, self._what = function, make, what
         self._settings: dict[str, Any] = {**_SOUND, **(settings or {})}
         self._fronts: dict[object, _Compiled] = {}
@@ -211,6 +212,7 @@ class Front:
         if compiled is None:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
+        opaque.take_failure()
         self._may_trace, self._has_made, self.unguarded = True, False, None
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
@@ -277,8 +279,9 @@ class Front:
         """What to raise in place of what Dynamo raised."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        if self.failure is not None:
-            return self.failure
+        failed = opaque.take_failure()
+        if self.failure is not None or failed is not None:
+            return self.failure or failed  # type: ignore[return-value]
         if isinstance(error, FailOnRecompileLimitHit):
             self._exhausted[kind] = (
                 f"Python values that {self._what} reads change from step to step, and each change makes a new graph; "
@@ -338,7 +341,6 @@ class _Compiled:
     def __init__(self, function: Callable[..., Any], backend: _Backend) -> None:
         from torch._C._dynamo.eval_frame import set_eval_frame
 
-        allow_marks()
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
         options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
@@ -433,7 +435,7 @@ _allowed = threading.Lock()
 _are_allowed = False
 
 
-def allow_marks() -> None:
+def _allow_marks() -> None:
     """Tells Dynamo of the calls that are to stay in its graph; not at import, which would load Dynamo."""
     global _are_allowed
     with _allowed:
@@ -443,6 +445,7 @@ def allow_marks() -> None:
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)
+            torch._dynamo.eval_frame.TorchPatcher.patch()  # wraps methods of optimizers, before anybody watches those
             # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
