@@ -30,7 +30,7 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.steps import TrainStep
 from anabranch.executor.tape import TapeEngine
-from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
+from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
 from anabranch.graph.effects import is_collective
@@ -301,10 +301,12 @@ class AutoEngine:
         after = Snapshot(step.model, step.optimizers, prepared.args)
 
         def check(results: Mapping[str, object]) -> None:
-            self._check(results, ran)
-            if not whole:
+            if self._compile:
+                return
+            check_results(results, ran.loss, ran.returned)
+            if not whole and gradients:
                 found = prepared.joint.backward.sort(results)
-                self._check_gradients(found.dense, gradients, graph)
+                check_gradients(found.dense, gradients, graph.program.parameters)
 
         if whole is False and self._attached is None:
             gradients.clear()
@@ -345,27 +347,6 @@ class AutoEngine:
             return  # the graphs that proved themselves stay
         if sum(self._refused.values()) >= _MOST_REFUSED:
             self._gives_up, self._graph = True, None
-
-    def _check(self, results: Mapping[str, object], ran: Ran) -> None:
-        if self._compile:
-            return
-        if bits_differ(results["loss"], ran.loss):
-            raise Differs("the loss")
-        for name, value in ran.returned.items():
-            if isinstance(value, Tensor) and bits_differ(results.get(name), value.detach()):
-                raise Differs(f"the result {name!r}")
-
-    def _check_gradients(self, found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], graph: GraphEngine) -> None:
-        if self._compile or not seen:
-            return
-        parameters = graph.program.parameters
-        for name, gradient in found.items():
-            expected = seen.get(parameters[name])
-            if expected is not None and bits_differ(gradient, expected):
-                raise Differs(f"the gradient of {name!r}")
-        dense = {p for p, gradient in seen.items() if gradient.layout is torch.strided}
-        if dense != {parameters[name] for name in found} & (dense | {parameters[name] for name in found}):
-            raise Differs("which parameters have a gradient")
 
     def _try_update(self, graph: GraphEngine) -> None:
         step = self._step

@@ -49,11 +49,17 @@ class TapeEngine:
             self._manager.backward(loss)
         return Ran(loss.detach(), returned)
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
-        """Forward, backward, clipping and the optimizers' step."""
+    def step(
+        self,
+        batch: Structure,
+        fetch: Fetch,
+        between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
+    ) -> Ran:
+        """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are there."""
         with self._alone:
             loss, returned = self._forward(batch, fetch)
             self._alone.backward(loss)
+        between(loss.detach(), returned)
         if self._step.clip_grad_norm is not None:
             clip_gradients(self._parameters, self._step.clip_grad_norm)
         self.update()

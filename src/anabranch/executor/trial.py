@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.boundary import Answers, AnswersDiffer
 from anabranch.tensors import flatten
 
-__all__ = ["Differs", "Snapshot", "bits_differ", "repeat"]
+__all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
 _MOST_REPEATS = 3
 _LONG = 0.05
@@ -115,6 +115,34 @@ def bits_differ(one: Any, other: Any) -> bool:
     return not bool(same.all())
 
 
+def check_results(results: Mapping[str, object], loss: Tensor, returned: Mapping[str, object]) -> None:
+    """Raises ``Differs`` if the loss, or what the step returned beside it, has other bits."""
+    if bits_differ(results["loss"], loss):
+        raise Differs("the loss")
+    for name, value in returned.items():
+        if isinstance(value, Tensor) and bits_differ(results.get(name), value.detach()):
+            raise Differs(f"the result {name!r}")
+
+
+def check_gradients(
+    found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], parameters: Mapping[str, Tensor]
+) -> None:
+    """Raises ``Differs`` if a dense gradient has other bits than the tape's, or only one of them has it.
+
+    Args:
+        found: the graph's, by name.
+        seen: the tape's.
+        parameters: by name.
+    """
+    for name, gradient in found.items():
+        expected = seen.get(parameters[name])
+        if expected is not None and bits_differ(gradient, expected):
+            raise Differs(f"the gradient of {name!r}")
+    dense = {parameter for parameter, gradient in seen.items() if gradient.layout is torch.strided}
+    if not dense <= {parameters[name] for name in found}:
+        raise Differs("which parameters have a gradient")
+
+
 def repeat(
     before: Snapshot,
     after: Snapshot,
@@ -123,6 +151,7 @@ def repeat(
     check: Callable[[Mapping[str, object]], None],
     *,
     rough: bool = False,
+    most: int = _MOST_REPEATS,
 ) -> float:
     """Runs the graph on the batch that the tape has run; returns the seconds of its quickest run.
 
@@ -133,13 +162,14 @@ def repeat(
         run: the graph's program.
         check: called with its results; raises ``Differs``.
         rough: state need not be the same bits, for kernels of another compiler round otherwise.
+        most: times to run it, where it is quick.
 
     Raises:
         Differs: the graph's results, state or random numbers are not the tape's.
     """
     best = float("inf")
     try:
-        for _ in range(_MOST_REPEATS):
+        for _ in range(most):
             before.restore()
             began = time.perf_counter()
             with answers.given_again():

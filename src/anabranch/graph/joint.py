@@ -159,6 +159,10 @@ class Joint:
             self._update_program.run(*(results[name] for name in self._updated))
         return self._finish(results, stepped=False)
 
+    def run_backward(self, args: Sequence[object]) -> dict[str, object]:
+        """Runs forward and backward alone; returns the backward graph's results by name."""
+        return dict(zip(self.backward.graph.outputs, self._apart().run(*self._binding.free(args)), strict=True))
+
     def _run_backward(self, free: Sequence[object], arrivals: Arrivals | None) -> dict[str, object]:
         told = arrivals is not None and not self._step.compile
         if arrivals is not None:
@@ -185,12 +189,16 @@ class Joint:
                 assert isinstance(gradient, Tensor)
                 gradients[name] = gradient
         step.step_eagerly(gradients, backward.take_sparse(dict(rows)))
-        if self._refused is None and self._ready():  # now there is optimizer state to capture with
+        self.take_state()
+        return self._finish(results | rows, stepped=True)
+
+    def take_state(self) -> None:
+        """Captures the update, now that there is optimizer state; the step is taken, and a refusal waits for the next."""
+        if self.key.whole and self._program is None and self._refused is None and self._ready():
             try:
                 self._join()
-            except CaptureError as error:  # the step is taken: a refusal waits for the next one
+            except CaptureError as error:
                 self._refused = CaptureError(str(error))
-        return self._finish(results | rows, stepped=True)
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
         """Steps the optimizers on the rows that the graph yields, and puts in form what was asked for."""

@@ -79,6 +79,10 @@ class Prepared:
         """Runs on the batch that it was made for; returns the results by name."""
         return self.joint.run(self.args)
 
+    def differentiate(self) -> dict[str, object]:
+        """Runs forward and backward alone; returns the backward graph's results by name."""
+        return self.joint.run_backward(self.args)
+
 
 class _OnlyPrepared(BaseException):
     """Ends a run behind the guards, before anything has happened."""
@@ -291,6 +295,12 @@ class StepProgram:
         for name, value in (extras or {}).items():
             found[name] = value.detach() if isinstance(value, Tensor) else value
         return found, dict(outputs)
+
+    def finish(self, prepared: Prepared) -> None:
+        """The optimizers have stepped by themselves on what was prepared: the state that they made is no change."""
+        self._state.note_optimizer_state()
+        prepared.joint.take_state()
+        self._last = prepared.joint.graph
 
     def _check_fetched(self, gradients: Collection[str]) -> None:
         for name in gradients:

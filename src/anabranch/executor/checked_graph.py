@@ -1,0 +1,146 @@
+"""The engine of ``engine="graph"``: graphs from the first batch on, each compared with the tape on the batch it is new to.
+
+::
+
+    batch ── a graph fits ──────────────────────────────────────────────────────────> graph
+        └─ none does ──> captured (or refused: nothing has happened)
+                         └─> the tape takes the step; in its middle the graph computes loss and gradients once more,
+                             from the same state and random numbers: other bits, and the next run is refused
+
+What no guard sees, such as code that asks ``torch.compiler.is_compiling()``, makes a graph of another function than the
+one that Python runs. It is the tape's step that counts, so no such graph ever moves a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from anabranch.autodiff.boundary import Answers
+from anabranch.errors import CaptureError
+from anabranch.executor.engine import Ran, Ready
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.graph_engine import GraphEngine
+from anabranch.executor.steps import TrainStep
+from anabranch.executor.tape import TapeEngine
+from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
+from anabranch.graph.effects import is_collective
+from anabranch.graph.front import GuardMiss
+from anabranch.graph.step import Prepared
+from anabranch.tensors import Structure
+
+__all__ = ["CheckedGraph"]
+
+
+class CheckedGraph(GraphEngine):
+    """Differentiates one ``TrainStep`` as a captured graph, once the tape has given the same bits on a batch.
+
+    Args:
+        step: what to run.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(step)
+        self.may_trace = False
+        self._tape = TapeEngine(step)
+        self._named: Mapping[str, Tensor] = {}
+        self._differs: str | None = None
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on, whoever computes them."""
+        super().attach(parameters, ready)
+        self._tape.attach(parameters, ready)
+        self._named = parameters
+
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+        """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
+        self._refuse_what_differed()
+        try:
+            return super().differentiate(batch, fetch, begin)
+        except GuardMiss:
+            pass
+        prepared = self.prepare(batch, fetch, whole=False)
+        if _talks(prepared):
+            return self._at_once(lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
+        gradients: dict[Tensor, Tensor] = {}
+        ready = self._ready
+        assert ready is not None
+
+        def seen(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+            gradients[parameter] = gradient.detach().clone()
+            return ready(parameter, gradient)
+
+        before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
+        self._tape.attach(self._named, seen)
+        try:
+            with answers.noted():
+                ran = self._tape.differentiate(batch, fetch, begin)
+        finally:
+            self._tape.attach(self._named, ready)
+        self._compare(prepared, before, answers, ran.loss, ran.returned, gradients)
+        self._program.finish(prepared)
+        return ran
+
+    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+        """The whole step as one graph; on the tape where the graph is new."""
+        self._refuse_what_differed()
+        try:
+            return super().step(batch, fetch)
+        except GuardMiss:
+            pass
+        prepared = self.prepare(batch, fetch, whole=True)
+        if _talks(prepared):
+            return self._at_once(lambda: super(CheckedGraph, self).step(batch, fetch))
+        before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
+
+        def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
+            gradients = {p: p.grad for p in self._parameters.values() if p.grad is not None}
+            self._compare(prepared, before, answers, loss, returned, gradients)
+
+        with answers.noted():
+            ran = self._tape.step(batch, fetch, between)
+        self._program.finish(prepared)
+        return ran
+
+    def _at_once(self, run: Callable[[], Ran]) -> Ran:
+        """Runs a graph that was not compared: its collectives would be one more than the other workers expect."""
+        self.may_trace = True
+        try:
+            return run()
+        finally:
+            self.may_trace = False
+
+    def _refuse_what_differed(self) -> None:
+        if self._differs is not None:
+            raise CaptureError(
+                f"on the last batch {self._differs} of the graph had other bits than the tape's, whose step was taken: "
+                "what the code does while it is captured is not what it does in Python; use engine='tape'"
+            )
+
+    def _compare(
+        self,
+        prepared: Prepared,
+        before: Snapshot,
+        answers: Answers,
+        loss: Tensor,
+        returned: Mapping[str, Tensor],
+        gradients: Mapping[Tensor, Tensor],
+    ) -> None:
+        after = Snapshot(self._step.model, (), prepared.args)
+        parameters = self._program.parameters
+
+        def check(results: Mapping[str, object]) -> None:
+            check_results(results, loss, returned)
+            found = prepared.joint.backward.sort(results).dense
+            known = {parameters[name] for name in found}
+            check_gradients(found, {p: g for p, g in gradients.items() if p in known}, parameters)
+
+        try:
+            repeat(before, after, answers, prepared.differentiate, check, most=1)
+        except Differs as error:
+            self._differs = str(error)
+
+
+def _talks(prepared: Prepared) -> bool:
+    return any(map(is_collective, prepared.joint.backward.graph.fx.nodes))
