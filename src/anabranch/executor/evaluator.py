@@ -18,6 +18,7 @@ from anabranch.executor.steps import EvalStep
 from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph.evaluation import EvalProgram
+from anabranch.graph.effects import is_collective
 from anabranch.graph.front import GuardMiss
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
@@ -139,6 +140,9 @@ class Evaluator:
             prepared = program.prepare(batch, fetch.modules)
         except CaptureError as error:
             self._refuse(str(error))
+            return self._eagerly(batch, fetch)
+        if any(map(is_collective, prepared.forward.graph.fx.nodes)):
+            self._refuse("it talks to the other workers by itself, which a trial would do once more")
             return self._eagerly(batch, fetch)
         model, answers = self._step.model, Answers()
         before = Snapshot(model, [], prepared.args)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from anabranch.collectives import Workers
 from anabranch.executor.auto_engine import AutoEngine
-from anabranch.executor.checked_graph import CheckedGraph
 from anabranch.executor.batches import Batches
+from anabranch.executor.checked_graph import CheckedGraph
 from anabranch.executor.engine import Engine
 from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -117,14 +117,14 @@ class Backward:
         return sparse
 
 
-def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], wrt: Collection[str]) -> Backward:
+def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
     """The graph of a loss and its gradients with respect to the parameters ``wrt``.
 
     Args:
         call: what Dynamo found of the loss, which is marked ``"loss"``.
         arguments: the placeholders of ``call``, sorted.
         args: their values in the run under way.
-        wrt: names of parameters.
+        wrt: names of parameters, in the order in which gradients are wanted.
 
     Raises:
         CaptureError: for what a graph cannot represent faithfully.
@@ -132,7 +132,8 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
     outputs = output_names(call)
     sources = arguments.sources
     state = {source.name for source in sources if source.state}
-    wanted = [s.name for s in sources if s.name in state and s.name in wrt and _requires_grad(s)]
+    known = {s.name for s in sources if s.name in state and _requires_grad(s)}
+    wanted = [name for name in wrt if name in known]  # in the model's order, in which gradients are clipped together
     foreign = [s.name for s in sources if s.name not in state and _requires_grad(s)]
     kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
     dense: list[str] = []
