@@ -1,4 +1,4 @@
-"""The engine of ``engine="graph"``: graphs from the first batch on, each compared with the tape on the batch it is new to.
+"""The engine of ``engine="graph"``: graphs from the first batch on, each compared with the tape on its first batch.
 
 ::
 

@@ -17,8 +17,8 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.worth import Worth
-from anabranch.graph.evaluation import EvalProgram
 from anabranch.graph.effects import is_collective
+from anabranch.graph.evaluation import EvalProgram
 from anabranch.graph.front import GuardMiss
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure

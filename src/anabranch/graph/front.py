@@ -39,6 +39,7 @@ from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
+from anabranch.graph.unseen import Unseen
 
 __all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
 
@@ -158,12 +159,13 @@ class Front:
         self._exhausted: dict[object, str] = {}
         self._may_trace = self._has_made = False
         self._code: WatchedCode | None = None
-        self._traced: set[types.CodeType] = set()
+        self.traced: set[types.CodeType] = set()
         self._changes = 0
         self.failure: BaseException | None = None
         """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
         self.unguarded: str | None = None
         """A value that the guards of the compilation under way would not see change."""
+        self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
         """Whether a program was made for batches of this kind."""
@@ -174,6 +176,7 @@ class Front:
         self._fronts.clear()
         self._exhausted.clear()
         self._code = None
+        self.unseen = Unseen()
 
     def run(self, kind: object, *args: object, may_trace: bool = True) -> Any:
         """``function(*args)``.
@@ -188,7 +191,7 @@ class Front:
             CaptureError: the function cannot be a graph; nothing has happened.
         """
         _refuse_what_guards_miss()
-        if self._code is not None and not self._code.unchanged():
+        if self._code is not None and not (self._code.unchanged() and self.unseen.unchanged()):
             self._changes += 1
             self.forget()
         compiled = self._fronts.get(kind)
@@ -223,11 +226,13 @@ class Front:
         finally:
             self._may_trace = False
             self.failure = None
-            if self.unguarded is not None:
+            if self.unguarded is not None or self.unseen.refused is not None:
+                self.unseen.refused = None
                 self._fronts.pop(kind, None)
             elif self._has_made and kind not in self._exhausted:
                 self._fronts[kind] = compiled
-                self._code = WatchedCode(_kinds_of(self._function, args), self._traced)
+                kinds = itertools.chain(_kinds_of(self._function, args), self.unseen.kinds)
+                self._code = WatchedCode(kinds, self.traced)
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
@@ -243,7 +248,9 @@ class Front:
             raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
         try:
             _refuse_what_is_lost()
-            self._traced.update(torch._guards.TracingContext.get_traced_code() or ())
+            self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
+            self.unseen.examine_code(self.traced)
+            self.unseen.examine_calls(module.graph)
             call = _describe(module)
             call.check()
             program = self._noting(self._make(call))
@@ -260,6 +267,11 @@ class Front:
         def run(*args: object) -> Sequence[object]:
             try:
                 front = mine()
+                if front is not None and front.unseen.refused is not None:
+                    raise CaptureError(
+                        f"{front._what} reads {_plain_source(front.unseen.refused)}, whose changes a graph would not "
+                        "notice; use engine='tape'"
+                    )
                 if front is not None and front.unguarded is not None:
                     raise CaptureError(
                         f"{front._what} reads {_plain_source(front.unguarded)}, a container in a tuple, whose changes "
@@ -405,6 +417,8 @@ class _Backend:
         front = self._front()
         for entry in entries:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
+            if front is not None and entry.has_value:
+                front.unseen.examine_value(str(entry.name), entry.value)
             copied = type(entry.value) in (list, set)  # Dynamo compares with a copy
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unguarded = str(entry.name)

@@ -193,7 +193,7 @@ class Joint:
         return self._finish(results | rows, stepped=True)
 
     def take_state(self) -> None:
-        """Captures the update, now that there is optimizer state; the step is taken, and a refusal waits for the next."""
+        """Captures the update, now that there is optimizer state; this step is taken, a refusal waits for the next."""
         if self.key.whole and self._program is None and self._refused is None and self._ready():
             try:
                 self._join()

@@ -1,0 +1,202 @@
+"""What a trace read that Dynamo's guards do not look at: looked at by us before each run, or refused.
+
+Dynamo guards values that it meets as values. It does not look again at names that Python found among the built-ins, at
+the environment read through a function, at modules that an ``import`` statement found, at what an abstract base class
+counts as its own, at the order of an ``OrderedDict``, at a class's metaclass, or at the switches of attention kernels.
+These are kept here, each as a look and what it gave. What cannot be looked at is refused: the identity of two objects,
+special methods of the user's classes that Dynamo called instead of reading, gradients of custom operators.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import dis
+import enum
+import os
+import site
+import sys
+import sysconfig
+import weakref
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from anabranch.errors import CaptureError
+
+__all__ = ["Unseen"]
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]})
+_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "expandvars"}
+_CURE = "use engine='tape'"
+_COMPARISONS = (
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__hash__",
+    "__str__",
+    "__repr__",
+    "__format__",
+)
+_PLAIN_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class Unseen:
+    """Looks at what guards leave out, one for each thing that a trace has read."""
+
+    def __init__(self) -> None:
+        self._looks: dict[object, tuple[Callable[[], object], object]] = {}
+        self.kinds: set[type] = set()
+        """Metaclasses, whose attributes their classes have too."""
+        self.refused: str | None = None
+        """A value whose changes neither guards nor looks would notice."""
+
+    def unchanged(self) -> bool:
+        """Whether every look gives what it gave."""
+        return all(look() == seen for look, seen in self._looks.values())
+
+    def _watch(self, key: object, look: Callable[[], object]) -> None:
+        self._looks.setdefault(key, (look, look()))
+
+    def examine_code(self, codes: Collection[CodeType]) -> None:
+        """Takes in the code that was traced.
+
+        Raises:
+            CaptureError: it compares objects by identity.
+        """
+        names: set[str] = set()
+        modules: set[str] = set()
+        for code in codes:
+            if code.co_filename.startswith(_OURS):
+                continue
+            if _ENVIRONMENT & {*code.co_names} or code.co_filename == os.__file__:
+                variables = vars(os.environ)["_data"]  # its own copy() decodes every one of them
+                self._watch("environment", variables.copy)
+            for operation in dis.get_instructions(code):
+                if operation.opname == "LOAD_GLOBAL" and hasattr(builtins, operation.argval):
+                    names.add(operation.argval)
+                elif operation.opname == "IMPORT_NAME":
+                    modules.add(operation.argval)
+            if not code.co_filename.startswith(_INSTALLED):
+                _refuse_identity(code)
+        found = tuple(sorted(names))
+        self._watch(("builtins", found), lambda: tuple(map(vars(builtins).get, found)))
+        imported = tuple(sorted(modules))
+        if imported:
+            self._watch(("modules", imported), lambda: tuple(map(sys.modules.get, imported)))
+        if any("getrecursionlimit" in code.co_names for code in codes):
+            self._watch("recursion", sys.getrecursionlimit)
+        if {"isinstance", "issubclass"} & names:
+            self._watch("abstract base classes", abc.get_cache_token)
+
+    def examine_calls(self, graph: fx.Graph) -> None:
+        """Takes in the torch calls that were found.
+
+        Raises:
+            CaptureError: one is a function or a gradient that Dynamo does not read.
+        """
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            name = getattr(node.target, "__name__", "")
+            if name == "scaled_dot_product_attention":
+                switches = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled") for kind in _ATTENTION]
+                self._watch("attention", lambda switches=switches: [switch() for switch in switches])
+            _refuse_unread(node.target)
+
+    def examine_value(self, name: str, value: object) -> None:
+        """Takes in a value that a guard looks at; one that cannot be watched is noted in ``refused``."""
+        kind = type(value)
+        if isinstance(value, type):
+            self._examine_class(value)
+        elif isinstance(value, FunctionType):
+            self._examine_function(value)
+        elif kind is OrderedDict and not _is_of_a_module(name):
+            kept = weakref.ref(value)
+            self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))  # type: ignore[call-overload]
+        elif isinstance(value, ChainMap):
+            self.refused = f"{name}, a ChainMap, in which a value may come to hide another"
+        elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
+            self.refused = f"{name}, whose __missing__ makes values"
+        elif not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+            self.kinds.add(kind)  # an attribute may come to hide that of a base class
+            special = next((each for each in _COMPARISONS if _is_users(getattr(kind, each, None))), None)
+            if special is not None:
+                self.refused = f"{name}, whose class has a {special} of its own"
+
+    def _examine_function(self, function: FunctionType) -> None:
+        """Takes in the classes and functions that a function names: of those it only calls, no guard tells."""
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        space = function.__globals__
+        for value in (*cells, *(space[name] for name in function.__code__.co_names if name in space)):
+            if isinstance(value, type):
+                self._examine_class(value)
+            elif getattr(value, "_dynamo_marked_constant", False):
+                self.refused = f"{getattr(value, '__qualname__', value)} (torch.compiler.assume_constant_result)"
+
+    def _examine_class(self, value: type) -> None:
+        meta = type(value)
+        if meta not in _PLAIN_METACLASSES and meta.__module__.partition(".")[0] != "torch":
+            self.kinds.add(meta)
+            if _is_users(getattr(meta, "__instancecheck__", None)):
+                self.refused = f"isinstance(..., {value.__name__}), which is decided by code of its own"
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises where it is empty
+    except ValueError:
+        return False
+    return True
+
+
+def _is_users(method: object) -> bool:
+    """Whether it is a function of the user's own code, and none that a dataclass generates."""
+    if not isinstance(method, FunctionType):
+        return False
+    code = method.__code__
+    return not code.co_filename.startswith((*_OURS, *_INSTALLED, "<attrs")) and "__create_fn__" not in code.co_qualname
+
+
+def _is_of_a_module(name: str) -> bool:
+    return any(f"_{kind}" in name for kind in ("modules", "parameters", "buffers", "hooks", "pre_hooks", "kwargs"))
+
+
+def _refuse_identity(code: CodeType) -> None:
+    before: dis.Instruction | None = None
+    line = code.co_firstlineno
+    for operation in dis.get_instructions(code):
+        line = operation.starts_line or line
+        if operation.opname == "IS_OP" and before is not None and before.opname != "LOAD_CONST":
+            raise CaptureError(
+                f"{code.co_filename}:{line}: the step asks whether two objects are one ('is'), which a graph would "
+                f"not ask again; {_CURE}"
+            )
+        before = operation
+
+
+def _refuse_unread(target: Any) -> None:
+    if isinstance(target, torch._ops.OpOverload):
+        from torch._library.custom_ops import OPDEFS
+
+        defined = OPDEFS.get(target._schema.name)
+        if defined is not None and getattr(defined, "_backward_fn", None) is not None:
+            raise CaptureError(
+                f"the custom operator {target._schema.name} has a backward in Python, which a graph would not read "
+                f"again; {_CURE}"
+            )
+    elif isinstance(target, FunctionType) and not target.__code__.co_filename.startswith((*_OURS, *_INSTALLED)):
+        raise CaptureError(
+            f"{target.__code__.co_filename}:{target.__code__.co_firstlineno}: {target.__qualname__} is allowed in "
+            f"graphs unread (torch.compiler.allow_in_graph), and a graph would not notice what it reads; {_CURE}"
+        )
