@@ -40,7 +40,7 @@ def train(engine: Literal["auto", "tape", "graph"], mode: str, *, clip: float | 
         accumulate=runs,
     )
     crossed = []
-    with ab.Executor({"train": step}, mode, engine=engine, **options) as executor:
+    with ab.Executor({"train": step}, mode, engine=engine, capture_after=1, **options) as executor:
         # Another batch size is another graph.
         losses = [executor.run("train", torch.randint(0, 20, (rows, 5)))["loss"] for rows in (3, 4, 4, 3, 4, 4)]
         used = executor.engine("train")

@@ -33,12 +33,12 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
     """The graph of what ``fn`` computes on inputs like these.
 
     >>> import torch
-    >>> model = torch.nn.Linear(3, 2)
-    >>> graph = capture(lambda x: model(x).relu(), torch.ones(4, 3))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    >>> graph = capture(model, torch.ones(4, 3))
     >>> graph.inputs, graph.outputs
-    (['x', 'weight', 'bias'], ['output'])
+    (['input', '0.weight', '0.bias'], ['output'])
     >>> x = torch.randn(4, 3)
-    >>> bool((graph(x) == model(x).relu()).all())
+    >>> bool((graph(x) == model(x)).all())
     True
 
     Args:

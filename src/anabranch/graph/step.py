@@ -91,6 +91,7 @@ class _OnlyPrepared(BaseException):
 class StepProgram:
     """Forward, backward and optimizer of one training step, captured at the first batch of each kind.
 
+    >>> import torch
     >>> model = nn.Linear(3, 1)
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     >>> program = StepProgram(model, lambda model, batch: model(batch).square().mean(), [optimizer])

@@ -138,6 +138,12 @@ class Unseen:
         """Takes in the classes and functions that a function names: of those it only calls, no guard tells."""
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         space = function.__globals__
+        module = sys.modules.get(str(space.get("__name__")))
+        elsewhere = "__name__" in space and (module is None or vars(module) is not space)
+        if elsewhere and any(
+            name in space for name in function.__code__.co_names
+        ):  # Dynamo asks the module of that name
+            self.refused = f"the names of {function.__qualname__}, code that exec runs under the name of another module"
         for value in (*cells, *(space[name] for name in function.__code__.co_names if name in space)):
             if isinstance(value, type):
                 self._examine_class(value)
