@@ -14,10 +14,8 @@ What no guard can see is refused: hooks on all modules, anomaly mode, hooks on s
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
-import logging
 import sys
 import threading
 import types
@@ -38,6 +36,7 @@ from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
+from anabranch.graph.silence import silent
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
 __all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
@@ -79,7 +78,6 @@ _EVERY_MODULE = (
     "_global_forward_hooks_with_kwargs",
 )
 _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MODULE]
-_LOUD = ("torch._subclasses.fake_tensor", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 
 
 class GuardMiss(CaptureError):
@@ -214,7 +212,7 @@ class Front:
         self._may_trace, self._has_made, self.unguarded = True, False, None
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
+            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
@@ -403,7 +401,8 @@ class _Backend:
         front = self._front()
         for entry in entries:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
-            if front is not None and compares and entry.has_value and _may_change(entry.value):
+            copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
+            if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unguarded = str(entry.name)
         return [True] * len(entries)
 
@@ -554,22 +553,3 @@ def _inside_dynamo(error: BaseException) -> bool:
             return True
         step = step.tb_next
     return False
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """A block in which PyTorch logs nothing about what it cannot trace: we say it ourselves, once."""
-    import warnings
-
-    loggers = [logging.getLogger(name) for name in _LOUD]
-    before = [logger.disabled for logger in loggers]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.disabled = True
-        try:
-            yield
-        finally:
-            for logger, disabled in zip(loggers, before, strict=True):
-                logger.disabled = disabled

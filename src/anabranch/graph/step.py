@@ -242,11 +242,12 @@ class StepProgram:
         raise AssertionError("a run that only prepares ends behind the guards")
 
     def _key(self, whole: bool, extra: Structure, gradients: tuple[str, ...]) -> JointKey:
-        if not self._state.intact():
+        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
-        numbers = self._group_numbers.current()
+        numbers = None if self.refused_update is not None else self._group_numbers.current()
         if numbers != self._numbers:
-            self._numbers = numbers
+            self._group_numbers.look_again()
+            self._numbers = numbers = numbers and self._group_numbers.current()
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
