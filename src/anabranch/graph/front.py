@@ -39,7 +39,7 @@ from anabranch.graph.refusals import reason_of
 from anabranch.graph.silence import silent
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
+__all__ = ["Call", "Front", "GuardMiss", "Make", "allow_marks", "mark", "mistake", "one_at_a_time"]
 
 _MOST_VARIANTS = 8
 
@@ -437,7 +437,9 @@ def allow_marks() -> None:
     with _allowed:
         if not _are_allowed:
             import torch._dynamo
+            from torch._dynamo.eval_frame import TorchPatcher
 
+            TorchPatcher.patch()  # torch's optimizers and modules, once; else we would find them changed
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)

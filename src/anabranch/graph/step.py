@@ -26,7 +26,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
-from anabranch.graph.front import Call, Front, GuardMiss, mark, mistake
+from anabranch.graph.front import Call, Front, GuardMiss, allow_marks, mark, mistake
 from anabranch.graph.graph import Graph
 from anabranch.graph.joint import Joint, JointKey
 from anabranch.graph.kinds import kind_of
@@ -146,6 +146,7 @@ class StepProgram:
         self._kinds: set[object] = set()
         self._seen_numbers: set[object] = set()
         self.captures = 0
+        allow_marks()
         self._bind()
 
     def _bind(self) -> None:
