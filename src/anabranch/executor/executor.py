@@ -509,7 +509,7 @@ def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_
     if engine == "tape":
         return TapeEngine(step)
     if engine == "graph":
-        return GraphEngine(step, compile=compile)
+        return GraphEngine(step, compile=compile, name=name)
     return AutoEngine(step, compile=compile, capture_after=capture_after, name=name)
 
 

@@ -37,6 +37,7 @@ from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
 from anabranch.graph.silence import silent
+from anabranch.graph.slowness import told_if_slow
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 
 __all__ = ["Call", "Front", "GuardMiss", "Make", "allow_marks", "mark", "mistake", "one_at_a_time"]
@@ -157,6 +158,8 @@ class Front:
         self._code: WatchedCode | None = None
         self._traced: set[types.CodeType] = set()
         self._changes = 0
+        self.when_slow: Callable[[], None] | None = None
+        """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
         """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
         self.unguarded: str | None = None
@@ -212,7 +215,7 @@ class Front:
         self._may_trace, self._has_made, self.unguarded = True, False, None
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()):
+            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), told_if_slow(self.when_slow):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None

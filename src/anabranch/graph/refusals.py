@@ -15,6 +15,11 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _REASONS = (
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
     ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
+    ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("returning intermediate with requires_grad_", "a result hangs on a tensor that was made to require a gradient"),
+    ("_LegacyVariableBase", "it makes an autograd.Variable; use tensor.detach().requires_grad_()"),
+    ("pack_padded_sequence", "it packs sequences, whose form depends on the values of their lengths"),
+    ("intentionally marked", "PyTorch does not let this function be captured"),
     ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
     ("data-dependent", "the code depends on a value that it computes"),
     ("`print`", "it prints"),
