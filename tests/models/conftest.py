@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 # No model and no data is ever fetched.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if importlib.util.find_spec("tqdm") is not None:
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread that outlives a test
 
 PACKAGES = (
     "diffusers",

@@ -15,28 +15,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from real_models import MODELS, OPTIMIZERS
 
-from plain_loop import Build, Outcome, check, run
+from plain_loop import Build, check, run
 
 
-def engine_of(build: Build, engine: str, wanted: Outcome) -> str:
-    """The engine of the last step, or why it is none."""
-    try:
-        outcome = check(build, engine, wanted)
-    except AssertionError:
-        return "differs"
-    if outcome.refused_at is not None:
-        return "refused"
-    return outcome.engines[-1] if outcome.engines else "an error"
+def row_of(build: Build) -> list[str]:
+    """The engines of the last steps, and why one is no graph or not one whole."""
+    wanted = run(build, None)
+    engines, reasons = [], []
+    for engine in ("auto", "graph"):
+        try:
+            outcome = check(build, engine, wanted)
+        except AssertionError:
+            engines.append("differs")
+            continue
+        engines.append("refused" if outcome.refused_at is not None else (outcome.engines or ["an error"])[-1])
+        reasons.append(outcome.refusal)
+    return [*engines, next(filter(None, reasons), "").partition("; use ")[0]]
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    print("| model or optimizer | `auto` | `graph` |\n|---|---|---|")
+    print("| model or optimizer | `auto` | `graph` | why not |\n|---|---|---|---|")
     for name, build in (MODELS | OPTIMIZERS).items():
         if not names or name in names:
-            wanted = run(build, None)
-            row = [engine_of(build, engine, wanted) for engine in ("auto", "graph")]
-            print(f"| {name.replace('_', ' ')} | {' | '.join(row)} |", flush=True)
+            print(f"| {name.replace('_', ' ')} | {' | '.join(row_of(build))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -183,14 +183,9 @@ def hf_gpt2_eager_attention(patch: pytest.MonkeyPatch) -> Play:
 
 
 @real
-def hf_gpt2_output_with_loss(patch: pytest.MonkeyPatch) -> Play:
-    return of(gpt2(), lambda m, b: m(**b), padded)
-
-
-@real
 def hf_gpt2_batch_encoding(patch: pytest.MonkeyPatch) -> Play:
     encoding = load("transformers").BatchEncoding
-    return of(gpt2(), own_loss, lambda i: encoding(padded(i)))
+    return of(gpt2(), own_loss, lambda i: encoding(padded(i)), rows=lambda batch: float(len(batch["labels"])))
 
 
 @real

@@ -366,7 +366,14 @@ class AutoEngine:
             self._update_checked = True
 
     def _make_graph(self) -> GraphEngine:
-        self._graph = GraphEngine(self._step, compile=self._compile, eager_update=True, leaves_gradients=True)
+        self._graph = GraphEngine(
+            self._step,
+            compile=self._compile,
+            eager_update=True,
+            leaves_gradients=True,
+            name=self._name,
+            level=logging.INFO,
+        )
         self._graph.may_trace = False
         if self._attached is not None:
             self._graph.attach(*self._attached)

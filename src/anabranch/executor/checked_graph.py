@@ -38,10 +38,11 @@ class CheckedGraph(GraphEngine):
 
     Args:
         step: what to run.
+        name: of the step, for the log.
     """
 
-    def __init__(self, step: TrainStep) -> None:
-        super().__init__(step)
+    def __init__(self, step: TrainStep, *, name: str = "default") -> None:
+        super().__init__(step, name=name)
         self.may_trace = False
         self._tape = TapeEngine(step)
         self._named: Mapping[str, Tensor] = {}
@@ -95,7 +96,7 @@ class CheckedGraph(GraphEngine):
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
 
         def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
-            gradients = {p: p.grad for p in self._parameters.values() if p.grad is not None}
+            gradients: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters.values() if p.grad is not None}
             self._compare(prepared, before, answers, loss, returned, gradients)
 
         with answers.noted():

@@ -11,6 +11,7 @@ Sparse rows leave the graph as they are: duplicates are merged, clipped and appl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
@@ -24,10 +25,13 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.lookups import as_sparse_gradient
+from anabranch.graph.slowness import PATIENCE
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.tensors import Structure
 
 __all__ = ["GraphEngine"]
+
+_log = logging.getLogger("anabranch")
 
 _LOSS = "loss"
 
@@ -40,6 +44,8 @@ class GraphEngine:
         compile: hand the graph to Inductor.
         eager_update: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
         leaves_gradients: leave them in ``.grad``, as the tape does.
+        name: of the step, for the log.
+        level: of the record that says what is being captured, if that takes long.
 
     Attributes:
         may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
@@ -52,6 +58,8 @@ class GraphEngine:
         compile: bool = False,  # noqa: A002
         eager_update: bool = False,
         leaves_gradients: bool = False,
+        name: str = "default",
+        level: int = logging.WARNING,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
@@ -64,6 +72,7 @@ class GraphEngine:
             compile=compile,
             eager_update=eager_update,
             leaves_gradients=leaves_gradients,
+            when_slow=lambda: _say_what_is_captured(step, name, level),
         )
         self.may_trace = True
         self._parameters = dict(step.model.named_parameters())
@@ -182,6 +191,19 @@ class _Arrivals:
         """A gradient is final."""
         parameter = self._parameters[name]
         parameter.grad = self._ready(parameter, value) if name in self._attached else value
+
+
+def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
+    modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
+    _log.log(
+        level,
+        "step %r is being captured as a graph, for more than %.0f seconds now: %s, %d modules, %d parameters",
+        name,
+        PATIENCE,
+        type(step.model).__name__,
+        modules,
+        parameters,
+    )
 
 
 def _check(fetch: Fetch) -> Callable[[Sequence[str]], None] | None:

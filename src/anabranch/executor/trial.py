@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary import Answers, AnswersDiffer
-from anabranch.tensors import flatten
+from anabranch.graph.contents import Contents
 
 __all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
@@ -29,19 +29,16 @@ class Differs(Exception):
 
 
 class Snapshot:
-    """The tensors that a step may change, and the state of torch's random numbers, as they are now."""
+    """What a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[object] = ()) -> None:
-        found = [*model.parameters(), *model.buffers()]
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                found += [value for value in flatten(dict(state))[0] if isinstance(value, Tensor)]
+        self._held = Contents(optimizers)
+        found = [*model.parameters(), *model.buffers(), *self._held.tensors]
         found += [value for value in others if isinstance(value, Tensor)]
         # Sparse batches are read only; a leaf without memory of its own (a stand-in) cannot change.
         self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
         with torch.no_grad():
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
-        self._python = [_Python(optimizer) for optimizer in optimizers]
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -50,48 +47,23 @@ class Snapshot:
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
-        for python in self._python:
-            python.restore()
+        self._held.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
 
-    def differing(self) -> Tensor | None:
-        """The first tensor whose bits are not those of the snapshot."""
+    def differing(self) -> str | None:
+        """The first thing that is not as in the snapshot, to the bit, in words."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             if bits_differ(tensor.detach(), copy):
-                return tensor
-        return None
+                return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
+        copies = dict(zip(self._tensors, self._copies, strict=True))
+        return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
 
     @property
     def random_differs(self) -> bool:
         """Whether random numbers were drawn since."""
         return not torch.equal(torch.get_rng_state(), self._random)
-
-
-class _Python:
-    """What an optimizer keeps in Python: numbers of its groups, counters of its own."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = [(g, {k: _copied(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
-        skipped = ("state", "param_groups")
-        self._own = {k: _copied(v) for k, v in vars(optimizer).items() if k not in skipped and "hook" not in k}
-
-    def restore(self) -> None:
-        for group, values in self._groups:
-            for name in [name for name in group if name not in values and name != "params"]:
-                del group[name]
-            group.update({name: _copied(value) for name, value in values.items()})
-        vars(self._optimizer).update({name: _copied(value) for name, value in self._own.items()})
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_copied(item) for item in value]
-    return value
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -178,7 +150,7 @@ def repeat(
             check(results)
             found = after.differing()
             if found is not None and not rough:
-                raise Differs(f"a tensor of shape {tuple(found.shape)} that the step changes comes out otherwise")
+                raise Differs(found)
             if after.random_differs:
                 raise Differs("it draws other random numbers")
             if best > _LONG:

@@ -179,9 +179,16 @@ def output_names(call: Call) -> list[str]:
     marks = {node: name for name, node in call.marks().items()}
     names: list[str] = []
     for index, result in enumerate(results):  # type: ignore[arg-type]
-        known = marks.get(result) if isinstance(result, fx.Node) else None
+        known = marks.get(_before_detach(result)) if isinstance(result, fx.Node) else None
         names.append(known or f"result.{index}")
     return names
+
+
+def _before_detach(node: fx.Node) -> fx.Node:
+    """A marked result leaves detached."""
+    source = node.args[0] if node.op == "call_method" and node.target == "detach" else node
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _requires_grad(source: Source) -> bool:

@@ -47,8 +47,11 @@ class BoundState:
         self._spaces = [kept for state in self._states for kept in state.values()]
         self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
 
-    def intact(self) -> bool:
+    def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """Whether everything is the very thing that it was.
+
+        Args:
+            kept_by_optimizers: their state too; not where they step by themselves.
 
         Raises:
             CaptureError: somebody has set a hook that a graph would not call.
@@ -59,26 +62,30 @@ class BoundState:
             self._optimizers, self._states, self._lists, self._steps, strict=True
         ):
             if (
-                optimizer.state is not state
+                (kept_by_optimizers and optimizer.state is not state)
                 or optimizer.param_groups is not groups
                 or vars(optimizer).get("step") is not step
             ):
                 return False
         if not self._code.unchanged():
             return False
-        if len(self._spaces) != sum(map(len, self._states)):
-            return False
-        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
-            return False
-        if len(self._held) != sum(map(len, self._spaces)):
-            return False
-        if not all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held)):
+        if kept_by_optimizers and not self._state_is_the_same():
             return False
         if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
             return False
         if not all(map(same, chain.from_iterable(self._lists), self._groups)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
+
+    def _state_is_the_same(self) -> bool:
+        same = operator.is_
+        if len(self._spaces) != sum(map(len, self._states)):
+            return False
+        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
+            return False
+        if len(self._held) != sum(map(len, self._spaces)):
+            return False
+        return all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held))
 
     def _refuse_new_hooks(self) -> None:
         """Looks for hooks only when anybody has registered one, anywhere, since the last look."""

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.front import Call, mark
-from anabranch.graph.refusals import user_line_of
+from anabranch.graph.refusals import reason_of_call, user_line_of
 from anabranch.graph.tracing import Recorder, Source, UserMistake, WrongType, free_name
 
 __all__ = ["Arguments", "Binding", "arrange", "run_calls"]
@@ -171,8 +171,7 @@ class _Runner(fx.Interpreter):
         except (AnabranchError, UserMistake, WrongType):
             raise
         except Exception as error:
-            said = str(error).splitlines()[0] if str(error) else ""
-            raise CaptureError(f"{user_line_of(n)}{type(error).__name__}: {said}") from error
+            raise CaptureError(reason_of_call(error, user_line_of(n))) from error
         if n.target is mark:
             self.marked[str(n.args[0])] = result
         return result

@@ -224,14 +224,10 @@ class _Writer:
             return None
         if not all(user.target is operator.getitem for user in node.users):
             return None
-        names = ["_"] * len(value)
-        for user in node.users:
-            index = user.args[1]
-            assert isinstance(index, int)
-            if names[index] != "_":
-                return None
-            names[index] = self._name(user)
-        return names
+        taken = {user.args[1]: user for user in node.users}
+        if len(taken) < len(node.users):  # one part twice
+            return None
+        return [self._name(taken[index]) if index in taken else "_" for index in range(len(value))]
 
     def _call(self, node: fx.Node) -> str:
         if isinstance(node.target, OpOverload):

@@ -14,10 +14,8 @@ What no guard can see is refused: hooks on all modules, anomaly mode, hooks on s
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
-import logging
 import sys
 import threading
 import types
@@ -38,6 +36,8 @@ from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
+from anabranch.graph.silence import silent
+from anabranch.graph.slowness import told_if_slow
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
 from anabranch.graph.unseen import Unseen
 
@@ -80,7 +80,6 @@ _EVERY_MODULE = (
     "_global_forward_hooks_with_kwargs",
 )
 _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MODULE]
-_LOUD = ("torch._subclasses.fake_tensor", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 
 
 class GuardMiss(CaptureError):
@@ -161,6 +160,8 @@ class Front:
         self._code: WatchedCode | None = None
         self.traced: set[types.CodeType] = set()
         self._changes = 0
+        self.when_slow: Callable[[], None] | None = None
+        """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
         """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
         self.unguarded: str | None = None
@@ -219,7 +220,7 @@ class Front:
         self._may_trace, self._has_made, self.unguarded = True, False, None
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            with one_at_a_time, undisturbed(), _silent(), settings, traced_by(_Forms()):
+            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), told_if_slow(self.when_slow):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
@@ -419,7 +420,7 @@ class _Backend:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
             if front is not None and entry.has_value:
                 front.unseen.examine_value(str(entry.name), entry.value)
-            copied = type(entry.value) in (list, set)  # Dynamo compares with a copy
+            copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unguarded = str(entry.name)
         return [True] * len(entries)
@@ -455,11 +456,12 @@ def _allow_marks() -> None:
     with _allowed:
         if not _are_allowed:
             import torch._dynamo
+            from torch._dynamo.eval_frame import TorchPatcher
 
+            TorchPatcher.patch()  # torch's optimizers and modules, once; else we would find them changed
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)
-            torch._dynamo.eval_frame.TorchPatcher.patch()  # wraps methods of optimizers, before anybody watches those
             # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
@@ -572,22 +574,3 @@ def _inside_dynamo(error: BaseException) -> bool:
             return True
         step = step.tb_next
     return False
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """A block in which PyTorch logs nothing about what it cannot trace: we say it ourselves, once."""
-    import warnings
-
-    loggers = [logging.getLogger(name) for name in _LOUD]
-    before = [logger.disabled for logger in loggers]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.disabled = True
-        try:
-            yield
-        finally:
-            for logger, disabled in zip(loggers, before, strict=True):
-                logger.disabled = disabled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -260,6 +260,7 @@ class Joint:
             if not step.eager_update:
                 raise
             step.refused_update = error
+            self.key = replace(self.key, numbers=None)  # the optimizers read them by themselves
             return
         if update is not None:
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -144,6 +145,7 @@ def _crossing(before: list[fx.Node], bounds: list[int], position: dict[fx.Node, 
 
 def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> Iterator[fx.Node]:
     order = {node: index for index, node in enumerate(before)}
+    found: set[fx.Node] = set()
 
     def is_final(source: fx.Node, reader: fx.Node) -> bool:
         writers = effects.writers.get(effects.root[source], ())
@@ -157,7 +159,10 @@ def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> 
         # What is read again must be what it was: nothing may write to it later, nor ever to the value itself.
         if effects.root[node] in effects.writers and effects.root[node] is node:
             continue
+        if node.target is operator.getitem and node.args[0] not in found:  # a part is there as long as the whole is
+            continue
         if all(is_final(source, node) for source in node.all_input_nodes):
+            found.add(node)
             yield node
 
 

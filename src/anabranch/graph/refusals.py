@@ -8,13 +8,18 @@ from pathlib import Path
 import torch
 from torch import fx
 
-__all__ = ["reason_of", "user_line_of"]
+__all__ = ["reason_of", "reason_of_call", "user_line_of"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _REASONS = (
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
     ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
+    ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("returning intermediate with requires_grad_", "a result hangs on a tensor that was made to require a gradient"),
+    ("_LegacyVariableBase", "it makes an autograd.Variable; use tensor.detach().requires_grad_()"),
+    ("pack_padded_sequence", "it packs sequences, whose form depends on the values of their lengths"),
+    ("intentionally marked", "PyTorch does not let this function be captured"),
     ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
     ("data-dependent", "the code depends on a value that it computes"),
     ("`print`", "it prints"),
@@ -53,6 +58,15 @@ def reason_of(error: BaseException, what: str) -> str:
     explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
     said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
     return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def reason_of_call(error: Exception, line: str) -> str:
+    """The same for one of Dynamo's calls: what the user's own line raises, or what keeps it from being captured."""
+    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    words = next((words for needle, words in _REASONS if needle in said), None)
+    if words is None or not type(error).__module__.startswith("torch."):
+        return f"{line}{said}"
+    return f"{line}the step cannot be a graph: {words}{_CURE}"
 
 
 def _python_name(source: str) -> str:

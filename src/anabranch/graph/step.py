@@ -115,6 +115,7 @@ class StepProgram:
         eager_update: let the optimizers step by themselves where their step cannot be captured, instead of raising.
 
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
+        when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
         refused_update: why the optimizers step by themselves, if they do.
@@ -135,6 +136,7 @@ class StepProgram:
         compile: bool = False,  # noqa: A002 - the executor's own word
         eager_update: bool = False,
         leaves_gradients: bool = False,
+        when_slow: Callable[[], None] | None = None,
     ) -> None:
         if passes and compile:
             raise ValueError(
@@ -145,6 +147,7 @@ class StepProgram:
         self.eager_update, self.leaves_gradients = eager_update, leaves_gradients
         self.refused_update: CaptureError | None = None
         self._front = Front(_evaluated(loss), self._make)
+        self._front.when_slow = when_slow
         self._recorder = OutputRecorder()
         self._task: _Task | None = None
         self._last: Graph | None = None
@@ -247,11 +250,12 @@ class StepProgram:
         raise AssertionError("a run that only prepares ends behind the guards")
 
     def _key(self, whole: bool, extra: Structure, gradients: tuple[str, ...]) -> JointKey:
-        if not self._state.intact():
+        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
-        numbers = self._group_numbers.current()
+        numbers = None if self.refused_update is not None else self._group_numbers.current()
         if numbers != self._numbers:
-            self._numbers = numbers
+            self._group_numbers.look_again()
+            self._numbers = numbers = numbers and self._group_numbers.current()
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
@@ -436,12 +440,13 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if not isinstance(result, Tensor):
             text = f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(result).__name__}"
             return mistake("type", text)
-        marked = mark("loss", result)
+        # Detached, for Dynamo lets nothing leave that hangs on a tensor whose gradient was asked for in the middle.
+        marked = mark("loss", result).detach()
         if extras is None:
             return marked, None
         named = {}
         for name, value in extras.items():
-            named[name] = mark(name, value) if isinstance(value, Tensor) and name != "loss" else value
+            named[name] = mark(name, value).detach() if isinstance(value, Tensor) and name != "loss" else value
         return marked, named
 
     return evaluated

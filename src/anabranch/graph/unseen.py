@@ -110,8 +110,7 @@ class Unseen:
                 continue
             name = getattr(node.target, "__name__", "")
             if name == "scaled_dot_product_attention":
-                switches = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled") for kind in _ATTENTION]
-                self._watch("attention", lambda switches=switches: [switch() for switch in switches])
+                self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
 
     def examine_value(self, name: str, value: object) -> None:
@@ -156,6 +155,10 @@ class Unseen:
             self.kinds.add(meta)
             if _is_users(getattr(meta, "__instancecheck__", None)):
                 self.refused = f"isinstance(..., {value.__name__}), which is decided by code of its own"
+
+
+def _attention_switches() -> list[bool]:
+    return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
 
 
 def _is_filled(cell: CellType) -> bool:

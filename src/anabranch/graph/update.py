@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
+from anabranch.graph.contents import Contents
 from anabranch.graph.graph import Graph
 from anabranch.graph.hooks import refuse_hooks
-from anabranch.graph.tracing import Recorder, Source
+from anabranch.graph.silence import silent
+from anabranch.graph.tracing import Recorder, Source, free_name
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "freeze", "has_state"]
 
@@ -54,19 +57,55 @@ class GroupNumbers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.look_again()
+
+    def look_again(self) -> None:
+        """What the groups hold may have become something else than a number, or a name may have come."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
+        self._sizes = list(map(len, self._groups))
+        self._all_plain = all(all(map(_is_plain, group.values())) for group in map(_without_tensors, self._groups))
 
     def current(self) -> tuple[object, ...]:
-        """The numbers now."""
-        return tuple([_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)])
+        """The numbers now, to be compared and hashed; lists in them may change later."""
+        if list(map(len, self._groups)) != self._sizes:
+            self.look_again()
+        found = [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
+        if self._all_plain:
+            return tuple(found)
+        return tuple([_hashable(numbers) for numbers in found])
+
+
+def _without_tensors(group: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, complex, str, type(None)))
 
 
 def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
     """All but the learning rate, unless that is a tensor, which the graph is bound to."""
     rate = found[0]
     return (*found[2:], id(rate)) if isinstance(rate, Tensor) else found[2:]
+
+
+def _hashable(value: object) -> object:
+    """``value`` with containers as they are now; a tensor is an input of the graph, and stands for itself."""
+    if isinstance(value, Tensor):
+        return Tensor, id(value)
+    if isinstance(value, Mapping):
+        return dict, tuple((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_hashable, value))
+    if isinstance(value, (set, frozenset)):
+        return set, frozenset(map(_hashable, value))
+    if type(value).__hash__ is None:
+        return type(value), id(value)
+    return value
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
@@ -100,10 +139,16 @@ def capture_update(
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
     refuse_hooks({}, {}, optimizers)
+    _refuse_wrappers(optimizers)
     state: dict[int, Source] = {}
 
     def add(name: str, tensor: Tensor) -> None:
         state.setdefault(id(tensor), Source(name, tensor, state=True))
+
+    def add_all(name: str, value: object) -> None:
+        for tensor in _tensors_in(value):
+            if id(tensor) not in state:
+                add(free_name(name, list(state.values())), tensor)
 
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
@@ -116,8 +161,11 @@ def capture_update(
                     continue
                 add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        add(f"{label}.{name}.{key}", value)
+                    add_all(f"{label}.{name}.{key}", value)
+            for key, value in _without_tensors(group).items():
+                add_all(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
+        for key, value in _own_attributes(optimizer).items():
+            add_all(f"{label}.{key}", value)
 
     sources = [*(Source(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
 
@@ -129,7 +177,18 @@ def capture_update(
                 _step(optimizer)
         return []
 
-    return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+    with silent():
+        return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+
+
+def _refuse_wrappers(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for name, value in _own_attributes(optimizer).items():
+            if isinstance(value, Optimizer):
+                raise CaptureError(
+                    f"{type(optimizer).__name__}.{name} is an optimizer with a state of its own, which a graph does "
+                    "not see; use engine='tape'"
+                )
 
 
 def _step(optimizer: Optimizer) -> None:
@@ -139,9 +198,18 @@ def _step(optimizer: Optimizer) -> None:
         raise
     except Exception as error:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps "
-            f"({type(error).__name__}); use another optimizer, or engine='tape'"
+            f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps"
+            f"{_said(error)}; use another optimizer, or engine='tape'"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """What the optimizer's own code raised; what PyTorch's tracer did tells a user nothing."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return ""
+    return f" ({type(error).__name__})"
 
 
 @contextmanager
@@ -153,76 +221,106 @@ def _swapped(
     names: Mapping[Tensor, str],
 ) -> Iterator[None]:
     """The optimizer working on traced parameters, gradients, state and learning rates until the block ends."""
-    groups = optimizer.param_groups
-    kept = [{name: _kept(value) for name, value in group.items()} for group in groups]
-    state = optimizer.state
-    own = {name: _kept(value) for name, value in vars(optimizer).items()}
-    own["param_groups"] = groups
+    held = Contents([optimizer])
+    groups, state = optimizer.param_groups, optimizer.state
     try:
         optimizer.state = defaultdict(dict)
+        stand_ins = _StandIns(traced, [groups, *groups, state], [groups, *groups, optimizer.state])
         for group in groups:
             rate = traced[id(rates.of(group))]
-            group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
             parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
+            group.update({name: stand_ins.of(value) for name, value in _without_tensors(group).items()})
+            group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
                 stand_in.grad = traced[id(gradients[names[parameter]])]
                 if parameter in state:
-                    optimizer.state[stand_in] = {
-                        key: traced.get(id(value), value) for key, value in state[parameter].items()
-                    }
-        before = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
-        attributes, numbers = _in_python(optimizer)
+                    optimizer.state[stand_in] = {key: stand_ins.of(value) for key, value in state[parameter].items()}
+        vars(optimizer).update({name: stand_ins.of(value) for name, value in _own_attributes(optimizer).items()})
+        known = frozenset(map(id, traced.values()))
+        before, python = _state_of(optimizer, known), _in_python(optimizer, known)
         yield
-        _refuse_changed(optimizer, attributes, numbers)
-        after = [dict(optimizer.state[p]) for group in groups for p in group["params"]]
-        _refuse_rebound(optimizer, before, after)
+        _refuse_changed(optimizer, python, _in_python(optimizer, known))
+        _refuse_rebound(optimizer, before, _state_of(optimizer, known))
     finally:
-        for name in vars(optimizer).keys() - own.keys():
-            delattr(optimizer, name)
-        vars(optimizer).update(own)
-        optimizer.state = state
-        for group, original in zip(groups, kept, strict=True):
-            group.clear()
-            group.update(original)
+        held.restore()
 
 
-def _kept(value: object) -> object:
-    """``value``, containers copied, so that what a step does to them can be put back."""
-    if type(value) is dict:
-        return {key: _kept(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_kept(item) for item in value]
-    return set(value) if type(value) is set else value
+class _StandIns:
+    """Copies of containers in which traced tensors stand for the optimizer's; what is held twice is copied once."""
+
+    def __init__(self, traced: Mapping[int, Tensor], known: Sequence[object], instead: Sequence[object]) -> None:
+        self._traced = traced
+        self._copies: dict[int, object] = {id(old): new for old, new in zip(known, instead, strict=True)}
+
+    def of(self, value: object) -> Any:
+        """``value`` with stand-ins."""
+        if isinstance(value, Tensor):
+            return self._traced.get(id(value), value)
+        if type(value) not in (dict, list, tuple, set):
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = self._copied(value)
+        return self._copies[id(value)]
+
+    def _copied(self, value: Any) -> object:
+        if type(value) is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        return type(value)(map(self.of, value))
 
 
-def _in_python(optimizer: Optimizer) -> tuple[dict[str, object], list[object]]:
-    """What the optimizer keeps in Python beside its state: attributes (torch's own keep nothing there), numbers."""
-    own = not type(optimizer).__module__.startswith("torch.")
-    attributes = {
-        name: freeze(value)
+def _own_attributes(optimizer: Optimizer) -> dict[str, object]:
+    """What the optimizer keeps beside its groups and its state; torch's own keep nothing there."""
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {
+        name: value
         for name, value in vars(optimizer).items()
-        if own and name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
+        if name not in ("state", "param_groups", "_opt_called") and not name.startswith("_optimizer_")
     }
-    return attributes, [freeze({**group, "params": None, "lr": None}) for group in optimizer.param_groups]
 
 
-def freeze(value: object) -> object:
-    """What of ``value`` can be compared later, whoever changes it meanwhile."""
+def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return id(value), value._version
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
+    """What the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
+    found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
+    for index, group in enumerate(optimizer.param_groups):
+        found |= {f"param_groups[{index}][{k!r}]": _frozen(v, known) for k, v in _without_tensors(group).items()}
+    return found
+
+
+def _state_of(optimizer: Optimizer, known: Collection[int]) -> list[dict[str, object]]:
+    return [
+        {key: _frozen(value, known) for key, value in optimizer.state[parameter].items()}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+def _frozen(value: object, known: Collection[int]) -> object:
+    """What of ``value`` can be compared later, whoever changes it meanwhile; ``known`` tensors may change in place."""
+    if isinstance(value, Tensor):
+        return id(value), None if id(value) in known else value._version
     if isinstance(value, Mapping):
-        return {key: freeze(item) for key, item in value.items()}
+        return {key: _frozen(item, known) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), [freeze(item) for item in value]
+        return type(value), [_frozen(item, known) for item in value]
     return value
 
 
-def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numbers: Sequence[object]) -> None:
+def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
     """Raises for Python values that a step changes: a replay would not. ``_swapped`` puts them back."""
-    attributes_now, numbers_now = _in_python(optimizer)
-    changed = [name for name, value in attributes_now.items() if attributes.get(name) != value]
-    changed += [f"param_groups[{i}]" for i, (a, b) in enumerate(zip(numbers, numbers_now, strict=True)) if a != b]
+    changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(
             f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all; "
@@ -232,7 +330,7 @@ def _refuse_changed(optimizer: Optimizer, attributes: Mapping[str, object], numb
 
 def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after: list[dict[str, object]]) -> None:
     for old, new in zip(before, after, strict=True):
-        changed = [key for key in new if new[key] is not old.get(key)]
+        changed = [key for key in new if key not in old or new[key] != old[key]]
         if changed:
             raise CaptureError(
                 f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, which "

@@ -1,0 +1,33 @@
+"""PyTorch kept from logging what it cannot trace: whoever asked is told so once, in our words."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["silent"]
+
+_LOUD = (
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.sym_node",
+    "torch.fx.experimental.symbolic_shapes",
+)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """A block without warnings, and without records of PyTorch's tracers."""
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    before = [logger.disabled for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.disabled = True
+        try:
+            yield
+        finally:
+            for logger, disabled in zip(loggers, before, strict=True):
+                logger.disabled = disabled

@@ -1,0 +1,30 @@
+"""Somebody told of a block that takes long, while it does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["PATIENCE", "told_if_slow"]
+
+PATIENCE = 5.0
+"""Seconds after which a capture says what it is doing."""
+
+_start_timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer
+
+
+@contextmanager
+def told_if_slow(tell: Callable[[], None] | None) -> Iterator[None]:
+    """Calls ``tell`` once, on a thread of its own, if the block takes longer than ``PATIENCE``."""
+    if tell is None:
+        yield
+        return
+    timer = _start_timer(PATIENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -1,0 +1,54 @@
+"""A capture that takes long says what is being captured, once, while it goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch.graph import slowness
+
+
+class Passed:
+    """A timer whose time has passed when it is started."""
+
+    asked: list[float]
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        Passed.asked.append(seconds)
+        self.start = call
+        self.cancel = self.join = lambda: None
+
+
+@pytest.mark.parametrize(("engine", "level"), [("graph", logging.WARNING), ("auto", logging.INFO)])
+def test_a_slow_capture_says_once_what_is_being_captured(
+    engine: Any, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Passed.asked = []
+    monkeypatch.setattr(slowness, "_start_timer", Passed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        caplog.at_level(logging.INFO, "anabranch"),
+        ab.Executor({"critic": step}, engine=engine, capture_after=1) as executor,
+    ):
+        for _ in range(4):
+            executor.run("critic", torch.ones(2, 4))
+        assert executor.engine("critic") == "graph"
+    said = [record for record in caplog.records if "is being captured" in record.getMessage()]
+    assert [(record.name, record.levelno) for record in said] == [("anabranch", level)]
+    assert "'critic'" in said[0].getMessage()
+    assert "Sequential, 3 modules, 4 parameters" in said[0].getMessage()
+    assert Passed.asked == [5.0]
+
+
+def test_a_quick_capture_says_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+    with slowness.told_if_slow(lambda: told.append(1)):
+        pass
+    assert not told
