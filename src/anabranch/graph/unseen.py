@@ -138,7 +138,7 @@ class Unseen:
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         space = function.__globals__
         module = sys.modules.get(str(space.get("__name__")))
-        elsewhere = "__name__" in space and (module is None or vars(module) is not space)
+        elsewhere = module is not None and vars(module) is not space
         if elsewhere and any(
             name in space for name in function.__code__.co_names
         ):  # Dynamo asks the module of that name

@@ -20,7 +20,7 @@ from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.silence import silent
 from anabranch.graph.tracing import Recorder, Source, free_name
 
-__all__ = ["GroupNumbers", "LearningRates", "capture_update", "freeze", "has_state"]
+__all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 
 
 class LearningRates:
