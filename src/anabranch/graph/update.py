@@ -18,7 +18,7 @@ from anabranch.graph.contents import Contents
 from anabranch.graph.graph import Graph
 from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.silence import silent
-from anabranch.graph.tracing import Recorder, Source, free_name
+from anabranch.graph.tracing import Recorder, Source
 
 __all__ = ["GroupNumbers", "LearningRates", "capture_update", "has_state"]
 
@@ -141,6 +141,7 @@ def capture_update(
     refuse_hooks({}, {}, optimizers)
     _refuse_wrappers(optimizers)
     state: dict[int, Source] = {}
+    taken: set[str] = set()
 
     def add(name: str, tensor: Tensor) -> None:
         state.setdefault(id(tensor), Source(name, tensor, state=True))
@@ -148,7 +149,10 @@ def capture_update(
     def add_all(name: str, value: object) -> None:
         for tensor in _tensors_in(value):
             if id(tensor) not in state:
-                add(free_name(name, list(state.values())), tensor)
+                while name in taken:
+                    name += "_"
+                taken.add(name)
+                add(name, tensor)
 
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
