@@ -13,6 +13,7 @@ import pytest
 from process_marks import wait_until
 
 from anabranch.launch import launch
+from anabranch.launch.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks import ForkServer, ForkServerError
 from anabranch.launch.orphans import adopt_orphans
 from anabranch.launch.program import Program
@@ -150,16 +151,29 @@ def test_threads_are_as_many_as_the_environment_says(script: Script, tmp_path: P
     assert forked["threads"] == min(2, len(os.sched_getaffinity(0)))
 
 
+def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script) -> None:
+    path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
+    first, second = LocalJob(workers=2, environment={"PYTHONHASHSEED": "5"}).run(path).check().results
+    assert first is not None
+    assert not first["forked"]
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("PYTHONHASHSEED", "5"), ("LD_PRELOAD", ""), ("OMP_PROC_BIND", "false"), ("OMP_NUM_THREADS", "2,1")],
 )
-def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script, name: str, value: str) -> None:
-    path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
-    results = [LocalJob(environment={name: value}).run(path).check().results[0] for _ in range(2)]
-    assert all(found is not None and not found["forked"] for found in results)
-    if name == "PYTHONHASHSEED":
-        assert results[0] == results[1]
+def test_no_fork_is_given_what_is_read_as_a_process_starts(script: Script, name: str, value: str) -> None:
+    environment = {**os.environ, name: value}
+    why = why_no_fork_server(environment) or why_not_forked(Program(str(script(""))), environment, os.environ)
+    assert why is not None
+    assert name in why
+
+
+def test_what_scikit_learn_leaves_in_the_environment_does_not_matter(script: Script) -> None:
+    environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+    assert why_no_fork_server(environment) is None
+    assert why_not_forked(Program(str(script(""))), environment, os.environ) is None
 
 
 def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> None:
