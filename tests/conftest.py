@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from leaks import held, wait_until_given_back
-from programs import Programs, forker
+from programs import Programs
 
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
 collect_ignore_glob = ["*/conftest.py"]
@@ -52,7 +52,6 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[Programs]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
-    with forker() as started:
-        yield started
+    return Programs(tmp_path_factory.mktemp("programs"))
