@@ -1,8 +1,8 @@
-"""``anabranch run`` as a fork of the tests' fork server, whose own fork server is a fork of it: a job in milliseconds.
+"""Whatever launches a job, as a fork of the tests' fork server, whose own fork server is a fork of it: milliseconds.
 
-Started anew, the command and its fork server import torch, which takes seconds of a core. Here only that is left out:
-the command is a process of its own that gets signals, has a terminal, prints, and ends with its code. The tests of what
-a process does as it starts run the real one.
+Started anew, a fork server imports torch, which takes seconds of a core. Here only that is left out: the launcher, be
+it ``anabranch run`` or a script with a ``LocalJob``, is a process of its own that gets signals, has a terminal, prints,
+and ends with its code. The tests of what a process does as it starts run the real one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from anabranch.launch.main_script import run_as_main
+from anabranch.launch.program import Program as Runnable
 from programs import PIPE, Program, start
 
-__all__ = ["run", "start_run"]
+__all__ = ["run", "start_launcher", "start_run"]
+
+
+def start_launcher(script: Path, *arguments: object) -> Program:
+    """Starts a script whose first fork server is a fork of it; it is to have no other."""
+    return start(Path(__file__), script, *arguments)
 
 
 def start_run(*arguments: object, stdin: int = PIPE, stdout: int = PIPE, stderr: int = PIPE) -> Program:
@@ -93,6 +101,8 @@ def _main() -> Callable[[], None]:
 
     theirs.close()
     forks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
+    if sys.argv[1] != "run":
+        return partial(run_as_main, Runnable(sys.argv[1], tuple(sys.argv[2:])))
     sys.argv[0] = "anabranch"
     return cli.main
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import anabranch as ab
-from programs import start
+from launched import start_launcher
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,7 +59,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    with start(script) as process:
+    with start_launcher(script) as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
 
