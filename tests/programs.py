@@ -22,7 +22,7 @@ from typing import TextIO
 
 from anabranch.launch import program
 from anabranch.launch.conditions import why_no_fork_server
-from anabranch.launch.forks import kept_fork_server
+from anabranch.launch.forks import ForkServer, kept_fork_server
 from anabranch.launch.orphans import adopt_orphans
 
 __all__ = ["Program", "Programs", "start"]
@@ -153,6 +153,8 @@ class Programs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
+        if why_no_fork_server(os.environ) is None:
+            _server()  # so that no test is the one that starts it
 
     def start(self, source: str, *arguments: object, stderr: int = 2) -> Program:
         """Runs Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
@@ -168,10 +170,13 @@ class Programs:
             return subprocess.CompletedProcess([source, *map(str, arguments)], program.wait(), out, err)
 
 
+def _server() -> ForkServer:
+    return kept_fork_server({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"})
+
+
 def _forked(script: Path, arguments: tuple[str, ...], environment: Mapping[str, str], streams: tuple[int, ...]) -> int:
     with adopt_orphans():
-        server = kept_fork_server({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"})
-        return server.fork("program", program.Program(str(script), arguments), environment, *streams)
+        return _server().fork("program", program.Program(str(script), arguments), environment, *streams)
 
 
 def _ends(stream: int, place: int) -> tuple[int, int]:

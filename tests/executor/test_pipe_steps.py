@@ -28,12 +28,11 @@ MIXED = ("mean", "sum"), (None, 0.1), (1, 3)
 
 
 def cases(data: int, pipeline: int, balance: list[int], *, few: bool = False) -> list[dict[str, object]]:
-    """All ways to reduce, clip and accumulate, or ``few`` with each two of them, and a schedule with two chunks a rank."""
+    """All ways to reduce, clip and accumulate, or ``few`` with each two of them; a schedule of two chunks a rank."""
+    chosen = [one.values for one in pairwise(*MIXED, slow=False)] if few else product(*MIXED)
     mixed = [
         case(data, pipeline, balance, reduction=reduction, clip=clip, accumulate=accumulate)
-        for reduction, clip, accumulate in (
-            [one.values for one in pairwise(*MIXED, slow=False)] if few else product(*MIXED)
-        )
+        for reduction, clip, accumulate in chosen
     ]
     return [*mixed, case(data, pipeline, [1, 2, 1, 3], schedule="ZBV")] if pipeline == 2 else mixed
 
