@@ -27,6 +27,12 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def copies_for(pid: int) -> bool:
+    """Whether a launcher has a process that copies what its job writes."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(b"unattended.py" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+
+
 @pytest.mark.parametrize("experts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_job_goes_on_while_its_launcher_is_paused(script: Script, tmp_path: Path, experts: int) -> None:
     """Its output filled a pipe that nobody read, and experts lost the directory that lay in the launcher."""
@@ -66,8 +72,10 @@ def test_a_job_goes_on_while_its_launcher_is_paused(script: Script, tmp_path: Pa
             wait_until(lambda: state(launcher.pid) == "T")
             (tmp_path / "paused").touch()
             wait_until((tmp_path / "done").exists)
+            assert copies_for(launcher.pid)
             assert state(launcher.pid) == "T"
             os.kill(launcher.pid, signal.SIGCONT)
+            wait_until(lambda: not copies_for(launcher.pid))  # until then what is written is in the log alone
             (tmp_path / "resumed").touch()
             shown, told = launcher.communicate(timeout=LIMIT)
         finally:
