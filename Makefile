@@ -18,11 +18,12 @@ $(STAMP): pyproject.toml constraints.txt tools/install.py
 demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
+# The empty variable: hundreds of processes would compile the same sources where the environment forbids to keep that.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models" $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -7,9 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
-import torch
 
 from leaks import held, wait_until_given_back
 from programs import Programs
@@ -32,13 +30,26 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary.name
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # A busy machine may take longer over an example than hypothesis would have it.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _settle_hypothesis()
+
+
+def _settle_hypothesis() -> None:
+    """A busy machine may take longer over an example than hypothesis would have it.
+
+    Imported in processes that run tests: the one that hands them out does without it, and without torch, and so is
+    there seconds sooner.
+    """
+    import hypothesis
+
     hypothesis.settings.register_profile("any machine", deadline=None)
     hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
 

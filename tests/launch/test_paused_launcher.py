@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,11 @@ def state(pid: int) -> str:
 
 def copies_for(pid: int) -> bool:
     """Whether a launcher has a process that copies what its job writes."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return any(b"unattended.py" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if b"unattended.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return True
+    return False
 
 
 @pytest.mark.parametrize("experts", [0, pytest.param(1, marks=pytest.mark.slow)])
