@@ -430,7 +430,7 @@ with ab.ParameterClient() as client:
         result.check()
 
 
-def test_a_frozen_service_is_named_by_its_callers_within_two_beats_and_a_bit() -> None:
+def test_a_frozen_service_is_named_by_its_callers_long_before_their_deadline() -> None:
     result = (
         LocalJob(servers=1, experts=1, timeout=LIMIT)
         .run_source(
@@ -460,7 +460,7 @@ print(json.dumps(found))
     for role in ("parameters", "expert"):
         peer, seconds = result.results[0][role]  # type: ignore[misc]
         assert peer.endswith(f"{role}-0")
-        assert seconds < 3.5, "two beats of a second each, and what a busy machine adds"
+        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_beats.py"
 
 
 def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_path: Path, mark: str) -> None:
