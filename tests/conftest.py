@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         _settle_hypothesis()
+
+
+def pytest_collection_finish() -> None:
+    """From here on a collection of garbage looks at what the tests have made, and not at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def _settle_hypothesis() -> None:
