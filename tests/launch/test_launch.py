@@ -170,7 +170,7 @@ def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tm
     )
     started = time.monotonic()
     outcome = launch(path, [str(tmp_path / "worker-0.log")], workers=3, log_dir=tmp_path, patience=HURRIED)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # of 600
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGKILL, -signal.SIGKILL, 1]
 
 
