@@ -183,7 +183,8 @@ def test_a_reader_that_does_not_read_holds_back_rank_0_and_not_the_launcher(scri
         import os, pathlib, sys, time
         if os.environ["RANK"] == "0":
             while True:
-                print("x" * 1000)
+                print("x" * 10_000)
+                time.sleep(0.001)  # once its reader has gone it goes on until it is stopped
         log = pathlib.Path(sys.argv[1])
         size = -1
         while log.stat().st_size < 60_000 or log.stat().st_size != size:
