@@ -172,7 +172,7 @@ def _attempt(
         rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
         if has_services:
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
-        screen = stack.enter_context(Screen(log_dir / "worker-0.log")) if live else None
+        screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
         services: list[Worker] = []

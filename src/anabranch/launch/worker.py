@@ -91,7 +91,10 @@ class Worker:
     def _start(self) -> int:
         recipe, screen = self.recipe, self.recipe.screen
         environment = {**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(self.restarted)}
-        with self.log.open("ab" if screen or self.restarted else "wb") as file, open(os.devnull, "rb") as nothing:
+        if not screen and not self.restarted:
+            self.log.write_bytes(b"")
+        # Appending, so that a log that is emptied meanwhile goes on at its beginning.
+        with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if recipe.stdin is None else recipe.stdin
             stdout = screen.stdout if screen else file.fileno()
