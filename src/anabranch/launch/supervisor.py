@@ -158,7 +158,6 @@ class Supervisor:
         self._tell = tell
         self._failed = False
         self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
-        self._interrupted_at = 0.0
 
     def run(self) -> None:
         """Returns when every process has ended and was reaped."""
@@ -269,13 +268,13 @@ class Supervisor:
         self._service_ending.end_by(time.monotonic() + patience)
 
     def _on_signal(self) -> None:
-        for number in self._signals.take():
+        for number, again in self._signals.take():
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
             elif number == signal.SIGTSTP:
                 self._pause()
-            elif self.interrupted and time.monotonic() - self._interrupted_at < signal_box.ECHO_SECONDS:
+            elif self.interrupted and not again:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
@@ -284,7 +283,6 @@ class Supervisor:
                     ending.end_by(time.monotonic())
             else:
                 self.interrupted = number
-                self._interrupted_at = time.monotonic()
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
                 self._workers.send(number)
                 self._workers.clear()

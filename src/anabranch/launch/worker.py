@@ -17,6 +17,7 @@ from anabranch.launch.forks import ForkServer
 from anabranch.launch.outcome import Exit, Role
 from anabranch.launch.program import Program
 from anabranch.launch.screen import Screen
+from anabranch.launch.signals import inherited_mask
 
 __all__ = ["Recipe", "Worker"]
 
@@ -102,7 +103,8 @@ class Worker:
             if recipe.server is not None:
                 name = f"{self.role}-{self.rank}"
                 return recipe.server.fork(name, recipe.program, environment, stdin, stdout, stderr)
-            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *recipe.program.command]
+            blocked = ",".join(map(str, inherited_mask()))
+            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), blocked, *recipe.program.command]
             process = subprocess.Popen(
                 leashed, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )
