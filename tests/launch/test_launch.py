@@ -193,7 +193,8 @@ while not log.exists() or "ready" not in log.read_text():
     time.sleep(0.01)
 if os.environ["RANK"] == "0":
     os.kill(os.getppid(), int(sys.argv[2]))
-time.sleep(600)
+while True:
+    time.sleep(0.01)
 """
     )
     before = signal.getsignal(number)
@@ -215,7 +216,8 @@ def test_workers_that_drain_on_sigterm_have_succeeded(script: Script, tmp_path: 
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(600)
+        while True:
+            time.sleep(0.01)
         """
     )
     outcome = launch(path, log_dir=tmp_path)
