@@ -215,6 +215,48 @@ def test_a_log_or_a_checkpoint_that_was_removed_is_no_empty_shard(durability: st
         shard.start()
 
 
+def two_shards(directory: Path) -> list[Path]:
+    """The directories of two shards of one job, with three pushes each, after their servers died."""
+    network = MemoryTransport()
+    servers = [
+        ParameterServer(
+            index, 2, listen=f"memory:{index}", transport=network, durability="log", checkpoint_dir=directory
+        ).__enter__()
+        for index in range(2)
+    ]
+    with ParameterClient(["memory:0", "memory:1"], transport=network, timeout=20) as client:
+        client.init_table(SPEC, SGD)
+        for _ in range(3):
+            client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))
+    for server in servers:
+        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server.__exit__(None, None, None)
+    return [directory / f"shard-{index}-of-2" for index in range(2)]
+
+
+def start_again(directory: Path) -> None:
+    with ParameterServer(0, 2, listen=HERE, transport=MemoryTransport(), durability="log", checkpoint_dir=directory):
+        pass
+
+
+def test_the_log_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Every log began alike: a shard took another one's, and its own pushes were gone."""
+    ours, others = two_shards(tmp_path)
+    log = max(ours.glob("log-*"))
+    log.write_bytes((others / log.name).read_bytes())
+    with pytest.raises(CheckpointError, match="the push log is damaged.*is of another log"):
+        start_again(tmp_path)
+
+
+def test_the_directory_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Two directories that were swapped served the wrong rows, all zero, to whoever asked."""
+    ours, others = two_shards(tmp_path)
+    ours.rename(tmp_path / "aside")
+    others.rename(ours)
+    with pytest.raises(CheckpointError, match="the checkpoint here was written as shard-1-of-2"):
+        start_again(tmp_path)
+
+
 def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_path: Path) -> None:
     shard = Shard(tmp_path, "log")
     with shard.client() as client:

@@ -11,6 +11,7 @@ A log file is never rewritten. A checkpoint begins a new one, and removes the ol
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ class PushLog:
         here = after or Position()
         self._number = max(here.file, *log_numbers(directory), 0)
         self._records = self._durable = here.records
-        self._chain = self._durable_chain = here.chain
+        # That of a new log is random: so its files are not taken for those of another one.
+        self._chain = self._durable_chain = here.chain if here.file else secrets.randbits(32)
         self._syncing = False
         self._broken: Exception | None = None
         self._file = -1

@@ -99,6 +99,8 @@ class LogReader:
         if not self._begins and number == self._numbers[0] and preamble.first:
             self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds those before", 0)
             return None
+        if not self._begins and number == self._numbers[0]:
+            chain = preamble.chain  # the log's name
         if (preamble.file, preamble.first, preamble.chain) != (number, count, chain):
             self._damaged(f"{path} goes on from record {preamble.first}, not from {count}, or is of another log", count)
             return None
