@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -255,6 +259,54 @@ def test_the_directory_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path
     others.rename(ours)
     with pytest.raises(CheckpointError, match="the checkpoint here was written as shard-1-of-2"):
         start_again(tmp_path)
+
+
+def cut(log: Path) -> None:
+    os.truncate(log, 100)
+
+
+def move_away(log: Path) -> None:
+    log.parent.rename(log.parent.with_name("elsewhere"))
+
+
+def replace(log: Path) -> None:
+    move_away(log)
+    shutil.copytree(log.parent.with_name("elsewhere"), log.parent)
+
+
+@pytest.mark.parametrize("harm", [cut, Path.unlink, move_away, replace])
+def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    """A log that was cut or removed under a running server went on taking pushes until the restart showed it."""
+    shard = Shard(tmp_path, "log")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 3)
+        harm(max(tmp_path.glob("shard-*/log-*")))
+        with pytest.raises(CheckpointError, match=r"nothing more is acknowledged here: put it back"):
+            push(client)
+    shard.die()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server on a full disk said nothing until it ended, and all since its first checkpoint was gone then."""
+    tries = threading.Semaphore(0)
+
+    def fill_up(name: str) -> None:
+        if name == "durability.before_checkpoint":
+            tries.release()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    shard = Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)
+    with shard.client() as client, caplog.at_level("WARNING", logger="anabranch.parameter_server"):
+        client.init_table(SPEC, SGD)
+        with on_fault_point(fill_up):
+            push(client)
+            for _ in range(4):
+                assert tries.acquire(timeout=60)
+    shard.die()
+    said = [record.getMessage() for record in caplog.records if "no checkpoint could be written" in record.getMessage()]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
 
 
 def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_path: Path) -> None:
