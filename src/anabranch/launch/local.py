@@ -336,6 +336,7 @@ class _Starter:
         self._tell = tell
 
     def __call__(self, recipe: Recipe, restarted: int = 0) -> Worker:
+        recipe = replace(recipe, server=None)  # of a service that comes back: the server that forked it may be gone
         process = self._forked(recipe, restarted) or Worker(recipe, restarted)
         self.sessions.add(process.pid)
         return process
