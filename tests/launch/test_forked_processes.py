@@ -318,4 +318,4 @@ def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tm
     assert outcome.exit_code == 0, (tmp_path / "worker-0.log").read_text()
     assert "expert 0" in told[0]
     assert told[0].endswith("started again (1 of 3)")
-    assert told[1].startswith("starting plain processes, which takes longer: the fork server is gone")
+    assert told[1].startswith("starting plain processes, which takes longer: the fork server ")
