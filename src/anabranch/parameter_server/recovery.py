@@ -107,7 +107,7 @@ class LogReader:
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """Where the next file goes on: what a server that had been replaced wrote behind it was not acknowledged."""
+        """The record at which the next file goes on; what a replaced server wrote behind it was not acknowledged."""
         if number + 1 not in self._numbers:
             return None
         try:
