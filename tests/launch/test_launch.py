@@ -101,14 +101,18 @@ def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, t
 def test_the_others_have_time_to_say_what_they_saw(script: Script, tmp_path: Path) -> None:
     path = script(
         """
-        import os, sys, time
+        import os, pathlib, sys, time
+        pid = pathlib.Path(sys.argv[1])
         if os.environ["RANK"] == "1":
+            pid.with_suffix(".new").write_text(str(os.getpid()))
+            pid.with_suffix(".new").rename(pid)
             sys.exit(3)
-        time.sleep(0.2)
+        while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
+            time.sleep(0.005)
         sys.exit("rank 1 is gone")
         """
     )
-    outcome = launch(path, workers=2, log_dir=tmp_path, patience=Patience(failure=30.0))
+    outcome = launch(path, [str(tmp_path / "pid")], workers=2, log_dir=tmp_path, patience=Patience(failure=60.0))
     assert [(exit_.code, exit_.stopped) for exit_ in outcome.exits] == [(1, False), (3, False)]
     assert outcome.first_failure is outcome.exits[1]
     assert outcome.exits[0].last_words() == "rank 1 is gone"

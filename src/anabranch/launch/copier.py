@@ -14,7 +14,7 @@ import select
 import sys
 from contextlib import suppress
 
-__all__ = ["DONE", "END", "FINISH_LINE", "HIDE", "SHOW", "Copier"]
+__all__ = ["Copier", "DONE", "END", "FINISH_LINE", "HIDE", "SHOW"]
 
 FINISH_LINE = b"l"
 """Copy what has come, and go to a new line if that ends in the middle of one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["BURST_SECONDS", "ECHO_SECONDS", "TERMINAL", "UNKNOWN", "Presses"]
+__all__ = ["BURST_SECONDS", "ECHO_SECONDS", "Presses", "TERMINAL", "UNKNOWN"]
 
 ECHO_SECONDS = 0.5
 """What another process sends within this time of the first is its echo."""
