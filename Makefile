@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RESULTS := benchmarks/results
+MINUTES ?= 10
 PEERS := benchmarks/.peers
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
 
-.PHONY: demo test test-all lint types docs bench bench-peers clean
+.PHONY: demo test test-all soak lint types docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt tools/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,6 +25,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models" $(ARGS)
+
+# A random process of a training job is killed every 20 seconds; ends with a table, and with 1 if a promise was broken.
+soak: $(STAMP)
+	@$(BIN)/python tools/soak.py --minutes $(MINUTES) $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -297,3 +297,36 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
+
+
+def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tmp_path: Path) -> None:
+    """The launcher ended with a traceback: it asked the server that had forked the service the first time."""
+    path = script(
+        """
+        import os, pathlib, signal, sys, time
+        here, server = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+        if os.environ.get("ANABRANCH_ROLE") == "expert":
+            mark = here / f"expert-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            mark.with_suffix(".new").write_text(str(os.getpid()))
+            import anabranch as ab, torch
+            mark.with_suffix(".new").rename(mark)
+            ab.job().serve(lambda index, count: [
+                ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
+            ])
+        import anabranch as ab
+        ab.job().serve(lambda index, count: [])
+        os.kill(server, signal.SIGKILL)
+        os.kill(int((here / "expert-0").read_text()), signal.SIGKILL)
+        while not (here / "expert-1").exists():
+            time.sleep(0.005)
+        """
+    )
+    told: list[str] = []
+    with ForkServer(os.environ) as server:
+        outcome = launch(
+            path, [str(tmp_path), str(server.pid)], experts=1, log_dir=tmp_path, server=server, tell=told.append
+        )
+    assert outcome.exit_code == 0, (tmp_path / "worker-0.log").read_text()
+    assert "expert 0" in told[0]
+    assert told[0].endswith("started again (1 of 3)")
+    assert told[1].startswith("starting plain processes, which takes longer: the fork server ")

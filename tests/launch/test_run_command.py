@@ -135,8 +135,8 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
         for rank in range(2):
             log = tmp_path / "logs" / f"worker-{rank}.log"
             wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
-        # The launcher, its fork server, the rendezvous, two workers, four sleepers.
-        assert len(marked_processes(mark)) == 9
+        # The launcher, its fork server and copier, the rendezvous, two workers, four sleepers.
+        assert len(marked_processes(mark)) == 10
         os.killpg(launcher.pid, number) if to_group else os.kill(launcher.pid, number)
         assert launcher.wait(timeout=LIMIT) == code
     assert marked_processes(mark) == []
