@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
-import torch
 
 from leaks import held, wait_until_given_back
-from programs import Programs, forker
+from programs import Programs
 
 # Fixtures, not modules with doctests; several of one name cannot be collected as such.
 collect_ignore_glob = ["*/conftest.py"]
@@ -32,13 +31,32 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary.name
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # A busy machine may take longer over an example than hypothesis would have it.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        _settle_hypothesis()
+
+
+def pytest_collection_finish() -> None:
+    """From here on a collection of garbage looks at what the tests have made, and not at all that was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def _settle_hypothesis() -> None:
+    """A busy machine may take longer over an example than hypothesis would have it.
+
+    Imported in processes that run tests: the one that hands them out does without it, and without torch, and so is
+    there seconds sooner.
+    """
+    import hypothesis
+
     hypothesis.settings.register_profile("any machine", deadline=None)
     hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
@@ -52,7 +70,6 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[Programs]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Starts Python programs in processes of their own, in milliseconds; see ``programs.py``."""
-    with forker() as started:
-        yield started
+    return Programs(tmp_path_factory.mktemp("programs"))

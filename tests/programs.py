@@ -1,80 +1,67 @@
-"""Programs that tests run in processes of their own: forks of one process that has imported what they all import.
+"""Programs that tests run in processes of their own: forks of the server that ``LocalJob`` keeps, a millisecond each.
 
-A test that kills, freezes or limits a process writes its program as text. Importing torch and the package costs seconds
-of a core, so one process of a test run does it once, and a program is a fork of it, which costs milliseconds::
-
-    test ── source, arguments, pipes ──> forker ── fork ──> waiter ── fork ──> the program
-      ^                                                        │
-      └──────────────────── its pid, then its exit code ───────┘
-
-The forker has one thread and opens nothing. A program sees the environment of the test at the time that it is started.
+A test that kills, freezes or limits a process writes its program as text, see the fixture ``programs``, or starts a
+file with ``start``. Importing torch and the package costs seconds of a core; a fork has done it. Where none can be made
+they are plain processes. Each sees the environment of the test at the time that it is started.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
-FORKER = """
-import gc, json, os, random, signal, socket, sys
-import numpy, torch
-import anabranch.checkpoint, anabranch.cli, anabranch.experts, anabranch.parameter_server, anabranch.testing
+from anabranch.launch import program
+from anabranch.launch.conditions import why_no_fork_server
+from anabranch.launch.forks import ForkServer, kept_fork_server
+from anabranch.launch.orphans import adopt_orphans
 
-torch.set_num_threads(1)
-gc.freeze()
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the waiters
-door = socket.socket(fileno=int(sys.argv[1]))
-while True:
-    data, pipes, _, _ = socket.recv_fds(door, 1 << 20, 4)
-    if not data:
-        os._exit(0)
-    if os.fork() == 0:
-        break
-    for pipe in pipes:
-        os.close(pipe)
-door.close()
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-status = pipes.pop()
-pid = os.fork()
-if pid:
-    for pipe in pipes:
-        os.close(pipe)
-    os.write(status, b"%d\\n" % pid)
-    os.write(status, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    os._exit(0)
-os.close(status)
-for place, pipe in enumerate(pipes):
-    os.dup2(pipe, place)
-    os.close(pipe)
-sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
-asked = json.loads(data)
-os.environ.clear()
-os.environ.update(asked["environment"])
-sys.argv = ["-c", *asked["arguments"]]
-random.seed()
-numpy.random.seed()
-exec(compile(asked["source"], "<program>", "exec"), {"__name__": "__main__"})
-"""
+__all__ = ["Program", "Programs", "start"]
+
+PIPE = subprocess.PIPE
 
 
 class Program:
-    """A process that runs a program; of ``subprocess.Popen`` what tests need. Left, it is killed."""
+    """A process that runs a program, in a session of its own; of ``subprocess.Popen`` what tests need.
 
-    def __init__(self, pid: int, stdin: int, stdout: int, status: int) -> None:
-        self.pid = pid
+    Left as a context manager, it is killed.
+    """
+
+    def __init__(
+        self, script: Path, arguments: tuple[str, ...], environment: Mapping[str, str], streams: tuple[int, int, int]
+    ) -> None:
+        ours, theirs = zip(*(_ends(stream, place) for place, stream in enumerate(streams)), strict=True)
+        self.stdin = open(ours[0] if streams[0] == PIPE else os.devnull, "w")  # noqa: SIM115 - closed by __exit__
+        self.stdout, self.stderr = (
+            open(end if stream == PIPE else os.devnull)  # noqa: SIM115
+            for end, stream in zip(ours[1:], streams[1:], strict=True)
+        )
         self.returncode: int | None = None
-        self.stdin = open(stdin, "w")  # noqa: SIM115 - closed by __exit__
-        self.stdout = open(stdout)  # noqa: SIM115
-        self._status = open(status)  # noqa: SIM115
+        self._plain: subprocess.Popen[bytes] | None = None
+        try:
+            if why_no_fork_server(environment) is None:
+                self.pid = _forked(script, arguments, environment, theirs)
+            else:
+                command = [sys.executable, str(script), *arguments]
+                stdin, stdout, stderr = theirs
+                self._plain = subprocess.Popen(
+                    command, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+                )
+                self.pid = self._plain.pid
+        finally:
+            for stream, end in zip(streams, theirs, strict=True):
+                if stream == PIPE:
+                    os.close(end)
+        self._ended = os.pidfd_open(self.pid)
 
     def wait(self, timeout: float = 60.0) -> int:
         """The exit code, minus the signal's number if one killed it.
@@ -83,19 +70,22 @@ class Program:
             TimeoutError: it still runs.
         """
         if self.returncode is None:
-            if not _readable(self._status.fileno(), timeout):
+            if not _readable(self._ended, timeout):
                 raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
-            self.returncode = int(self._status.readline())
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+            os.close(self._ended)
+            if self._plain is not None:
+                self._plain.returncode = self.returncode
         return self.returncode
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            signal.pidfd_send_signal(self._ended, number)
 
     def kill(self) -> None:
         """Ends it by SIGKILL, and waits until it has ended."""
-        if self.returncode is None and not _readable(self._status.fileno(), 0):
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self.wait()
 
     def wait_until_stopped(self) -> None:
@@ -104,6 +94,27 @@ class Program:
         while _state(self.pid) not in "Tt":
             assert time.monotonic() < until, f"process {self.pid} does not stop"
             time.sleep(0.001)
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+        """What it writes on stdout and stderr until its end; its stdin is closed."""
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        until = time.monotonic() + timeout
+        said = ["", ""]
+
+        def read(place: int, stream: TextIO) -> None:
+            said[place] = stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=(place, stream), daemon=True)
+            for place, stream in enumerate((self.stdout, self.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(max(until - time.monotonic(), 0.0))
+        self.wait(max(until - time.monotonic(), 0.0))
+        return said[0], said[1]
 
     def __enter__(self) -> Program:
         return self
@@ -114,67 +125,66 @@ class Program:
         try:
             self.kill()
         finally:
-            for file in (self.stdin, self.stdout, self._status):
-                file.close()
+            for file in (self.stdin, self.stdout, self.stderr):
+                with suppress(BrokenPipeError):
+                    file.close()
+
+
+def start(
+    script: Path,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    stdin: int = PIPE,
+    stdout: int = PIPE,
+    stderr: int = PIPE,
+) -> Program:
+    """Starts a file of Python source with one thread to compute with; each stream is a pipe or a descriptor."""
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    return Program(script, tuple(map(str, arguments)), everything, (stdin, stdout, stderr))
 
 
 class Programs:
-    """Starts programs; made once a test run, by the fixture ``programs``."""
+    """Starts programs that are texts; made once a test run by the fixture ``programs``.
 
-    def __init__(self, door: socket.socket) -> None:
-        self._door = door
+    Args:
+        folder: where the texts are kept.
+    """
 
-    def start(self, source: str, *arguments: str, stderr: int = 2) -> Program:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        if why_no_fork_server(os.environ) is None:
+            _server()  # so that no test is the one that starts it
+
+    def start(self, source: str, *arguments: object, stderr: int = 2) -> Program:
         """Runs Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
-        asked = {"source": source, "arguments": list(map(str, arguments)), "environment": dict(os.environ)}
-        theirs_in, stdin = os.pipe()
-        stdout, theirs_out = os.pipe()
-        status, theirs_status = os.pipe()
-        given = (theirs_in, theirs_out, stderr, theirs_status)
-        socket.send_fds(self._door, [json.dumps(asked).encode()], given)
-        for descriptor in (theirs_in, theirs_out, theirs_status):
-            os.close(descriptor)
-        pid = b""
-        while not pid.endswith(b"\n"):
-            assert _readable(status, 60.0), "no process was started"
-            some = os.read(status, 1)
-            assert some, "the forker has ended"
-            pid += some
-        return Program(int(pid), stdin, stdout, status)
+        self._count += 1
+        script = self._folder / f"program-{self._count}.py"
+        script.write_text(source)
+        return start(script, *arguments, stderr=stderr)
 
-    def run(self, source: str, *arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(self, source: str, *arguments: object, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
         """Runs a program to its end, as ``subprocess.run`` with its output captured."""
-        with open(os.memfd_create("stderr"), "w+") as stderr:
-            with self.start(source, *arguments, stderr=stderr.fileno()) as program:
-                program.stdin.close()
-                until = time.monotonic() + timeout
-                said = b""
-                while some := _read(program.stdout.fileno(), until):
-                    said += some
-                code = program.wait(max(until - time.monotonic(), 1.0))
-            stderr.seek(0)
-            return subprocess.CompletedProcess([source, *arguments], code, said.decode(), stderr.read())
+        with self.start(source, *arguments, stderr=PIPE) as program:
+            out, err = program.communicate(timeout)
+            return subprocess.CompletedProcess([source, *map(str, arguments)], program.wait(), out, err)
 
 
-@contextmanager
-def forker() -> Iterator[Programs]:
-    """Starts the process that imports, and forks programs; it ends with the block."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", FORKER, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            )
-        yield Programs(ours)
-    process.wait(timeout=60)
+def _server() -> ForkServer:
+    return kept_fork_server({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"})
 
 
-def _read(descriptor: int, until: float) -> bytes:
-    assert _readable(descriptor, max(until - time.monotonic(), 0.0)), "the program has not come to its end"
-    return os.read(descriptor, 1 << 16)
+def _forked(script: Path, arguments: tuple[str, ...], environment: Mapping[str, str], streams: tuple[int, ...]) -> int:
+    with adopt_orphans():
+        return _server().fork("program", program.Program(str(script), arguments), environment, *streams)
+
+
+def _ends(stream: int, place: int) -> tuple[int, int]:
+    """Our end and theirs of one of the three streams."""
+    if stream != PIPE:
+        return -1, stream
+    reader, writer = os.pipe()
+    return (writer, reader) if place == 0 else (reader, writer)
 
 
 def _readable(descriptor: int, seconds: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 import anabranch as ab
 
 ROOT = Path(ab.__file__).parent
-TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -71,23 +70,20 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def found_in_the_sources(look: Callable[[ast.AST], Iterator[tuple[int, str]]]) -> dict[str, list[tuple[int, str]]]:
-    """What ``look`` finds, by file."""
-    found = {path: list(look(tree)) for path, tree in TREES.items()}
-    return {path: places for path, places in found.items() if places}
-
-
-def test_hooks_on_tensors_and_modules_are_set_in_one_file_only() -> None:
-    assert set(found_in_the_sources(registered_hooks)) == {HOOKS}
-
-
-def test_nothing_unpickles_or_evaluates_bytes() -> None:
-    found = {path: [what for _, what in places] for path, places in found_in_the_sources(offences).items()}
-    assert found == {FORKS: ["os.fork"] * 2}
-
-
-def test_no_wait_is_without_a_bound() -> None:
-    assert found_in_the_sources(unbounded_waits) == {}
+def test_the_sources_keep_what_they_promise() -> None:
+    """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
+    hooks, forbidden, waits = set(), {}, {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
+        if list(registered_hooks(tree)):
+            hooks.add(name)
+        if found := [what for _, what in offences(tree)]:
+            forbidden[name] = found
+        if places := list(unbounded_waits(tree)):
+            waits[name] = places
+    assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
+    assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
+    assert waits == {}, "no wait is without a bound"
 
 
 @pytest.mark.parametrize(

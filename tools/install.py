@@ -18,6 +18,8 @@ STEPS = [
     [*PIP, "--upgrade", "pip>=25.1"],  # the first that knows dependency groups
     [*PIP, "--progress-bar", "raw", "--editable", ".", "--group", "dev"],
 ]
+# At once, on two cores; the demo needs the first, the tests both.
+COMPILED = ["float32", "float64"]
 MEGABYTE = 1 << 20
 LARGE = 50 * MEGABYTE
 SHOWN_LINES = 30
@@ -40,7 +42,7 @@ class Display:
             elif total >= LARGE and self._announced != self._what:
                 self._announced = self._what
                 print(f"{self._what}: {total / MEGABYTE:.0f} MB", flush=True)
-        elif found := re.match(r"\s*(Downloading|Collecting|Building|Installing)\s+(\S+)", line):
+        elif found := re.match(r"\s*(Downloading|Collecting|Building|Installing|compiling)\s+(\S+)", line):
             self._what = f"{found[1].lower()} {found[2].rsplit('/')[-1]}"
             self._draw(self._what)
 
@@ -72,6 +74,13 @@ def main() -> None:
                 display.finish(f"pip failed (exit code {process.returncode}); the end of {LOG}:")
                 lines = [line for line in LOG.read_text().splitlines() if not line.startswith("Progress ")]
                 sys.exit("\n".join(lines[-SHOWN_LINES:]))
+        display.take("compiling kernels")
+        compilers = [
+            subprocess.Popen([sys.executable, "tools/compile_kernels.py", dtype], stdout=log, stderr=subprocess.STDOUT)
+            for dtype in COMPILED
+        ]
+        for compiler in compilers:
+            compiler.wait()  # what it could not compile is compiled when it is needed, or fails there with its reason
     display.finish(f"installed in {time.monotonic() - started:.0f} s")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quick_processes import start_script
+from programs import start
 
 PEER = """
 import json, os, sys
@@ -50,7 +50,7 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         self.processes = [
-            start_script(
+            start(
                 script,
                 mode,
                 environment={
@@ -74,8 +74,8 @@ class Ranks:
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.communicate()
+            with process:
+                pass
 
 
 @pytest.fixture

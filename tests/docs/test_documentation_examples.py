@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import anabranch as ab
-from quick_processes import start_script
+from launched import start_launcher
 
 ROOT = Path(ab.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,12 +59,8 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    process = start_script(script)
-    try:
+    with start_launcher(script) as process:
         _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 0, errors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run in this process draws its curve, which takes longer than its steps, unless the test takes ``drawn``."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Asks for the pictures."""
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from anabranch.checkpoint import read_newest
 from anabranch.testing import LocalJob
+from launched import start_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "language_model.py"
@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 # One process.
 
 
-def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_text, tmp_path, capsys):
+def test_a_run_ends_with_one_line_of_json_beside_checkpoint_and_picture(small_text, tmp_path, capsys, drawn):
     out = tmp_path / "out"
     result = run_here(capsys, *SMALL, "--engine", "auto", "--text", small_text, "--out", out, "--seed", 3)
     assert result["steps"] == 4
@@ -337,19 +337,13 @@ def test_a_batch_that_workers_cannot_share_equally_is_refused(small_text, tmp_pa
 
 
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
-    command = [sys.executable, "-m", "anabranch.cli", "run", "--workers", "2", str(SCRIPT), "--steps", "100000"]
-    command += ["--evaluate-every", "1", "--memory-rows", "64", "--text", str(small_text), "--out", str(tmp_path / "o")]
-    command += ["--engine", "tape"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("step 2/"):
-                    break
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    command = ["--workers", 2, SCRIPT, "--steps", 100000, "--evaluate-every", 1, "--memory-rows", 64]
+    with start_run(*command, "--text", small_text, "--out", tmp_path / "o", "--engine", "tape") as process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "the same command goes on" in errors

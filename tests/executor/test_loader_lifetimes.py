@@ -131,7 +131,7 @@ def test_closing_does_not_wait_for_a_loader_that_hangs(
     [thread] = loader_threads()
     started = time.monotonic()
     loader.close(timeout=0.05)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30  # of 60
     assert "the loader Watched has been fetching a batch for over" in caplog.text
     release.set()
     thread.join(30)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
+from launched import start_run
 
 DRAINING = """
 import json, signal, sys
@@ -52,13 +53,9 @@ def test_a_lone_worker_stops_after_the_run_under_way() -> None:
 def test_sigterm_lets_the_workers_finish_the_same_step_and_save_it(tmp_path: Path) -> None:
     script, logs = tmp_path / "draining.py", tmp_path / "logs"
     script.write_text(DRAINING)
-    command = [sys.executable, "-m", "anabranch.cli", "run", "--workers", "2", "--log-dir", str(logs)]
-    with subprocess.Popen(
-        [*command, str(script), str(tmp_path / "saved")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
+    with start_run("--workers", 2, "--log-dir", logs, script, tmp_path / "saved") as launcher:
         while "running" not in (line := launcher.stdout.readline()):
-            assert line, launcher.stderr.read() if launcher.stderr else ""
+            assert line, launcher.stderr.read()
         launcher.send_signal(signal.SIGTERM)
         _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, err

@@ -46,15 +46,23 @@ CASES = [
 
 
 FROM_BOTH = 7  # the last ones of CASES do not come in pairs of one for each mode
+FIRST = [CASES[2 * pair + pair % 2] for pair in range((len(CASES) - FROM_BOTH) // 2)]
+"""Each with servers for all or for tables alone in turn."""
+ONE_OF_A_KIND = ("momentum", "adam", "row_wise_adagrad")
+"""What servers do for an optimizer depends on its states and on whether it moves rows that nobody has looked up."""
 QUICK = [
-    *(CASES[2 * pair + pair % 2] for pair in range((len(CASES) - FROM_BOTH) // 2)),
-    *CASES[-FROM_BOTH:],
+    *(tried for tried in FIRST[: len(OPTIMIZERS)] if tried["optimizer"] in ONE_OF_A_KIND),
+    *FIRST[len(OPTIMIZERS) :],
+    *CASES[-FROM_BOTH + 1 : -3],
+    *CASES[-2:],
 ]
-"""Each with servers for all or for tables alone in turn; both are run with more workers, and by one alone."""
+OTHERS = [tried for tried in CASES if tried not in QUICK]
 
 
 @pytest.mark.parametrize(
-    ("workers", "cases"), [(2, QUICK), pytest.param(4, CASES, marks=pytest.mark.slow)], ids=["2", "4"]
+    ("workers", "cases"),
+    [(2, QUICK), pytest.param(2, OTHERS, marks=pytest.mark.slow), pytest.param(4, CASES, marks=pytest.mark.slow)],
+    ids=["2", "2, the others", "4"],
 )
 def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, cases: list[dict[str, object]]) -> None:
     result = LocalJob(workers, servers=2, timeout=110).run(SCRIPT, json.dumps(cases)).check()
@@ -66,8 +74,9 @@ def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, ca
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_worker_alone_has_its_servers_in_memory() -> None:
-    for tried in CASES:
+@pytest.mark.parametrize("cases", [OTHERS, pytest.param(QUICK, marks=pytest.mark.slow)], ids=["others", "quick"])
+def test_a_worker_alone_has_its_servers_in_memory(cases: list[dict[str, object]]) -> None:
+    for tried in cases:
         expected, expected_losses = plain_loop(tried, rows=11)
         found, losses = with_workers(tried, 11, 0, 1)
         for name, value in expected.named_parameters():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from programs import Programs
 
 SCRIPT = """
 import types
@@ -35,9 +34,8 @@ assert after == before, {name: (before[name], after[name]) for name in after if 
 
 
 @pytest.mark.parametrize("bounds", ["3, 2", pytest.param("0, 0", marks=pytest.mark.slow)])
-def test_no_cached_step_compiles_anything(bounds: str) -> None:
+def test_no_cached_step_compiles_anything(bounds: str, programs: Programs) -> None:
     """In a process of its own, for in this one the tests before have compiled everything."""
     pytest.importorskip("numba")
-    script = SCRIPT.replace("BOUNDS", bounds)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    done = programs.run(SCRIPT.replace("BOUNDS", bounds), timeout=200.0)
     assert done.returncode == 0, done.stderr[-3000:]

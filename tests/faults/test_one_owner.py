@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from anabranch.parameter_server.ownership import Ownership
 from anabranch.parameter_server.push_log import PushLog
 from anabranch.parameter_server.recovery import LogReader
 from anabranch.testing import MemoryTransport
+from programs import Programs
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "log"])
@@ -39,7 +38,7 @@ def test_a_second_server_of_one_directory_is_refused_and_told_who_has_it(durabil
         assert client.pull("bias").tolist() == pytest.approx([-0.01, -0.01])
 
 
-def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: Path) -> None:
+def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: Path, programs: Programs) -> None:
     script = textwrap.dedent(
         """
         import sys
@@ -51,16 +50,12 @@ def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: P
         sys.stdin.readline()
         """
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "1\n"
-            process.send_signal(signal.SIGSTOP)
-            with pytest.raises(CheckpointError, match=rf"process {process.pid}"):
-                Ownership(tmp_path)
-        finally:
-            process.kill()
+    with programs.start(script, tmp_path) as process:
+        assert process.stdout.readline() == "1\n"
+        process.send_signal(signal.SIGSTOP)
+        process.wait_until_stopped()
+        with pytest.raises(CheckpointError, match=rf"process {process.pid}"):
+            Ownership(tmp_path)
     with Ownership(tmp_path) as owner:
         assert owner.epoch == 2
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,6 +217,96 @@ def test_a_log_or_a_checkpoint_that_was_removed_is_no_empty_shard(durability: st
         path.unlink()
     with pytest.raises(CheckpointError, match="is missing|is gone"):
         shard.start()
+
+
+def two_shards(directory: Path) -> list[Path]:
+    """The directories of two shards of one job, with three pushes each, after their servers died."""
+    network = MemoryTransport()
+    servers = [
+        ParameterServer(
+            index, 2, listen=f"memory:{index}", transport=network, durability="log", checkpoint_dir=directory
+        ).__enter__()
+        for index in range(2)
+    ]
+    with ParameterClient(["memory:0", "memory:1"], transport=network, timeout=20) as client:
+        client.init_table(SPEC, SGD)
+        for _ in range(3):
+            client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))
+    for server in servers:
+        server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        server.__exit__(None, None, None)
+    return [directory / f"shard-{index}-of-2" for index in range(2)]
+
+
+def start_again(directory: Path) -> None:
+    with ParameterServer(0, 2, listen=HERE, transport=MemoryTransport(), durability="log", checkpoint_dir=directory):
+        pass
+
+
+def test_the_log_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Every log began alike: a shard took another one's, and its own pushes were gone."""
+    ours, others = two_shards(tmp_path)
+    log = max(ours.glob("log-*"))
+    log.write_bytes((others / log.name).read_bytes())
+    with pytest.raises(CheckpointError, match="the push log is damaged.*is of another log"):
+        start_again(tmp_path)
+
+
+def test_the_directory_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """Two directories that were swapped served the wrong rows, all zero, to whoever asked."""
+    ours, others = two_shards(tmp_path)
+    ours.rename(tmp_path / "aside")
+    others.rename(ours)
+    with pytest.raises(CheckpointError, match="the checkpoint here was written as shard-1-of-2"):
+        start_again(tmp_path)
+
+
+def cut(log: Path) -> None:
+    os.truncate(log, 100)
+
+
+def move_away(log: Path) -> None:
+    log.parent.rename(log.parent.with_name("elsewhere"))
+
+
+def replace(log: Path) -> None:
+    move_away(log)
+    shutil.copytree(log.parent.with_name("elsewhere"), log.parent)
+
+
+@pytest.mark.parametrize("harm", [cut, Path.unlink, move_away, replace])
+def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    """A log that was cut or removed under a running server went on taking pushes until the restart showed it."""
+    shard = Shard(tmp_path, "log")
+    with shard.client() as client:
+        client.init_table(SPEC, SGD)
+        push(client, 3)
+        harm(max(tmp_path.glob("shard-*/log-*")))
+        with pytest.raises(CheckpointError, match=r"nothing more is acknowledged here: put it back"):
+            push(client)
+    shard.die()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server on a full disk said nothing until it ended, and all since its first checkpoint was gone then."""
+    tries = threading.Semaphore(0)
+
+    def fill_up(name: str) -> None:
+        if name == "durability.before_checkpoint":
+            tries.release()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    shard = Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)
+    with shard.client() as client, caplog.at_level("WARNING", logger="anabranch.parameter_server"):
+        client.init_table(SPEC, SGD)
+        with on_fault_point(fill_up):
+            push(client)
+            for _ in range(4):
+                assert tries.acquire(timeout=60)
+    shard.die()
+    said = [record.getMessage() for record in caplog.records if "no checkpoint could be written" in record.getMessage()]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
 
 
 def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_whole(tmp_path: Path) -> None:

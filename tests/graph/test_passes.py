@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.in_place import reuse_in_place
 from anabranch.graph.placement import place_nodes
+from programs import start
 
 
 def operations(graph: Graph) -> list[str]:
@@ -305,20 +304,11 @@ WORKER = textwrap.dedent(
 def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(start(script, rank, tmp_path / "store")) for rank in range(2)]
         for worker in workers:
             _, errors = worker.communicate(timeout=100)
-            assert worker.returncode == 0, errors.decode()
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate(timeout=10)
+            assert worker.returncode == 0, errors
 
 
 @pytest.mark.parametrize("hot", [40, 3])

@@ -13,10 +13,12 @@ import pytest
 from process_marks import wait_until
 
 from anabranch.launch import launch
+from anabranch.launch.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.forks import ForkServer, ForkServerError
 from anabranch.launch.orphans import adopt_orphans
 from anabranch.launch.program import Program
 from anabranch.testing import LocalJob
+from launched import start_launcher
 
 Script = Callable[[str], Path]
 
@@ -57,9 +59,9 @@ print(json.dumps({
 OWN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT")
 
 
-def seen(script: Path, *arguments: str, spawn: bool) -> tuple[dict[str, object], ...]:
+def seen(script: Path, *arguments: str, spawn: bool, workers: int = 1) -> tuple[dict[str, object], ...]:
     environment = {"TMPDIR": str(script.parent), "TZ": "Asia/Tokyo"}
-    result = LocalJob(workers=2, spawn=spawn, environment=environment).run(script, *arguments).check()
+    result = LocalJob(workers=workers, spawn=spawn, environment=environment).run(script, *arguments).check()
     assert all(found is not None and found["forked"] is not spawn for found in result.results), result.logs
     return result.results  # type: ignore[return-value]
 
@@ -73,13 +75,12 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
 
 def test_a_script_finds_what_it_finds_in_a_process_that_was_started(script: Script) -> None:
     path = script(FACTS)
-    forked, started = (seen(path, "--x", "a b", spawn=spawn) for spawn in (False, True))
-    for one, other in zip(forked, started, strict=True):
-        assert comparable(one) == comparable(other)
+    (forked,), (started,) = (seen(path, "--x", "a b", spawn=spawn) for spawn in (False, True))
+    assert comparable(forked) == comparable(started)
 
 
 def test_each_fork_draws_its_own_random_numbers_where_a_process_does(script: Script) -> None:
-    first, second = seen(script(FACTS), spawn=False)
+    first, second = seen(script(FACTS), spawn=False, workers=2)
     for name in ("torch", "seed", "random", "numpy", "key"):
         assert first[name] != second[name]
 
@@ -134,32 +135,42 @@ def test_the_role_is_the_name_that_top_shows(script: Script, tmp_path: Path) -> 
     assert [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)] == ["worker-0\n", "worker-1\n"]
 
 
-def test_threads_are_as_many_as_the_environment_says(script: Script, tmp_path: Path) -> None:
+def test_threads_are_as_many_as_the_environment_says(script: Script) -> None:
     path = script(
         """
-        import json, os, torch
+        import json, os, sys
+        assert "torch" in sys.modules, "forked"
+        import torch
         print(json.dumps({"threads": torch.get_num_threads(), "variable": os.environ.get("OMP_NUM_THREADS")}))
         """
     )
-    forked, started = (
-        LocalJob(environment={"OMP_NUM_THREADS": "2"}, spawn=spawn).run(path).check().results[0]
-        for spawn in (False, True)
-    )
-    assert forked == started
-    assert forked is not None
-    assert forked["threads"] == min(2, len(os.sched_getaffinity(0)))
+    (found,) = LocalJob(environment={"OMP_NUM_THREADS": "2"}).run(path).check().results
+    assert found == {"threads": min(2, len(os.sched_getaffinity(0))), "variable": "2"}
+
+
+def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script) -> None:
+    path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
+    first, second = LocalJob(workers=2, environment={"PYTHONHASHSEED": "5"}).run(path).check().results
+    assert first is not None
+    assert not first["forked"]
+    assert first == second
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("PYTHONHASHSEED", "5"), ("LD_PRELOAD", ""), ("OMP_PROC_BIND", "false"), ("OMP_NUM_THREADS", "2,1")],
 )
-def test_what_is_read_as_a_process_starts_makes_plain_processes(script: Script, name: str, value: str) -> None:
-    path = script("import json, sys; print(json.dumps({'forked': 'torch' in sys.modules, 'hash': hash('x')}))")
-    results = [LocalJob(environment={name: value}).run(path).check().results[0] for _ in range(2)]
-    assert all(found is not None and not found["forked"] for found in results)
-    if name == "PYTHONHASHSEED":
-        assert results[0] == results[1]
+def test_no_fork_is_given_what_is_read_as_a_process_starts(script: Script, name: str, value: str) -> None:
+    environment = {**os.environ, name: value}
+    why = why_no_fork_server(environment) or why_not_forked(Program(str(script(""))), environment, os.environ)
+    assert why is not None
+    assert name in why
+
+
+def test_what_scikit_learn_leaves_in_the_environment_does_not_matter(script: Script) -> None:
+    environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+    assert why_no_fork_server(environment) is None
+    assert why_not_forked(Program(str(script(""))), environment, os.environ) is None
 
 
 def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> None:
@@ -242,10 +253,10 @@ os.kill(pid, 0)  # the server has ended
 print("lives", flush=True)
 time.sleep(600)
 """
-    script = tmp_path / "sleeps.py"
+    script, path = tmp_path / "sleeps.py", tmp_path / "launcher.py"
     script.write_text("import time; time.sleep(600)")
-    with subprocess.Popen([sys.executable, "-c", code, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout
+    path.write_text(code)
+    with start_launcher(path, script) as launcher:
         pid = int(launcher.stdout.readline())
         assert launcher.stdout.readline() == "lives\n"
         launcher.kill()
@@ -286,3 +297,36 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
+
+
+def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tmp_path: Path) -> None:
+    """The launcher ended with a traceback: it asked the server that had forked the service the first time."""
+    path = script(
+        """
+        import os, pathlib, signal, sys, time
+        here, server = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+        if os.environ.get("ANABRANCH_ROLE") == "expert":
+            mark = here / f"expert-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            mark.with_suffix(".new").write_text(str(os.getpid()))
+            import anabranch as ab, torch
+            mark.with_suffix(".new").rename(mark)
+            ab.job().serve(lambda index, count: [
+                ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
+            ])
+        import anabranch as ab
+        ab.job().serve(lambda index, count: [])
+        os.kill(server, signal.SIGKILL)
+        os.kill(int((here / "expert-0").read_text()), signal.SIGKILL)
+        while not (here / "expert-1").exists():
+            time.sleep(0.005)
+        """
+    )
+    told: list[str] = []
+    with ForkServer(os.environ) as server:
+        outcome = launch(
+            path, [str(tmp_path), str(server.pid)], experts=1, log_dir=tmp_path, server=server, tell=told.append
+        )
+    assert outcome.exit_code == 0, (tmp_path / "worker-0.log").read_text()
+    assert "expert 0" in told[0]
+    assert told[0].endswith("started again (1 of 3)")
+    assert told[1].startswith("starting plain processes, which takes longer: the fork server ")

@@ -27,8 +27,13 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize("experts", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_job_goes_on_while_its_launcher_is_paused(script: Script, tmp_path: Path, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "experts"),
+    [(signal.SIGTSTP, 0), (signal.SIGSTOP, 0), pytest.param(signal.SIGTSTP, 1, marks=pytest.mark.slow)],
+)
+def test_a_job_goes_on_while_its_launcher_is_paused(
+    script: Script, tmp_path: Path, number: signal.Signals, experts: int
+) -> None:
     """Its output filled a pipe that nobody read, and experts lost the directory that lay in the launcher."""
     path = script(
         f"""
@@ -57,23 +62,28 @@ def test_a_job_goes_on_while_its_launcher_is_paused(script: Script, tmp_path: Pa
     command = [sys.executable, "-m", "anabranch.cli", "run", "--log-dir", str(tmp_path / "logs")]
     command += ["--experts", str(experts), str(path)]
     # A process group of its own in this session, as a shell makes one: elsewhere SIGTSTP does nothing.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    ) as launcher:
+    with (
+        (tmp_path / "screen").open("w") as screen,
+        subprocess.Popen(command, stdout=screen, stderr=subprocess.PIPE, text=True, process_group=0) as launcher,
+    ):
         try:
             wait_until((tmp_path / "ready").exists)
-            os.kill(launcher.pid, signal.SIGTSTP)
+            os.kill(launcher.pid, number)
             wait_until(lambda: state(launcher.pid) == "T")
             (tmp_path / "paused").touch()
             wait_until((tmp_path / "done").exists)
             assert state(launcher.pid) == "T"
             os.kill(launcher.pid, signal.SIGCONT)
             (tmp_path / "resumed").touch()
-            shown, told = launcher.communicate(timeout=LIMIT)
+            _, told = launcher.communicate(timeout=LIMIT)
         finally:
             launcher.kill()
     assert launcher.returncode == 0, told
-    assert "the launcher is paused and the job goes on" in told
-    assert shown.endswith("the end\n")
-    log = (tmp_path / "logs" / "worker-0.log").read_text().splitlines()
-    assert log == [*map(str, range(40_000)), "the end"]
+    everything = [*map(str, range(40_000)), "the end"]
+    assert (tmp_path / "logs" / "worker-0.log").read_text().splitlines() == everything
+    shown = (tmp_path / "screen").read_text().splitlines()
+    if number == signal.SIGSTOP:
+        assert (shown, told) == (everything, "")
+    else:
+        assert "the launcher is paused and the job goes on" in told
+        assert shown[-1] == "the end"

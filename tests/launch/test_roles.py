@@ -6,10 +6,7 @@ served where a test says so.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +21,10 @@ from anabranch.launch.place import tcp_place
 from anabranch.launch.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
+from launched import start_run
+from programs import start
 
 Script = Callable[[str], Path]
-RUN = [sys.executable, "-m", "anabranch.cli", "run"]
 HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
 LIMIT = 100.0
 
@@ -183,7 +181,8 @@ def told(*_):
 signal.signal({number.value}, told)
 wait_for("ready-0")
 os.kill(os.getppid(), {number.value})
-time.sleep(600)
+while True:
+    time.sleep(0.01)
 """
     )
     outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path)
@@ -366,10 +365,9 @@ ab.RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1)(x).sum().backward(
 print(x.grad.tolist(), job.experts, job.directory)
 """
     )
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.stderr == ""
-    assert done.stdout == "[[4.0, 4.0, 4.0, 4.0]] 0 None\n"
-    assert done.returncode == 0
+    with start(path) as process:
+        assert process.communicate(LIMIT) == ("[[4.0, 4.0, 4.0, 4.0]] 0 None\n", "")
+        assert process.wait() == 0
     assert list(temporary.glob("anabranch*")) == []
 
 
@@ -433,7 +431,7 @@ with ab.ParameterClient() as client:
         result.check()
 
 
-def test_a_frozen_service_is_named_by_its_callers_within_two_beats_and_a_bit() -> None:
+def test_a_frozen_service_is_named_by_its_callers_long_before_their_deadline() -> None:
     result = (
         LocalJob(servers=1, experts=1, timeout=LIMIT)
         .run_source(
@@ -463,18 +461,15 @@ print(json.dumps(found))
     for role in ("parameters", "expert"):
         peer, seconds = result.results[0][role]  # type: ignore[misc]
         assert peer.endswith(f"{role}-0")
-        assert seconds < 3.5, "two beats of a second each, and what a busy machine adds"
+        assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_beats.py"
 
 
 def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_path: Path, mark: str) -> None:
     path = script(STANDS_BY + "\n(here / f'up-{role}').touch()\ntime.sleep(600)")
-    command = [*RUN, "--servers", "1", "--experts", "1", "--log-dir", str(tmp_path / "logs"), str(path), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_until(lambda: (tmp_path / "up-worker").exists() and (tmp_path / "up-expert").exists())
-            assert len(marked_processes(mark)) >= 4
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
+    with start_run("--servers", 1, "--experts", 1, "--log-dir", tmp_path / "logs", path, tmp_path) as process:
+        wait_until(lambda: (tmp_path / "up-worker").exists() and (tmp_path / "up-expert").exists())
+        assert len(marked_processes(mark)) >= 4
+        process.kill()
     wait_until(lambda: marked_processes(mark) == [])
 
 

@@ -18,6 +18,7 @@ import pytest
 from process_marks import marked_processes, wait_until
 
 from anabranch.cli import main
+from launched import run, start_run
 
 Script = Callable[[str], Path]
 RUN = [sys.executable, "-m", "anabranch.cli", "run"]
@@ -91,25 +92,16 @@ def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: 
         print("error of", os.environ["RANK"], file=sys.stderr)
         """
     )
-    command = [
-        *RUN,
-        "--workers",
-        "2",
-        "--log-dir",
-        str(tmp_path / "deep" / "logs"),
-        str(path),
-        "--workers",
-        "--help",
-        "--",
-    ]
+    logs = tmp_path / "deep" / "logs"
+    command = [*RUN, "--workers", "2", "--log-dir", str(logs), str(path), "--workers", "--help", "--"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0
     assert done.stdout == "out of 0 ['--workers', '--help', '--']\n"
     assert done.stderr == "error of 0\n"
-    logs = sorted((tmp_path / "deep" / "logs").iterdir())
-    assert [log.name for log in logs] == ["worker-0.log", "worker-1.log"]
-    assert sorted(logs[0].read_text().splitlines()) == ["error of 0", "out of 0 ['--workers', '--help', '--']"]
-    assert logs[1].read_text() == "out of 1 ['--workers', '--help', '--']\nerror of 1\n"
+    first, second = sorted(logs.iterdir())
+    assert [first.name, second.name] == ["worker-0.log", "worker-1.log"]
+    assert sorted(first.read_text().splitlines()) == ["error of 0", "out of 0 ['--workers', '--help', '--']"]
+    assert second.read_text() == "out of 1 ['--workers', '--help', '--']\nerror of 1\n"
     assert list(temporary.iterdir()) == []
 
 
@@ -121,9 +113,7 @@ def test_a_failure_is_shown_with_rank_and_traceback_and_its_log_is_kept(script: 
             raise RuntimeError("no more milk")
         """
     )
-    done = subprocess.run(
-        [*RUN, "--workers", "2", str(path)], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run("--workers", 2, path)
     assert done.returncode == 1
     assert "rank 1" in done.stderr
     assert "Traceback (most recent call last):" in done.stderr
@@ -141,13 +131,12 @@ def test_a_failure_is_shown_with_rank_and_traceback_and_its_log_is_kept(script: 
 def test_a_signal_ends_the_job_and_leaves_nothing(
     script: Script, tmp_path: Path, temporary: Path, mark: str, number: signal.Signals, to_group: bool, code: int
 ) -> None:
-    command = [*RUN, "--workers", "2", "--log-dir", str(tmp_path / "logs"), str(script(READY))]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
+    with start_run("--workers", 2, "--log-dir", tmp_path / "logs", script(READY)) as launcher:
         for rank in range(2):
             log = tmp_path / "logs" / f"worker-{rank}.log"
             wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
-        # The launcher, its fork server, the rendezvous, two workers, four sleepers.
-        assert len(marked_processes(mark)) == 9
+        # The launcher, its fork server and copier, the rendezvous, two workers, four sleepers.
+        assert len(marked_processes(mark)) == 10
         os.killpg(launcher.pid, number) if to_group else os.kill(launcher.pid, number)
         assert launcher.wait(timeout=LIMIT) == code
     assert marked_processes(mark) == []
@@ -155,15 +144,8 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
 
 
 def test_workers_die_with_a_launcher_that_is_killed(script: Script, tmp_path: Path, mark: str) -> None:
-    command = [
-        *RUN,
-        "--workers",
-        "2",
-        "--log-dir",
-        str(tmp_path),
-        str(script("import time; print('ready'); time.sleep(600)")),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
+    path = script("import time; print('ready'); time.sleep(600)")
+    with start_run("--workers", 2, "--log-dir", tmp_path, path) as launcher:
         for rank in range(2):
             log = tmp_path / f"worker-{rank}.log"
             wait_until(lambda log=log: log.exists() and "ready" in log.read_text())
@@ -181,8 +163,7 @@ def test_rank_0_has_a_terminal_where_the_launcher_has_one(script: Script, tmp_pa
     )
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
-    command = [*RUN, "--log-dir", str(tmp_path), str(path)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as launcher:
+    with start_run("--log-dir", tmp_path, path, stdin=theirs, stdout=theirs, stderr=theirs) as launcher:
         os.close(theirs)
         shown = b""
         with suppress(OSError):  # EIO: the last holder of the terminal is gone
@@ -202,7 +183,8 @@ def test_a_reader_that_does_not_read_holds_back_rank_0_and_not_the_launcher(scri
         import os, pathlib, sys, time
         if os.environ["RANK"] == "0":
             while True:
-                print("x" * 1000)
+                print("x" * 10_000)
+                time.sleep(0.001)  # once its reader has gone it goes on until it is stopped
         log = pathlib.Path(sys.argv[1])
         size = -1
         while log.stat().st_size < 60_000 or log.stat().st_size != size:
@@ -211,11 +193,8 @@ def test_a_reader_that_does_not_read_holds_back_rank_0_and_not_the_launcher(scri
         sys.exit("rank 1 has had enough")
         """
     )
-    command = [*RUN, "--workers", "2", "--log-dir", str(tmp_path), str(path), str(tmp_path / "worker-0.log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
-        assert launcher.stdout
-        assert launcher.stderr
-        assert b"rank 1 failed" in launcher.stderr.readline()
+    with start_run("--workers", 2, "--log-dir", tmp_path, path, tmp_path / "worker-0.log") as launcher:
+        assert "rank 1 failed" in launcher.stderr.readline()
         launcher.stdout.close()
-        assert b"rank 1 has had enough" in launcher.stderr.read()
+        assert "rank 1 has had enough" in launcher.stderr.read()
         assert launcher.wait(timeout=LIMIT) == 1

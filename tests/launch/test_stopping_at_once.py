@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import pty
 import select
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_marks import marked_processes
+from process_marks import marked_processes, wait_until
 
 from anabranch.launch import launch, local
-from anabranch.launch.signals import SignalBox, collect_signals
+from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
+from anabranch.launch.signals import SignalBox
 from anabranch.launch.supervisor import Supervisor
 
 Script = Callable[[str], Path]
@@ -59,11 +65,9 @@ def test_a_second_signal_kills_though_the_launchers_loop_is_busy(
         workers = supervisor._workers.processes
         os.kill(os.getpid(), signal.SIGINT)
         assert all(worker.running for worker in workers)
-        since = supervisor._signals._stopping_since
-        assert since is not None
-        supervisor._signals._stopping_since = since - 10.0
+        wait_until(lambda: supervisor._signals._pending)
         boxes.append(supervisor._signals)
-        os.kill(os.getpid(), signal.SIGINT)
+        supervisor._signals.arrived(signal.SIGINT, TERMINAL, time.monotonic())
         for worker in workers:
             assert select.select([worker.pidfd], [], [], LIMIT)[0], "killed in the handler"
         run(supervisor)
@@ -77,24 +81,110 @@ def test_a_second_signal_kills_though_the_launchers_loop_is_busy(
     assert marked_processes(mark) == before
 
 
-def test_what_a_wrapper_passes_on_is_no_second_signal() -> None:
-    seen: list[tuple[signal.Signals, bool]] = []
-    with collect_signals() as box:
-        box.on_stop = lambda number, again: seen.append((number, again))
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert box._stopping_since is not None
-        box._stopping_since -= 1.0
-        os.kill(os.getpid(), signal.SIGINT)
-    assert seen[0] == (signal.SIGTERM, False)
-    assert seen[-1] == (signal.SIGINT, True)
+def test_a_key_pressed_twice_kills_however_fast_the_fingers_were(script: Script, tmp_path: Path, mark: str) -> None:
+    """A second Ctrl-C within half a second was taken for an echo of the first."""
+    path = script(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(600)
+        """
+    )
+    # The session's leader takes the terminal that it has as stdin for its own: then keys make signals.
+    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "anabranch.cli", "run", "--spawn", "--workers", "2", "--log-dir", str(tmp_path)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", own, *command, str(path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    ) as launcher:
+        try:
+            os.close(theirs)
+            told = read_until(ours, b"ready")
+            for rank in range(2):
+                wait_until(lambda rank=rank: "ready" in (tmp_path / f"worker-{rank}.log").read_text())
+            os.write(ours, b"\x03")
+            told += read_until(ours, b"once more kills them")
+            os.write(ours, b"\x03")
+            told += read_until(ours, b"killing the workers")
+            assert b"SIGINT again" in told
+            assert launcher.wait(LIMIT) == 130
+        finally:
+            launcher.kill()
+            os.close(ours)
+    wait_until(lambda: not marked_processes(mark))
 
 
-def test_the_first_signal_is_never_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.launch.signals.ECHO_SECONDS", 0.0)
-    seen: list[bool] = []
-    with collect_signals() as box:
-        box.on_stop = lambda number, again: seen.append(again)
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-    assert seen == [False, True]
+def read_until(source: int, words: bytes) -> bytes:
+    """What comes from a terminal up to these words."""
+    found = b""
+    while words not in found:
+        assert select.select([source], [], [], LIMIT)[0], found
+        found += os.read(source, 4096)
+    return found
+
+
+def others(*moments: float, number: signal.Signals = signal.SIGINT, sender: int = 4711) -> list[bool]:
+    """Says which of the signals of one process, at these moments, are further requests."""
+    presses = Presses()
+    return [presses.is_another(number, sender, moment) for moment in moments]
+
+
+def test_the_first_signal_is_never_the_second() -> None:
+    for sender in (TERMINAL, UNKNOWN, 4711):
+        assert others(7.0, sender=sender) == [False]
+
+
+def test_every_key_press_of_a_terminal_counts() -> None:
+    assert others(0.0, 0.001, 0.002, sender=TERMINAL) == [False, True, True]
+
+
+def test_what_a_wrapper_passes_on_beside_the_terminal_is_no_second_press() -> None:
+    presses = Presses()
+    assert not presses.is_another(signal.SIGINT, TERMINAL, 0.0)
+    assert not presses.is_another(signal.SIGINT, 4711, 0.2)
+    assert presses.is_another(signal.SIGINT, TERMINAL, 0.3)
+
+
+def test_what_one_process_sends_to_the_launcher_and_to_its_group_is_one() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert others(0.0, 0.001, number=number) == [False, False]
+        assert others(0.0, 0.6, number=number) == [False, True]
+    assert others(0.0, 0.1, number=signal.SIGINT) == [False, True], "a wrapper that passes each key press on"
+    assert others(0.0, 0.1, number=signal.SIGTERM) == [False, False]
+
+
+def test_a_terminal_that_is_closed_says_so_more_than_once() -> None:
+    assert others(0.0, 0.001, number=signal.SIGHUP, sender=TERMINAL) == [False, False]
+
+
+def test_the_sender_of_a_signal_is_known_and_nothing_that_is_started_blocks_it(tmp_path: Path) -> None:
+    """In a process with one thread, as the launcher's is."""
+    program = """
+        import os, signal, subprocess, sys, time
+        from anabranch.launch.signals import collect_signals, inherited_mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with collect_signals() as box:
+            seen = []
+            box._presses.is_another = lambda number, sender, now: seen.append((number, sender)) or len(seen) > 1
+            asked = []
+            box.on_stop = lambda number, again: asked.append((number, again))
+            assert inherited_mask() == sorted(map(int, before))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                subprocess.run(["sh", "-c", f"echo $$; kill -{int(number)} $PPID"], check=True, stdout=sys.stderr)
+                while not asked or asked[-1][0] != number:
+                    time.sleep(0.001)
+            assert [number for number, _ in box.take()] == [signal.SIGINT, signal.SIGTERM]
+            assert asked == [(signal.SIGINT, False), (signal.SIGTERM, True)]
+            print([sender for _, sender in seen])
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+        """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([int(pid) for pid in done.stderr.split()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import urllib.request
 from contextlib import suppress
@@ -18,6 +17,7 @@ from anabranch.observe import expert_metrics, parameter_metrics, serve_metrics
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, Request
+from programs import Programs
 
 
 def fetch(url: str) -> dict[str, float]:
@@ -68,7 +68,7 @@ def test_a_shard_tells_its_counts() -> None:
     assert page["anabranch_connections"] >= 1
 
 
-def test_the_command_line_serves_them() -> None:
+def test_the_command_line_serves_them(programs: Programs) -> None:
     arguments = ["serve", "experts", "--uids", "nop.0", "--module", "nop", "--features", "4", "--metrics", ":0"]
     program = (
         "import sys; from anabranch.observe import metrics; from prometheus_client import exposition\n"
@@ -78,16 +78,12 @@ def test_the_command_line_serves_them() -> None:
         "prometheus_client.start_http_server = told\n"
         "from anabranch.cli import main; main()"
     )
-    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            port = process.stdout.readline().strip()
-            assert process.stdout.readline().startswith("listening on ")
-            assert fetch(f"http://127.0.0.1:{port}/metrics")["anabranch_connections"] == 0
-        finally:
-            # As Ctrl-C does.
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 0
+    with programs.start(program, *arguments) as process:
+        port = process.stdout.readline().strip()
+        assert process.stdout.readline().startswith("listening on ")
+        assert fetch(f"http://127.0.0.1:{port}/metrics")["anabranch_connections"] == 0
+        process.send_signal(signal.SIGINT)  # as Ctrl-C does
+        assert process.wait() == 0
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,18 @@ OVER_GLOO = {"PIPELINE_POST": "gloo"}
 """Ranks of one host use shared memory unless they are told not to."""
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
-def test_ranks_are_the_unsplit_module(ranks: int):
-    LocalJob(ranks, timeout=110).run(SCRIPT, "exact").check()
+@pytest.mark.parametrize(
+    ("ranks", "what"),
+    [(2, "exact"), *(pytest.param(ranks, "exact all", marks=pytest.mark.slow) for ranks in (1, 2, 3, 4))],
+)
+def test_ranks_are_the_unsplit_module(ranks: int, what: str):
+    LocalJob(ranks, timeout=110).run(SCRIPT, *what.split()).check()
 
 
-@pytest.mark.parametrize("what", ["exact", pytest.param("failures 1F1B,ZBV", marks=pytest.mark.slow), "mistakes"])
+@pytest.mark.parametrize(
+    "what",
+    ["exact", "mistakes", *(pytest.param(what, marks=pytest.mark.slow) for what in ("exact all", "failures 1F1B,ZBV"))],
+)
 def test_so_they_are_over_gloo_alone(what: str):
     """As between hosts."""
     LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, *what.split()).check()

@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 
 from anabranch.testing import LocalJob
-from quick_processes import start_script
+from programs import start
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
 
 
 def alone(out: Path, steps: int) -> dict:
-    process = start_script(SCRIPT, "--steps", str(steps), "--out", str(out))
-    try:
+    with start(SCRIPT, "--steps", steps, "--out", out) as process:
         text, errors = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 0, errors
     return json.loads(text.splitlines()[-1])
 

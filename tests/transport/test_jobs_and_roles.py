@@ -208,6 +208,41 @@ def test_what_a_link_leads_to_is_what_counts(own: Path, tmp_path: Path) -> None:
         Client(keys=mounted)
 
 
+def test_where_another_group_could_put_its_own_authority_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, mode in ((own, 0o770), (own / "authority.pem", 0o664)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        Client(keys=own).close()  # a group of ours
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getegid", lambda: 54321)
+            patch.setattr(os, "getgroups", lambda: [54321])
+            with pytest.raises(ValueError, match=f"users of group .* can replace .* chmod g-w {path}"):
+                Client(keys=own)
+        path.chmod(before)
+
+
+def test_the_sticky_bit_of_a_file_protects_nothing(own: Path) -> None:
+    (own / "authority.pem").chmod(0o1666)
+    with pytest.raises(ValueError, match="any user can replace the certificates"):
+        Client(keys=own)
+
+
+def test_an_authority_that_another_user_put_into_a_shared_directory_is_refused(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.chmod(0o1777)
+    Client(keys=own).close()
+    stat = Path.stat
+
+    def foreign(path: Path, **options: bool) -> os.stat_result:
+        found = stat(path, **options)
+        return os.stat_result([*found[:4], 54321, *found[5:10]]) if path.name == "authority.pem" else found
+
+    monkeypatch.setattr(Path, "stat", foreign)
+    with pytest.raises(ValueError, match="belongs to user 54321"):
+        Client(keys=own)
+
+
 def test_where_others_could_put_their_own_authority_is_refused(own: Path) -> None:
     own.chmod(0o777)
     with pytest.raises(ValueError, match=f"any user can replace the certificates; close it with: chmod o-w {own}"):

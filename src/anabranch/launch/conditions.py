@@ -60,6 +60,10 @@ _READ_LATER = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_HOME",
+    # What importing scikit-learn leaves in the environment: a second copy of Intel's OpenMP may be loaded, and none is
+    # set up anew in a fork. Neither makes a process other than a fork is.
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
 )
 # Where these stand at all each process is bound to processors, or watched, from its start on.
 _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
@@ -72,7 +76,7 @@ def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
     if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
         return "a GPU is visible, and its driver does not survive a fork"
     for name in environment:
-        if name.startswith(_FROM_THE_START) and name != "OMP_NUM_THREADS":
+        if name.startswith(_FROM_THE_START) and not name.startswith(_READ_LATER):
             return f"{name} is set, which is read as a process starts"
     return None
 

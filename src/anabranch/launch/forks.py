@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.launch.channel import receive, send
 from anabranch.launch.forked_process import ForkedProcess, ignored_signals, umask
 from anabranch.launch.program import Program
+from anabranch.launch.signals import inherited_mask
 from anabranch.launch.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
@@ -103,7 +103,7 @@ class ForkServer:
             dict(environment),
             launcher=os.getpid(),
             ignored=ignored_signals(),
-            blocked=tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+            blocked=tuple(inherited_mask()),
             umask=umask(),
             stdio=(stdin, stdout, stderr),
             directory=directory,

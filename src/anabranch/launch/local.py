@@ -172,7 +172,7 @@ def _attempt(
         rendezvous = stack.enter_context(Rendezvous(place.directory if has_services else None, place.keys))
         if has_services:
             base = service_environment(place.parameters, place.directory, experts, keys=place.keys, base=base)
-        screen = stack.enter_context(Screen(log_dir / "worker-0.log")) if live else None
+        screen = stack.enter_context(Screen(log_dir / "worker-0.log", goes_on=number > 0)) if live else None
         signals = stack.enter_context(collect_signals())
         running: list[Worker] = []
         services: list[Worker] = []
@@ -336,6 +336,7 @@ class _Starter:
         self._tell = tell
 
     def __call__(self, recipe: Recipe, restarted: int = 0) -> Worker:
+        recipe = replace(recipe, server=None)  # of a service that comes back: the server that forked it may be gone
         process = self._forked(recipe, restarted) or Worker(recipe, restarted)
         self.sessions.add(process.pid)
         return process

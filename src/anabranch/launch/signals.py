@@ -1,4 +1,14 @@
-"""Signals as values: while a job runs they are collected and read by the supervisor's loop, and interrupt nothing."""
+"""Signals as values: while a job runs they are collected and read by the supervisor's loop, and interrupt nothing.
+
+::
+
+    kernel ──> a thread in sigwaitinfo, which alone learns the sender ──> the carrier ──> handler in the main thread
+
+A Python handler is not told who has sent a signal. So the stopping signals are blocked in the main thread, and taken
+by a thread that is told; it hands them over by another signal, which interrupts whatever the main thread waits for. In
+a process with more threads, a program with a job of its own, the kernel would choose one of those: there all is left to
+the handler, which knows no sender.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +16,24 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["ECHO_SECONDS", "STOPPING", "SignalBox", "Stopped", "collect_signals", "stand_still"]
+from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
+
+__all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "inherited_mask", "stand_still"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
 
-ECHO_SECONDS = 0.5
-"""`timeout` and wrappers that pass signals on deliver one twice: to the launcher, and to its group."""
+_CARRIER = signal.SIGRTMIN + 7  # any that nobody else uses
+_SI_KERNEL = 0x80
+_JOIN_SECONDS = 10.0
+
+# What this module blocks in the main thread, and what it starts must not inherit.
+_held: frozenset[int] = frozenset()
 
 
 class Stopped(BaseException):
@@ -31,32 +48,31 @@ class SignalBox:
     """The signals that came in and were not taken yet; ``descriptor`` is readable while there are some.
 
     Attributes:
-        on_stop: called in the handler, wherever the program is, with each stopping signal, and whether it is a second
-            one. A loop that is busy, or has not begun, would see to it late.
+        on_stop: called in the handler, wherever the program is, with each stopping signal, and whether it is another
+            request beside the first one's. A loop that is busy, or has not begun, would see to it late.
     """
 
     def __init__(self) -> None:
         self.descriptor, self._notify = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._notify, False)
-        self._pending: list[signal.Signals] = []
-        self._stopping_since: float | None = None
+        self._pending: list[tuple[signal.Signals, bool]] = []
+        self._presses = Presses()
         self.on_stop: Callable[[signal.Signals, bool], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
-        """Collects one signal; the handler itself."""
-        self._pending.append(signal.Signals(number))
-        if number not in STOPPING:
-            return
-        now = time.monotonic()
-        again = self._stopping_since is not None and now - self._stopping_since >= ECHO_SECONDS
-        if self._stopping_since is None:
-            self._stopping_since = now
-        if self.on_stop is not None:
+        """Collects one signal whose sender is not known; a handler."""
+        self.arrived(number, UNKNOWN, time.monotonic())
+
+    def arrived(self, number: int, sender: int, now: float) -> None:
+        """Collects one signal that ``sender`` sent."""
+        again = number in STOPPING and self._presses.is_another(signal.Signals(number), sender, now)
+        self._pending.append((signal.Signals(number), again))
+        if number in STOPPING and self.on_stop is not None:
             self.on_stop(signal.Signals(number), again)
 
-    def take(self) -> list[signal.Signals]:
-        """What has come since the last call, in order."""
+    def take(self) -> list[tuple[signal.Signals, bool]]:
+        """What has come since the last call, in order, and of each whether it is another request to stop."""
         with suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         taken = self._pending[:]
@@ -93,12 +109,18 @@ def collect_signals() -> Iterator[SignalBox]:
     previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:
-        yield box
+        with _senders_known(box, frozenset(numbers) & frozenset(STOPPING)):
+            yield box
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in previous.items():
             signal.signal(number, handler)
         box.close()
+
+
+def inherited_mask() -> list[int]:
+    """The signals that what this thread starts is to block: those that it blocks, but for the ones taken here."""
+    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held))
 
 
 def stand_still() -> None:
@@ -109,6 +131,44 @@ def stand_still() -> None:
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
+
+
+@contextmanager
+def _senders_known(box: SignalBox, numbers: frozenset[int]) -> Iterator[None]:
+    """While the block runs ``numbers`` reach ``box`` with their senders, if this process has no other thread."""
+    global _held
+    if len(os.listdir("/proc/self/task")) > 1:
+        yield
+        return
+    taken: deque[tuple[int, int, float]] = deque()
+    main = threading.get_ident()
+
+    def watch() -> None:
+        while (found := signal.sigwaitinfo({*numbers, _CARRIER})).si_signo != _CARRIER:
+            sender = TERMINAL if found.si_code == _SI_KERNEL else found.si_pid or UNKNOWN
+            taken.append((found.si_signo, sender, time.monotonic()))
+            signal.pthread_kill(main, _CARRIER)
+
+    def hand_over(number: int, frame: FrameType | None) -> None:
+        while taken:
+            box.arrived(*taken.popleft())
+
+    before = signal.signal(_CARRIER, hand_over)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    watching = threading.Thread(target=watch, name="anabranch-signals")
+    watching.start()  # with all blocked, as it stays
+    held, _held = _held, numbers - mask
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask | numbers)
+    try:
+        yield
+    finally:
+        assert watching.ident is not None
+        signal.pthread_kill(watching.ident, _CARRIER)
+        watching.join(timeout=_JOIN_SECONDS)
+        _held = held
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        hand_over(_CARRIER, None)
+        signal.signal(_CARRIER, before)
 
 
 def _ignored(number: signal.Signals) -> bool:

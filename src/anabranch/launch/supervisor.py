@@ -1,6 +1,6 @@
 """Watches a job's processes until the last has ended, and ends them in time when one fails or a signal asks for it.
 
-One thread, one selector, no polling: a process's end, rank 0's output and the launcher's signals are all descriptors.
+One thread, one selector, no polling: a process's end and the launcher's signals are descriptors.
 
 ::
 
@@ -158,14 +158,12 @@ class Supervisor:
         self._tell = tell
         self._failed = False
         self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
-        self._interrupted_at = 0.0
 
     def run(self) -> None:
         """Returns when every process has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
-            for source in self._screen.targets if self._screen else ():
-                selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
+            self._watch_copier(selector)
             for process in (*self._workers.processes, *self._services, *filter(None, [self._rendezvous])):
                 self._watch(selector, process)
             while self._workers.running() or self._service_ending.running():
@@ -184,19 +182,15 @@ class Supervisor:
     def _watch(self, selector: selectors.BaseSelector, process: Worker) -> None:
         selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, selector, process))
 
-    def _on_output(self, selector: selectors.BaseSelector, source: int) -> None:
-        assert self._screen
-        if self._screen.blocked(source):
-            resume = partial(self._on_room, selector, source)
-            selector.unregister(source)
-            selector.register(self._screen.targets[source], selectors.EVENT_WRITE, resume)
-        elif not self._screen.copy(source):
-            selector.unregister(source)
+    def _watch_copier(self, selector: selectors.BaseSelector) -> None:
+        if self._screen:
+            selector.register(self._screen.pidfd, selectors.EVENT_READ, partial(self._on_copier_end, selector))
 
-    def _on_room(self, selector: selectors.BaseSelector, source: int) -> None:
+    def _on_copier_end(self, selector: selectors.BaseSelector) -> None:
         assert self._screen
-        selector.unregister(self._screen.targets[source])
-        selector.register(source, selectors.EVENT_READ, partial(self._on_output, selector, source))
+        selector.unregister(self._screen.pidfd)
+        self._screen.revive()
+        self._watch_copier(selector)
 
     def _on_end(self, selector: selectors.BaseSelector, process: Worker) -> None:
         selector.unregister(process.pidfd)
@@ -274,13 +268,13 @@ class Supervisor:
         self._service_ending.end_by(time.monotonic() + patience)
 
     def _on_signal(self) -> None:
-        for number in self._signals.take():
+        for number, again in self._signals.take():
             if number == signal.SIGWINCH:
                 if self._screen:
                     self._screen.fit()
             elif number == signal.SIGTSTP:
                 self._pause()
-            elif self.interrupted and time.monotonic() - self._interrupted_at < signal_box.ECHO_SECONDS:
+            elif self.interrupted and not again:
                 continue
             elif self.interrupted:
                 self._tell(f"{number.name} again: killing the workers")
@@ -289,7 +283,6 @@ class Supervisor:
                     ending.end_by(time.monotonic())
             else:
                 self.interrupted = number
-                self._interrupted_at = time.monotonic()
                 self._tell(f"{number.name}: stopping the workers (once more kills them)")
                 self._workers.send(number)
                 self._workers.clear()

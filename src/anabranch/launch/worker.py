@@ -17,6 +17,7 @@ from anabranch.launch.forks import ForkServer
 from anabranch.launch.outcome import Exit, Role
 from anabranch.launch.program import Program
 from anabranch.launch.screen import Screen
+from anabranch.launch.signals import inherited_mask
 
 __all__ = ["Recipe", "Worker"]
 
@@ -91,7 +92,10 @@ class Worker:
     def _start(self) -> int:
         recipe, screen = self.recipe, self.recipe.screen
         environment = {**recipe.environment, "TORCHELASTIC_RESTART_COUNT": str(self.restarted)}
-        with self.log.open("ab" if screen or self.restarted else "wb") as file, open(os.devnull, "rb") as nothing:
+        if not screen and not self.restarted:
+            self.log.write_bytes(b"")
+        # Appending, so that a log that is emptied meanwhile goes on at its beginning.
+        with self.log.open("ab") as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if recipe.stdin is None else recipe.stdin
             stdout = screen.stdout if screen else file.fileno()
@@ -99,7 +103,8 @@ class Worker:
             if recipe.server is not None:
                 name = f"{self.role}-{self.rank}"
                 return recipe.server.fork(name, recipe.program, environment, stdin, stdout, stderr)
-            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *recipe.program.command]
+            blocked = ",".join(map(str, inherited_mask()))
+            leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), blocked, *recipe.program.command]
             process = subprocess.Popen(
                 leashed, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
             )

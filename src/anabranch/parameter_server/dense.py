@@ -47,7 +47,7 @@ class DenseParameter:
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
 
     def bounds_after(self, peak: float) -> Bounds:
-        """How large its numbers can be after the next step, with a gradient of at most ``peak``."""
+        """Bounds of its numbers after the next step, with a gradient of at most ``peak``."""
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:

@@ -138,6 +138,11 @@ class Keeper:
                 )
             return None
         state = cast(Mapping[str, object], found.state)
+        if (owner := state.get("of", self._directory.name)) != self._directory.name:
+            raise CheckpointError(
+                f"{self._directory}: the checkpoint here was written as {owner}; each shard has its own directory, so "
+                "put back the one that was here"
+            )
         shard.load(cast(Mapping[str, object], state["shard"]), found.tensors)
         self._done.load(state)
         self._changes = cast(int, state.get("changes", found.step))
@@ -215,7 +220,7 @@ class Keeper:
 
     def checkpoint(self) -> None:
         """Writes the shard as it is now, if it has changed since it was last written."""
-        if self._log is None or self._owner is None:
+        if self._log is None or self._owner is None or self._directory is None:
             return
         with self._checkpointing:
             with self._shard.locked():
@@ -224,8 +229,8 @@ class Keeper:
                 touched, changes, at = self._touched, self._changes, self._log.rotate()
                 state, groups = self._shard.snapshot()
                 whole = {
-                    "shard": state, "log": at.file, "records": at.records, "chain": at.chain, "changes": changes,
-                    "life": self._life, **self._done.state(),
+                    "of": self._directory.name, "shard": state, "log": at.file, "records": at.records,
+                    "chain": at.chain, "changes": changes, "life": self._life, **self._done.state(),
                 }  # fmt: skip
                 self._journal_pending()
                 if written := any(callable(group) for group in groups.values()):

@@ -65,7 +65,8 @@ class Preamble:
     Attributes:
         file: its number, which its name says as well.
         first: the number of its first record, counted from 0 over all files.
-        chain: the checksum of the record before that; 0 if there is none, or if it was written without numbers.
+        chain: the checksum of the record before that; if there is none a random number, which names the log, and 0 if
+            it was written without numbers.
         epoch: of the server that wrote it, which counts the starts.
     """
 

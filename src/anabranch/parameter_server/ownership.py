@@ -130,17 +130,30 @@ class Ownership:
             os.fsync(self._directory)
 
     def check(self) -> None:
-        """Raises if another server has taken the directory over since.
+        """Raises if another server has taken the directory over since, or it is not where it was.
 
         Raises:
-            CheckpointError: it has; nothing that this one does counts any more.
+            CheckpointError: nothing that this server writes would be found when it is started again.
         """
+        if not self._is_in_place():
+            raise CheckpointError(
+                f"{self._path.parent} was moved, removed or replaced while this server wrote to it; nothing more is "
+                "acknowledged here: put it back, and start the server again"
+            )
         newest = max((slot.epoch for slot in self._slots()), default=self.epoch)
         if newest > self.epoch:
             raise CheckpointError(
                 f"{self._path.parent}: another server has taken this directory over (its epoch is {newest}, this "
                 f"one's {self.epoch}); nothing more is written or acknowledged here"
             )
+
+    def _is_in_place(self) -> bool:
+        ours = os.fstat(self._file)
+        try:
+            there = os.stat(self._path)
+        except OSError:
+            return False
+        return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
         """Lets another server in."""

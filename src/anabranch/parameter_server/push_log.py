@@ -11,6 +11,7 @@ A log file is never rewritten. A checkpoint begins a new one, and removes the ol
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +66,12 @@ class PushLog:
         here = after or Position()
         self._number = max(here.file, *log_numbers(directory), 0)
         self._records = self._durable = here.records
-        self._chain = self._durable_chain = here.chain
+        # That of a new log is random: so its files are not taken for those of another one.
+        self._chain = self._durable_chain = here.chain if here.file else secrets.randbits(32)
         self._syncing = False
         self._broken: Exception | None = None
         self._file = -1
+        self._size = 0  # bytes of the newest file
         try:
             self._begin()
         except OSError as error:
@@ -96,6 +99,7 @@ class PushLog:
                 self._broken = error
                 self._check()
             self._records += 1
+            self._size += len(frame) + len(body)
             self._chain = checksum
             return self._records
 
@@ -111,15 +115,16 @@ class PushLog:
                 if self._durable >= position:
                     return
                 self._syncing = True
-                file, until, chain = self._file, self._records, self._chain
-            self._sync(file, until, chain)
+                file, until, chain, size = self._file, self._records, self._chain, self._size
+            self._sync(file, until, chain, size)
 
-    def _sync(self, file: int, until: int, chain: int) -> None:
+    def _sync(self, file: int, until: int, chain: int, size: int) -> None:
         broken: Exception | None = None
         try:
             fault_point("push_log.before_sync")
             os.fdatasync(file)
             fault_point("push_log.after_sync")
+            self._check_whole(file, size)
             self._owner.check()
         except (OSError, CheckpointError) as error:
             broken = error
@@ -132,6 +137,16 @@ class PushLog:
                     self._note()
                 self._state.notify_all()
 
+    def _check_whole(self, file: int, size: int) -> None:
+        """Raises if somebody has cut or removed the file since: what is written behind would not be found again."""
+        there = os.fstat(file)
+        if there.st_size < size or not there.st_nlink:
+            what = f"has {there.st_size} of the {size} bytes written" if there.st_nlink else "was removed"
+            raise CheckpointError(
+                f"the newest log file in {self._directory} {what}; nothing more is acknowledged here: put it back from "
+                "a copy, and start the server again"
+            )
+
     def rotate(self) -> Position:
         """Begins a new file, with all before it on the disk; returns where it begins."""
         with self._state:
@@ -141,6 +156,7 @@ class PushLog:
             self._check()
             try:
                 os.fsync(self._file)
+                self._check_whole(self._file, self._size)
                 self._owner.check()
                 self._durable, self._durable_chain = self._records, self._chain
                 self._begin()
@@ -154,7 +170,8 @@ class PushLog:
         number = self._number + 1
         file = os.open(log_path(self._directory, number), flags, 0o600)
         try:
-            write_all(file, Preamble(number, self._records, self._chain, self._owner.epoch).encode())
+            start = Preamble(number, self._records, self._chain, self._owner.epoch).encode()
+            write_all(file, start)
             os.fsync(file)
             sync_directory(self._directory)
         except BaseException:
@@ -162,7 +179,7 @@ class PushLog:
             raise
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._number = file, number
+        self._file, self._number, self._size = file, number, len(start)
         self._note(durable=True)
 
     def _note(self, *, durable: bool = False) -> None:

@@ -99,13 +99,15 @@ class LogReader:
         if not self._begins and number == self._numbers[0] and preamble.first:
             self._damaged(f"{path} begins with record {preamble.first}, and no checkpoint holds those before", 0)
             return None
+        if not self._begins and number == self._numbers[0]:
+            chain = preamble.chain  # the log's name
         if (preamble.file, preamble.first, preamble.chain) != (number, count, chain):
             self._damaged(f"{path} goes on from record {preamble.first}, not from {count}, or is of another log", count)
             return None
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """Where the next file goes on: what a server that had been replaced wrote behind it was not acknowledged."""
+        """The record at which the next file goes on; what a replaced server wrote behind it was not acknowledged."""
         if number + 1 not in self._numbers:
             return None
         try:

@@ -167,12 +167,12 @@ class RowTable:
 
     @property
     def in_file(self) -> bool:
-        """Whether its rows lie in a file, for it may be larger than memory."""
+        """True if its rows lie in a file, for it may be larger than memory."""
         return self.spec.memory_map
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows are copied at once where all are to be: 16 MiB of them."""
+        """The number of rows copied at once where all are to be: 16 MiB of them."""
         return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
 
     @property
@@ -192,7 +192,7 @@ class RowTable:
 
     @property
     def moves_as_one(self) -> bool:
-        """Whether a step moves every row, so that all have the table's version."""
+        """True if a step moves every row, so that all have the table's version."""
         return self._lags and self._rule.moves_quiet_rows
 
     def count_step(self, constants: Array) -> None:
@@ -202,7 +202,7 @@ class RowTable:
         self.step += 1
 
     def bounds_after(self, peak: float) -> Bounds:
-        """How large its numbers can be after the next step, with gradients, merged, of at most ``peak``."""
+        """Bounds of its numbers after the next step, with gradients, merged, of at most ``peak``."""
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
@@ -459,7 +459,7 @@ class RowTable:
             self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
 
     def _may_miss(self, rows: Array) -> bool:
-        """Whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        """Tell whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
         return self.spec.rows is None and bool((rows < 0).any())
 
     def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
@@ -493,7 +493,7 @@ class RowTable:
         self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
 
     def _moves_quiet_rows(self, history: Array) -> bool:
-        """Whether any of these steps moves a row that has no gradient."""
+        """Tell whether any of these steps moves a row that has no gradient."""
         if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
@@ -616,12 +616,12 @@ class RowTable:
 
     @property
     def used(self) -> int:
-        """How many rows have an id."""
+        """The number of rows with an id."""
         return self._vocabulary.rows
 
     @property
     def evictions(self) -> int:
-        """How many ids have lost their row to another."""
+        """The number of ids that have lost their row to another."""
         return self._vocabulary.evictions
 
     def bytes(self) -> int:

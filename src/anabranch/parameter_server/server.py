@@ -7,6 +7,7 @@ disk.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -47,6 +48,7 @@ _M = TypeVar("_M", bound=msgspec.Struct)
 _Check = Callable[[RequestHeader], None]
 _WORKERS = frozenset({"worker"})
 _TTL = 30.0  # seconds that an announcement holds
+_log = logging.getLogger("anabranch.parameter_server")
 
 
 class ParameterServer:
@@ -202,11 +204,16 @@ class ParameterServer:
             self._stack.__exit__(kind, error, trace)
 
     def _save_now_and_then(self) -> None:
+        said = ""
         while not self._stop.wait(timeout=self._checkpoint_seconds):
             try:
                 self._keeper.checkpoint()
+                said = ""
             except Exception as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
                 report("parameter_server.checkpoint_failed", error=str(error))
+                if str(error) != said:
+                    _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
+                said = str(error)
 
     def _announce_now_and_then(self) -> None:
         while not self._stop.wait(timeout=_TTL / 3):

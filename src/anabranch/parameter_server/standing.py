@@ -17,7 +17,7 @@ _FORM = struct.Struct("<16sQQ")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What one request says of its asker.
+    """The facts that one request states about its asker.
 
     Attributes:
         epoch: the client's.
@@ -35,7 +35,7 @@ class Standing:
 
     @classmethod
     def decode(cls, memory: bytes) -> Standing | None:
-        """What ``encode`` gave, or nothing of a request that says nothing."""
+        """Return what ``encode`` was given, or nothing for a request that says nothing."""
         return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
 
 

@@ -263,7 +263,8 @@ def _arm(context: ssl.SSLContext, keys: Path, role: str) -> ssl.SSLContext:
         context.load_verify_locations(keys / "authority.pem")
         context.load_cert_chain(keys / f"{role}.pem")
     except ssl.SSLError as error:
-        raise ValueError(f"{keys}: authority.pem or {role}.pem is damaged: {error.reason}") from None
+        why = error.reason or "it holds no certificate with its key"
+        raise ValueError(f"{keys}: authority.pem or {role}.pem is damaged: {why}") from None
     return context
 
 
@@ -282,13 +283,26 @@ def _check_private(path: Path) -> None:
 def _check_unchanged(folder: Path) -> None:
     """Refuses a place where others can put a key or an authority of their own."""
     for path in (folder, folder / "authority.pem"):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        # In a directory with the sticky bit others remove nothing of ours.
-        if mode & 0o002 and not mode & stat.S_ISVTX:
-            raise ValueError(
-                f"{path} has mode {mode:04o}: any user can replace the certificates; "
-                f"close it with: chmod o-w {shlex.quote(str(path))}"
-            )
+        facts = path.stat()
+        mode = stat.S_IMODE(facts.st_mode)
+        if stat.S_ISDIR(facts.st_mode) and mode & stat.S_ISVTX:
+            continue  # others remove nothing of ours there; what they have put there first is their own
+        if mode & 0o002:
+            who, cure = "any user", "o-w"
+        elif mode & 0o020 and facts.st_gid not in (os.getegid(), *os.getgroups()):
+            who, cure = f"users of group {facts.st_gid}", "g-w"
+        else:
+            continue
+        raise ValueError(
+            f"{path} has mode {mode:04o}: {who} can replace the certificates; "
+            f"close it with: chmod {cure} {shlex.quote(str(path))}"
+        )
+    place, authority = folder.stat(), (folder / "authority.pem").stat()
+    if place.st_mode & 0o022 and authority.st_uid not in (0, os.geteuid(), place.st_uid):
+        raise ValueError(
+            f"{folder / 'authority.pem'} lies in a directory that others can write, and belongs to user "
+            f"{authority.st_uid}: give keys=DIR a directory of your own, made with: anabranch keys DIR"
+        )
 
 
 def job_of_keys(keys: Path, role: str) -> str:

@@ -1,0 +1,52 @@
+"""Tell a second request to stop from the echo of the first.
+
+One request can arrive twice: ``timeout`` and wrappers that pass signals on send one to the launcher and one to its
+process group, or one beside the terminal's own. A terminal itself sends exactly one SIGINT a key press, and the kernel
+tells that it is the sender: each of those is a request of its own, however fast the fingers. Only for what processes
+send does the time decide.
+"""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = ["BURST_SECONDS", "ECHO_SECONDS", "Presses", "TERMINAL", "UNKNOWN"]
+
+ECHO_SECONDS = 0.5
+"""What another process sends within this time of the first is its echo."""
+
+BURST_SECONDS = 0.05
+"""The same for SIGINT by one process, which passes key presses on: nobody presses twice in this time."""
+
+TERMINAL = 0
+"""The sender of what the kernel sent on its own account."""
+
+UNKNOWN = -1
+
+
+class Presses:
+    """What has come until now.
+
+    >>> presses = Presses()
+    >>> presses.is_another(signal.SIGINT, TERMINAL, 0.0), presses.is_another(signal.SIGINT, 4711, 0.1)
+    (False, False)
+    >>> presses.is_another(signal.SIGINT, TERMINAL, 0.1)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._last: dict[tuple[int, signal.Signals], float] = {}
+
+    def is_another(self, number: signal.Signals, sender: int, now: float) -> bool:
+        """Tell whether this stopping signal is another request beside that of the first, which is none."""
+        before = self._last.get((sender, number))
+        self._last[sender, number] = now
+        if self._first is None:
+            self._first = now
+            return False
+        if number == signal.SIGINT and sender == TERMINAL:
+            return True
+        if number == signal.SIGINT and sender != UNKNOWN and before is not None:
+            return now - before >= BURST_SECONDS
+        return now - self._first >= ECHO_SECONDS

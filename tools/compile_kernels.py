@@ -1,0 +1,32 @@
+"""Compiles the kernels of parameter servers and of cached tables, so that no first job and no test waits for them.
+
+Called by `tools/install.py` with the names of dtypes. Numba keeps what it made beside the sources, or in the user's
+cache where nothing can be written there. Whatever is missing is compiled when it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import torch
+
+from anabranch.parameter_server.cache import Cache
+from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
+from anabranch.parameter_server.warming import compile_kernels
+from anabranch.parameter_server.warming_caches import compile_cache_kernels
+
+RULES = (
+    RowOptimizer(Family.SGD, lr=0.1),
+    RowOptimizer(Family.SGD, lr=0.1, momentum=0.9),
+    RowOptimizer(Family.ADAGRAD, lr=0.1),
+    RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=0.1),
+    RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8),
+)
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        dtype = getattr(torch, name)
+        compile_kernels(dtype)
+        for rule, bound in product(RULES, (0, 1)):
+            compile_cache_kernels(Cache(push_bound=bound), rule, dtype)
