@@ -1,0 +1,177 @@
+"""What Dynamo's guards leave out: looked at before each run, or the step stays on the tape; never a stale number."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import types
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import anabranch as ab
+from anabranch.errors import CaptureError
+
+STEPS, CHANGED_AT = 6, 4
+
+
+class Meta(type):
+    number = 1.0
+
+
+class Settings(metaclass=Meta):
+    pass
+
+
+class Base:
+    number = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+class Equal:
+    """Equal to anything while its list says so."""
+
+    def __init__(self) -> None:
+        self.answers = [True]
+
+    def __eq__(self, other: object) -> bool:
+        return self.answers[0]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def of_module(value: float) -> types.ModuleType:
+    module = types.ModuleType("settings_of_a_run")
+    module.number = value  # type: ignore[attr-defined]
+    return module
+
+
+Case = tuple[Callable[[], float], Callable[[pytest.MonkeyPatch], object], str]
+
+
+def cases() -> dict[str, Case]:
+    """For each: what the loss reads, what changes it, and the engine that the step has before the change."""
+    ordered = OrderedDict(a=1.0, b=2.0)
+    chained = ChainMap[str, float]({}, {"number": 1.0})
+    equal, derived, sentinel = Equal(), Derived(), object()
+    held = [sentinel]
+
+    def imported() -> float:
+        import settings_of_a_run  # type: ignore[import-not-found]
+
+        return settings_of_a_run.number  # type: ignore[no-any-return]
+
+    return {
+        "environment": (
+            lambda: float(os.getenv("A_NUMBER_OF_A_RUN", "1.0")),
+            lambda patch: patch.setenv("A_NUMBER_OF_A_RUN", "2.0"),
+            "graph",
+        ),
+        "builtins": (
+            lambda: number_of_a_run,  # type: ignore[name-defined] # noqa: F821
+            lambda patch: patch.setattr(builtins, "number_of_a_run", 2.0),
+            "graph",
+        ),
+        "module": (imported, lambda patch: patch.setitem(sys.modules, "settings_of_a_run", of_module(2.0)), "graph"),
+        "order": (lambda: next(iter(ordered.values())), lambda patch: ordered.move_to_end("a"), "graph"),
+        "metaclass": (lambda: Settings.number, lambda patch: patch.setattr(Meta, "number", 2.0), "graph"),
+        "base class": (
+            lambda: derived.number,
+            lambda patch: patch.setattr(Derived, "number", 2.0, raising=False),
+            "graph",
+        ),
+        "chain": (lambda: chained["number"], lambda patch: chained.maps[0].update(number=2.0), "tape"),
+        "equality": (lambda: 1.0 if equal == 3 else 2.0, lambda patch: equal.answers.__setitem__(0, False), "tape"),
+        "identity": (lambda: 1.0 if held[0] is sentinel else 2.0, lambda patch: held.__setitem__(0, object()), "tape"),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_number_that_no_guard_looks_at_is_never_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(engine: Any, patch: pytest.MonkeyPatch) -> tuple[list[float], str]:
+        patch.setattr(builtins, "number_of_a_run", 1.0, raising=False)
+        patch.setitem(sys.modules, "settings_of_a_run", of_module(1.0))
+        read, change, _ = cases()[name]
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        step = ab.TrainStep(
+            model, lambda m, x: m(x).square().mean() * read(), torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        losses, before = [], ""
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for index in range(STEPS):
+                if index == CHANGED_AT:
+                    before = executor.engine()
+                    change(patch)
+                losses.append(float(executor.run(batch=torch.ones(2, 2))["loss"]))
+        return losses, before
+
+    with pytest.MonkeyPatch.context() as patch:
+        expected, _ = run("tape", patch)
+    found, before = run("auto", monkeypatch)
+    assert found == expected
+    assert before == cases()[name][2]
+
+
+def test_the_kernel_of_attention_is_the_one_that_is_switched_on() -> None:
+    def run(engine: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        step = ab.TrainStep(model, attention, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.randn(1, 2, 64, 8)
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            losses = [executor.run(batch=x)["loss"] for _ in range(4)]
+            with sdpa_kernel(SDPBackend.MATH):
+                losses += [executor.run(batch=x)["loss"] for _ in range(2)]
+        return losses
+
+    assert all(map(torch.equal, run("auto"), run("tape")))
+
+
+def attention(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    return F.scaled_dot_product_attention(y, y, y).square().mean()
+
+
+def test_code_that_asks_whether_it_is_compiled_takes_the_tapes_step_and_is_refused() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+    model = nn.Linear(2, 1)
+    x = torch.ones(3, 2)
+    expected = loss(model, x).detach()
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="graph") as executor:
+        assert torch.equal(executor.run(batch=x)["loss"], expected)
+        with pytest.raises(CaptureError, match="the loss of the graph had other bits than the tape's"):
+            executor.run(batch=x)
+
+
+@torch.library.custom_op("anabranch_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def test_a_custom_operator_with_a_backward_in_python_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, lambda m, x: doubled(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        ab.Executor(step, engine="graph") as executor,
+        pytest.raises(CaptureError, match="has a backward in Python"),
+    ):
+        executor.run(batch=torch.ones(3, 2))
