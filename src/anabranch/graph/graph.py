@@ -211,7 +211,7 @@ class Graph:
 
         >>> import torch
         >>> from anabranch.graph import capture
-        >>> graph = capture(lambda x: x.flatten(1).relu(), torch.ones(2, 3, 4))
+        >>> graph = capture(torch.nn.Flatten(), torch.ones(2, 3, 4))
         >>> graph.infer_shapes((5, 3, 4))["output"]
         torch.Size([5, 12])
 
