@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.errors import CaptureError
+from anabranch.graph import front as front_module
 from anabranch.graph.classes import WatchedCode
 
 
@@ -149,3 +151,15 @@ def test_an_evaluation_is_captured_and_follows_the_parameters() -> None:
         assert executor.engine("validate") == "graph"
         assert executor.graph("validate").outputs[:2] == ["y", "mean"]
         assert model.training
+
+
+def test_a_pytorch_whose_guards_miss_changes_costs_speed_and_no_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert front_module.guards_hold()
+    monkeypatch.setattr(front_module, "_passed", None)
+    monkeypatch.setitem(front_module._SOUND, "skip_nnmodule_hook_guards", True)  # type: ignore[index]
+    with pytest.warns(UserWarning, match="does not notice all changes of Python values"):
+        found, used = losses("auto", lambda *_: None, Scaled())
+    assert used == "tape"
+    assert found == losses("tape", lambda *_: None, Scaled())[0]
+    with pytest.raises(CaptureError, match="failed the self-test"):
+        ab.capture(torch.relu, torch.ones(2))

@@ -19,6 +19,7 @@ import itertools
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,9 +40,9 @@ from anabranch.graph.refusals import reason_of
 from anabranch.graph.silence import silent
 from anabranch.graph.slowness import told_if_slow
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
-from anabranch.graph.unseen import Unseen
+from anabranch.graph.unseen import REGISTERED, Unseen
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "mark", "mistake", "one_at_a_time"]
+__all__ = ["Call", "Front", "GuardMiss", "Make", "guards_hold", "mark", "mistake", "one_at_a_time"]
 
 _MOST_VARIANTS = 8
 
@@ -192,9 +193,11 @@ class Front:
             CaptureError: the function cannot be a graph; nothing has happened.
         """
         _refuse_what_guards_miss()
-        if self._code is not None and not (self._code.unchanged() and self.unseen.unchanged()):
-            self._changes += 1
-            self.forget()
+        if self._code is not None:
+            unseen = self.unseen.changed()
+            if unseen is not None or not self._code.unchanged():
+                self._changes += unseen != REGISTERED
+                self.forget()
         compiled = self._fronts.get(kind)
         if compiled is not None:
             try:
@@ -206,6 +209,7 @@ class Front:
         return self._trace(kind, compiled, args)
 
     def _trace(self, kind: object, compiled: _Compiled | None, args: tuple[object, ...]) -> Any:
+        _refuse_other_pytorch()
         known = self._exhausted.get(kind)
         if known is not None:
             raise CaptureError(known)
@@ -312,6 +316,83 @@ class Front:
         if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
             return CaptureError(reason_of(error, self._what))
         return error
+
+
+class _Probe(nn.Module):
+    """What the self-test changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(1, 1), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class _SelfTest(threading.local):
+    """Whether this thread is in the middle of it."""
+
+    running = False
+
+
+_self_test = _SelfTest()
+_passed: bool | None = None
+
+
+def guards_hold() -> bool:
+    """Captures a tiny module, changes it in three ways, and looks whether each change is noticed."""
+    probe, x = _Probe(), torch.ones(1, 1)
+    front = Front(
+        lambda model, x: mark("y", model(x)), lambda call: lambda *args: [torch.ones(1, 1)], what="a self-test"
+    )
+    front.run((), probe, x)
+
+    def noticed() -> bool:
+        try:
+            front.run((), probe, x, may_trace=False)
+        except GuardMiss:
+            return True
+        return False
+
+    if noticed():
+        return False  # a program that never fits helps nobody
+    hook = probe.layer.register_forward_hook(lambda *_: None)
+    found = [noticed()]
+    hook.remove()
+    probe.layer.weight.requires_grad_(False)
+    found.append(noticed())
+    probe.layer.weight.requires_grad_(True)
+    probe.scale = 2.0
+    found.append(noticed())
+    return all(found)
+
+
+def _refuse_other_pytorch() -> None:
+    """Tests Dynamo's guards once a process, before the first capture.
+
+    Raises:
+        CaptureError: they miss changes.
+    """
+    global _passed
+    if _passed is None and not _self_test.running:
+        _self_test.running = True
+        try:
+            _passed = guards_hold()
+        except CaptureError:
+            _passed = False
+        finally:
+            _self_test.running = False
+        if not _passed:
+            warnings.warn(
+                f"TorchDynamo of PyTorch {torch.__version__} does not notice all changes of Python values; "
+                "steps run on the tape",
+                stacklevel=2,
+            )
+    if _passed is False:
+        raise CaptureError(
+            f"TorchDynamo of PyTorch {torch.__version__} failed the self-test of its guards: a graph could be stale; "
+            "use engine='tape', or the PyTorch that anabranch is tested with"
+        )
 
 
 class _Forms:

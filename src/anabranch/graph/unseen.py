@@ -29,7 +29,10 @@ from torch import fx, nn
 
 from anabranch.errors import CaptureError
 
-__all__ = ["Unseen"]
+__all__ = ["REGISTERED", "Unseen"]
+
+REGISTERED = "abstract base classes"
+"""Changes with every class that any library registers somewhere, as imports do; a change of this kind says little."""
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]})
@@ -61,9 +64,12 @@ class Unseen:
         self.refused: str | None = None
         """A value whose changes neither guards nor looks would notice."""
 
-    def unchanged(self) -> bool:
-        """Whether every look gives what it gave."""
-        return all(look() == seen for look, seen in self._looks.values())
+    def changed(self) -> object | None:
+        """The first thing that is not what it was; ``None`` where all is."""
+        for key, (look, seen) in self._looks.items():
+            if look() != seen:
+                return key
+        return None
 
     def _watch(self, key: object, look: Callable[[], object]) -> None:
         self._looks.setdefault(key, (look, look()))
@@ -97,7 +103,7 @@ class Unseen:
         if any("getrecursionlimit" in code.co_names for code in codes):
             self._watch("recursion", sys.getrecursionlimit)
         if {"isinstance", "issubclass"} & names:
-            self._watch("abstract base classes", abc.get_cache_token)
+            self._watch(REGISTERED, abc.get_cache_token)
 
     def examine_calls(self, graph: fx.Graph) -> None:
         """Takes in the torch calls that were found.
