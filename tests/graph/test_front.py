@@ -162,4 +162,4 @@ def test_a_pytorch_whose_guards_miss_changes_costs_speed_and_no_truth(monkeypatc
     assert used == "tape"
     assert found == losses("tape", lambda *_: None, Scaled())[0]
     with pytest.raises(CaptureError, match="failed the self-test"):
-        ab.capture(torch.relu, torch.ones(2))
+        ab.capture(nn.ReLU(), torch.ones(2))
