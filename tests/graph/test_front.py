@@ -154,7 +154,9 @@ def test_an_evaluation_is_captured_and_follows_the_parameters() -> None:
 
 
 def test_a_pytorch_whose_guards_miss_changes_costs_speed_and_no_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.get_rng_state()
     assert front_module.guards_hold()
+    assert torch.equal(torch.get_rng_state(), random)
     monkeypatch.setattr(front_module, "_passed", None)
     monkeypatch.setitem(front_module._SOUND, "skip_nnmodule_hook_guards", True)  # type: ignore[index]
     with pytest.warns(UserWarning, match="does not notice all changes of Python values"):

@@ -323,10 +323,11 @@ class _Probe(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scale = nn.Linear(1, 1), 1.0
+        self.layer, self.scale = nn.Identity(), 1.0
+        self.weight = nn.Parameter(torch.ones(1))  # drawn at random, it would cost the user's step its numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
+        return self.layer(x) * self.weight * self.scale
 
 
 class _SelfTest(threading.local):
@@ -359,9 +360,9 @@ def guards_hold() -> bool:
     hook = probe.layer.register_forward_hook(lambda *_: None)
     found = [noticed()]
     hook.remove()
-    probe.layer.weight.requires_grad_(False)
+    probe.weight.requires_grad_(False)
     found.append(noticed())
-    probe.layer.weight.requires_grad_(True)
+    probe.weight.requires_grad_(True)
     probe.scale = 2.0
     found.append(noticed())
     return all(found)
