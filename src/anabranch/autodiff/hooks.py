@@ -35,6 +35,7 @@ __all__ = [
     "Gradient",
     "OutputRecorder",
     "Sweep",
+    "hooked",
     "move_at_edges",
     "record_outputs",
     "watch_node",
@@ -251,3 +252,13 @@ def move_at_edges(module: nn.Module, device: torch.device, around: torch.device)
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after).remove)
         yield
+
+
+@contextmanager
+def hooked(module: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
+    """A block in which ``hook`` is called after the module's forward."""
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
+from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
@@ -357,9 +358,8 @@ def guards_hold() -> bool:
 
     if noticed():
         return False  # a program that never fits helps nobody
-    hook = probe.layer.register_forward_hook(lambda *_: None)
-    found = [noticed()]
-    hook.remove()
+    with hooked(probe.layer, lambda *_: None):
+        found = [noticed()]
     probe.weight.requires_grad_(False)
     found.append(noticed())
     probe.weight.requires_grad_(True)
