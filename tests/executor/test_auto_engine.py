@@ -151,6 +151,7 @@ def run_as_graphs(steps: dict[str, tuple[ab.TrainStep, Any]]) -> None:
             assert len(ex.graph(name).nodes) > 10, name
 
 
+@pytest.mark.slow
 def test_all_of_them_do_on_two_workers_and_give_what_the_tape_gives() -> None:
     result = LocalJob(2, timeout=110).run(JOB, str(ROOT), "models").check()
     for found in result.results:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+from covering import pairwise
 
 
 class WideAndDeep(nn.Module):
@@ -88,10 +89,9 @@ def train_plainly(name: str, make: Callable[..., Any], clip: float | None) -> tu
     return model, losses
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize(
+    ("engine", "name", "optimizer", "clip"), pairwise(["graph", "tape"], MODELS, OPTIMIZERS, [0.1, None])
+)
 def test_an_engine_is_the_plain_loop_bit_for_bit(name: str, optimizer: str, clip: float | None, engine: Any) -> None:
     expected, expected_losses = train_plainly(name, OPTIMIZERS[optimizer], clip)
     torch.manual_seed(0)
