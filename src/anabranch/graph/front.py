@@ -328,7 +328,7 @@ class _Probe(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))  # drawn at random, it would cost the user's step its numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.weight * self.scale
+        return self.layer(x) * self.weight * self.scale  # type: ignore[no-any-return]
 
 
 class _SelfTest(threading.local):
