@@ -268,7 +268,7 @@ def test_the_kernel_failing_or_killing_at_the_nth_call_leaves_a_whole_checkpoint
     tmp_path: Path, inject: str, words: str
 ) -> None:
     if reason := strace():
-        pytest.skip(reason)
+        pytest.skip(reason)  # no strace here, or the kernel forbids it to look
     save(tmp_path, 0)
     options = ["-f", "-qq", "-o", tmp_path.parent / "trace", "-e", "trace=fsync,rename", "-e", f"inject={inject}"]
     run = subprocess.run(

@@ -284,7 +284,7 @@ class AnswersDiffer(Exception):
 
 
 class Answers:
-    """What boundaries answered in one run, to be given again in a second run that must leave no trace on the far side.
+    """The answers of boundaries in one run, to be given again in a second run that must leave no trace on the far side.
 
     A question is known by the boundary, the direction and the bits of the tensors that go there.
     """

@@ -94,7 +94,7 @@ def _with_none(value: Any) -> Any:
 
 
 class _Failed(threading.local):
-    """What the last call raised; TorchDynamo says only that its output is of no kind that it knows."""
+    """The error of the last call; TorchDynamo says only that its output is of no kind that it knows."""
 
     error: AnabranchError | SchemaError | None = None
 
@@ -103,7 +103,7 @@ _failed = _Failed()
 
 
 def take_failure() -> AnabranchError | SchemaError | None:
-    """What a call on this thread has raised since this was asked last."""
+    """Take the error that a call on this thread has raised since this was asked last."""
     error, _failed.error = _failed.error, None
     return error
 

@@ -116,13 +116,13 @@ class AutoEngine:
     # Votes of the workers.
 
     def vote(self) -> tuple[bool, bool]:
-        """Whether this worker wants to try a graph in the next run, and whether it rejects the one that was tried."""
+        """This worker's wish to try a graph in the next run, and its rejection of the one that was tried."""
         self._together = True
         rejects, self._rejects = self._rejects, False
         return self._is_due(ahead=1), rejects
 
     def decided(self, wants: int, rejects: int) -> None:
-        """How many of the workers do."""
+        """Take the counts of the workers that do."""
         self._agreed = wants > 0
         if rejects:
             self._give_up("a graph on another worker did not give the tape's bits, or was refused there")
@@ -204,7 +204,7 @@ class AutoEngine:
         return self._is_due()
 
     def _is_due(self, ahead: int = 0) -> bool:
-        """Whether a trial would pay now."""
+        """True if a trial would pay now."""
         if self._gives_up or torch.is_anomaly_enabled():
             return False
         if self._trials >= _FREE_TRIALS + self._graph_runs // _RUNS_A_TRIAL:

@@ -79,7 +79,7 @@ class Evaluator:
         return self._why
 
     def run(self, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
-        """What the step's ``outputs`` returns."""
+        """Return the result of the step's ``outputs``."""
         self._runs += 1
         if self._program is None:
             return self._eagerly(batch, fetch)

@@ -29,7 +29,7 @@ class Differs(Exception):
 
 
 class Snapshot:
-    """What a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers."""
+    """All that a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[object] = ()) -> None:
         self._held = Contents(optimizers)
@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def random_differs(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """True if random numbers were drawn since."""
         return not torch.equal(torch.get_rng_state(), self._random)
 
 
@@ -71,7 +71,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def bits_differ(one: Any, other: Any) -> bool:
-    """Whether two results are not the same bits; NaN is NaN."""
+    """True if two results are not the same bits; NaN is NaN."""
     if isinstance(one, Tensor) != isinstance(other, Tensor):
         return True
     if not isinstance(one, Tensor):

@@ -169,7 +169,7 @@ class UpcomingIds:
 def _traced_recipe(
     ids: fx.Node, names: Mapping[fx.Node, str], bound: Mapping[fx.Node, Tensor]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """What gives ``ids`` for the leaves of another batch, by their paths."""
+    """The function that gives ``ids`` for the leaves of another batch, by their paths."""
     if ids in bound:
         return lambda batch: bound[ids]
     if ids.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Whether a graph can pay: how much of a step is PyTorch's overhead rather than its kernels, and what capturing costs.
+"""The worth of a graph: how much of a step is PyTorch's overhead rather than its kernels, and what capturing costs.
 
 A graph takes away what eager mode spends around kernels, a few microseconds an operation, forward, backward and update.
 So the operations of one step are counted, the overhead of one is measured on this machine, and a step whose time is
@@ -26,7 +26,7 @@ _LEAST_GAIN = 0.1
 _LEAST_RUNS = 8
 _SECONDS_AN_OPERATION = 2e-3
 _FIRST_SECONDS = 2.0
-"""What a capture costs: loading PyTorch's compiler, then so much for each operation."""
+"""The cost of a capture: loading PyTorch's compiler, then so much for each operation."""
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Worth:
-    """What is known of a step's time and operations."""
+    """The known part of a step's time and operations."""
 
     def __init__(self) -> None:
         self._operations: int | None = None
@@ -54,12 +54,12 @@ class Worth:
 
     @property
     def wants_to_count(self) -> bool:
-        """Whether the next run is the one whose operations are counted."""
+        """True if the next run is the one whose operations are counted."""
         return self._operations is None and self._runs == _LEAST_RUNS - 1
 
     @property
     def known(self) -> bool:
-        """Whether the operations were counted."""
+        """True once the operations were counted."""
         return self._operations is not None
 
     @contextmanager
@@ -82,7 +82,7 @@ class Worth:
         self._cost = seconds
 
     def pays(self, seconds: Sequence[float]) -> bool:
-        """Whether to try a graph now, for a step that takes ``seconds`` on the tape."""
+        """True if a graph is to be tried now, for a step that takes ``seconds`` on the tape."""
         if self._operations is None or not seconds:
             return False
         if self._overhead < _LEAST_GAIN * statistics.median(seconds):
@@ -91,7 +91,7 @@ class Worth:
         return self._tried + cost <= _SHARE * self._spent
 
     def reason(self, seconds: Sequence[float]) -> str:
-        """Why it does not."""
+        """The reason that it does not."""
         step = statistics.median(seconds)
         if self._overhead < _LEAST_GAIN * step:
             return (

@@ -178,7 +178,7 @@ class _Asker:
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
 
     def form_of(self, uid_prefix: str, dimensions: int) -> object:
-        """How the outputs of the mixture nest."""
+        """The nesting of the mixture's outputs."""
         return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
 
     def mixed(
@@ -190,7 +190,7 @@ class _Asker:
         leaves: Sequence[object],
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
-        """What ``mix`` makes of the gate's scores and the inputs: the outputs, and then what has ``more``.
+        """The result of ``mix`` for the gate's scores and the inputs: the outputs, and then what has ``more``.
 
         ``mix`` returns the schema of the experts that it has asked, too.
         """

@@ -48,7 +48,7 @@ class BoundState:
         self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
-        """Whether everything is the very thing that it was.
+        """True if everything is the very thing that it was.
 
         Args:
             kept_by_optimizers: their state too; not where they step by themselves.

@@ -24,7 +24,7 @@ __all__ = ["Arguments", "Binding", "arrange", "run_calls"]
 
 
 _ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
-"""What Dynamo calls the module that a front is given, or the function and what it closes over."""
+"""Dynamo's name for the module that a front is given, or the function and what it closes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Binding:
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
     def fits(self, args: Sequence[object]) -> bool:
-        """Whether the bound tensors are the very ones, and the values that the graph holds are equal."""
+        """True if the bound tensors are the very ones, and the values that the graph holds are equal."""
         if not all(map(operator.is_, self._pick_bound(args), self._bound)):
             return False
         return not self._fixed or all(args[index] == value for index, value in self._fixed)
 
     def free(self, args: Sequence[object]) -> Sequence[object]:
-        """What the program is called with."""
+        """The arguments of the program."""
         if self._reads_numbers:
             return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
         return self._pick_free(args)

@@ -87,7 +87,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What Dynamo found, the values of its placeholders, and a tensor that stands for each result."""
+    """Dynamo's findings, the values of its placeholders, and a tensor that stands for each result."""
 
     call: Call
     args: tuple[object, ...]
@@ -205,7 +205,7 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
 
 
 def _reachable(fn: object) -> dict[str, object]:
-    """What a function closes over, by the names it knows it by; for a module, itself."""
+    """The values that a function closes over, by the names it knows it by; for a module, itself."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     if isinstance(fn, functools.partial):

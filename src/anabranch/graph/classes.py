@@ -16,7 +16,7 @@ from types import CodeType, FunctionType
 __all__ = ["WatchedCode"]
 
 _TAG_AT = 384
-"""Where ``tp_version_tag`` lies in CPython's ``PyTypeObject`` on 64 bits, from 3.8 on."""
+"""The place of ``tp_version_tag`` in CPython's ``PyTypeObject`` on 64 bits, from 3.8 on."""
 _code_of = operator.attrgetter("__code__")
 
 
@@ -25,7 +25,7 @@ def _tag(kind: type) -> int:
 
 
 def _tags_work() -> bool:
-    """Whether the tag moves when a class or its base changes, and only then."""
+    """True if the tag moves when a class or its base changes, and only then."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     base = type("Base", (), {"method": lambda self: 1})
@@ -67,7 +67,7 @@ class WatchedCode:
         return list(map(_tag, self._kinds)) if _has_tags else []
 
     def unchanged(self) -> bool:
-        """Whether no class and no code has changed since."""
+        """True if no class and no code has changed since."""
         if list(map(_code_of, self._functions)) != self._codes:
             return False
         if _has_tags and list(map(_tag, self._kinds)) == self._tags:

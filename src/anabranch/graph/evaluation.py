@@ -45,7 +45,7 @@ class _OnlyPrepared(BaseException):
 
 
 class EvalProgram:
-    """What ``outputs(model, batch)`` returns, computed by graphs.
+    """The result of ``outputs(model, batch)``, computed by graphs.
 
     >>> model = nn.Linear(3, 1)
     >>> program = EvalProgram(model, lambda model, batch: {"y": model(batch)})
@@ -83,7 +83,7 @@ class EvalProgram:
     def run(
         self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
     ) -> tuple[Any, dict[str, Structure]]:
-        """What ``outputs`` returns, and the outputs of the submodules ``fetch``; to be called under ``no_grad``."""
+        """The result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under ``no_grad``."""
         kind = (kind_of(batch), tuple(fetch))
         if kind not in self._kinds and len(self._kinds) >= _MOST_GRAPHS:
             raise CaptureError(

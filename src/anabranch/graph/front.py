@@ -104,7 +104,7 @@ def mistake(kind: str, text: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What Dynamo found.
+    """Dynamo's findings.
 
     Attributes:
         module: the torch calls, one node each; one placeholder for each tensor or number that they take.
@@ -165,13 +165,13 @@ class Front:
         self.when_slow: Callable[[], None] | None = None
         """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
-        """What ``make`` or a program raised in the run under way; Dynamo wraps some of it."""
+        """The error of ``make`` or of a program in the run under way; Dynamo wraps some of it."""
         self.unguarded: str | None = None
         """A value that the guards of the compilation under way would not see change."""
         self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
-        """Whether a program was made for batches of this kind."""
+        """True if a program was made for batches of this kind."""
         return kind in self._fronts
 
     def forget(self) -> None:
@@ -294,7 +294,7 @@ class Front:
         return run
 
     def _explained(self, error: BaseException, kind: object) -> BaseException:
-        """What to raise in place of what Dynamo raised."""
+        """The error to raise in place of Dynamo's."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         failed = opaque.take_failure()
@@ -320,7 +320,7 @@ class Front:
 
 
 class _Probe(nn.Module):
-    """What the self-test changes."""
+    """The module that the self-test changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class _Probe(nn.Module):
 
 
 class _SelfTest(threading.local):
-    """Whether this thread is in the middle of it."""
+    """True while this thread is in the middle of it."""
 
     running = False
 
@@ -485,7 +485,7 @@ def _copy_of(function: Any) -> Any:
 
 
 class _Backend:
-    """What Dynamo calls with the calls that it found."""
+    """The backend, which Dynamo gives the calls that it found."""
 
     def __init__(self, front: Front) -> None:
         self._front = weakref.ref(front)
@@ -521,7 +521,7 @@ _UNCHANGING = (
 
 
 def _may_change(value: object) -> bool:
-    """Whether a guard that keeps ``value`` itself to compare with would follow its changes, and so never miss."""
+    """True if a guard that keeps ``value`` itself to compare with would follow its changes, and so never miss."""
     if isinstance(value, (tuple, frozenset)):
         return any(map(_may_change, value))
     return not isinstance(value, _UNCHANGING)
@@ -649,7 +649,7 @@ def _refuse_what_guards_miss() -> None:
 
 
 def _inside_dynamo(error: BaseException) -> bool:
-    """Whether something of PyTorch's tracing machinery raised it."""
+    """True if something of PyTorch's tracing machinery raised it."""
     step = error.__traceback__
     while step is not None:
         if "/torch/_dynamo/" in step.tb_frame.f_code.co_filename.replace("\\", "/"):

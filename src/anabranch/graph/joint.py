@@ -37,7 +37,7 @@ __all__ = ["Joint", "JointKey"]
 
 @dataclass(frozen=True, slots=True)
 class JointKey:
-    """What a program is for, beside what guards see.
+    """The purpose of a program, beside what guards see.
 
     Attributes:
         whole: with the update; else forward and backward alone.
@@ -101,7 +101,7 @@ class Joint:
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
 
     def fits(self, args: Sequence[object], key: JointKey) -> bool:
-        """Whether this is the program for these arguments."""
+        """True if this is the program for these arguments."""
         if key is not self.key and key != self.key:
             return False
         return self._binding.fits(args)
@@ -115,7 +115,7 @@ class Joint:
 
     @property
     def variants(self) -> bool:
-        """Whether this is for one value of a Python float."""
+        """True if this is for one value of a Python float."""
         return self._binding.holds_numbers
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
@@ -226,7 +226,7 @@ class Joint:
     # Making.
 
     def _ready(self) -> bool:
-        """Whether the update can be captured: the optimizers' state exists, and nothing has refused it."""
+        """True if the update can be captured: the optimizers' state exists, and nothing has refused it."""
         step = self._step
         dense = [step.parameters[name] for name in self.backward.dense if step.parameters[name] in step.names]
         return step.refused_update is None and has_state(step.optimizers, dense)

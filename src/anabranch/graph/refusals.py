@@ -1,4 +1,4 @@
-"""Why Python code cannot be a graph, in words that a user knows, with the line of code that does it."""
+"""The reasons that Python code cannot be a graph, in words that a user knows, with the line of code that does it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class SparseGradients(CaptureError):
 
 @dataclass(slots=True)
 class _Task:
-    """What the run under way is to do."""
+    """The task of the run under way."""
 
     key: JointKey
     extra: Structure
@@ -382,7 +382,7 @@ class StepProgram:
 
 
 class _Programs:
-    """What Dynamo calls in place of the loss. Guards have chosen it; it looks at what they do not know."""
+    """Called by Dynamo in place of the loss. Guards have chosen it; it looks at what they do not know."""
 
     def __init__(self, step: StepProgram, call: Call) -> None:
         self._step = weakref.ref(step)  # Dynamo keeps this

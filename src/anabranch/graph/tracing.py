@@ -90,7 +90,7 @@ class WrongType(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one input of a trace stands for: a name, an example, and whether that very tensor is state."""
+    """The meaning of one input of a trace: a name, an example, and whether that very tensor is state."""
 
     name: str
     value: Tensor | float | int
@@ -117,7 +117,7 @@ class Recorder:
         self.phase = "forward"
         self.is_checkpointed = False
         self.line: Callable[[], str] = user_line
-        """Where the operations under way stand in the user's code."""
+        """The place of the operations under way in the user's code."""
         self.entries: list[Tensor] = []
         """Leaves at the boundaries that were crossed: a backward that is to reach them sweeps towards these too."""
 

@@ -1,4 +1,4 @@
-"""What a trace read that Dynamo's guards do not look at: looked at by us before each run, or refused.
+"""Reads of a trace that Dynamo's guards do not look at: looked at by us before each run, or refused.
 
 Dynamo guards values that it meets as values. It does not look again at names that Python found among the built-ins, at
 the environment read through a function, at modules that an ``import`` statement found, at what an abstract base class
@@ -176,7 +176,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _is_users(method: object) -> bool:
-    """Whether it is a function of the user's own code, and none that a dataclass generates."""
+    """True for a function of the user's own code, and none that a dataclass generates."""
     if not isinstance(method, FunctionType):
         return False
     code = method.__code__

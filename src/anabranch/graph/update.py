@@ -60,7 +60,7 @@ class GroupNumbers:
         self.look_again()
 
     def look_again(self) -> None:
-        """What the groups hold may have become something else than a number, or a name may have come."""
+        """Take note of the groups anew: a number may have become something else, or a name may have come."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
@@ -208,7 +208,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _said(error: Exception) -> str:
-    """What the optimizer's own code raised; what PyTorch's tracer did tells a user nothing."""
+    """The error of the optimizer's own code; what PyTorch's tracer did tells a user nothing."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -274,7 +274,7 @@ class _StandIns:
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, object]:
-    """What the optimizer keeps beside its groups and its state; torch's own keep nothing there."""
+    """The attributes that the optimizer keeps beside its groups and its state; torch's own keep nothing there."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {
@@ -296,7 +296,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
-    """What the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
+    """The values that the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
     found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"param_groups[{index}][{k!r}]": _frozen(v, known) for k, v in _without_tensors(group).items()}
@@ -312,7 +312,7 @@ def _state_of(optimizer: Optimizer, known: Collection[int]) -> list[dict[str, ob
 
 
 def _frozen(value: object, known: Collection[int]) -> object:
-    """What of ``value`` can be compared later, whoever changes it meanwhile; ``known`` tensors may change in place."""
+    """The comparable part of ``value``, whoever changes that meanwhile; ``known`` tensors may change in place."""
     if isinstance(value, Tensor):
         return id(value), None if id(value) in known else value._version
     if isinstance(value, Mapping):

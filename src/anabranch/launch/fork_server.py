@@ -101,7 +101,7 @@ def _serve(channel: socket.socket) -> ForkedProcess:
         try:
             if threads() != 1:
                 raise RuntimeError(f"the fork server has {threads()} threads; a fork might find their locks taken")
-            middle = os.fork()
+            middle = os.fork()  # with one thread, which was counted on the line before: no lock is held by another
         except (OSError, RuntimeError) as error:
             role.refuse(str(error))
         else:
@@ -115,7 +115,7 @@ def _serve(channel: socket.socket) -> ForkedProcess:
 
 def _fork_again(role: ForkedProcess) -> bool:
     try:
-        return os.fork() == 0
+        return os.fork() == 0  # of a fork that has one thread and ends at once, so that the role is no child of ours
     except OSError as error:
         role.refuse(str(error))
         return False

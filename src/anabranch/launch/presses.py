@@ -13,7 +13,7 @@ import signal
 __all__ = ["BURST_SECONDS", "ECHO_SECONDS", "Presses", "TERMINAL", "UNKNOWN"]
 
 ECHO_SECONDS = 0.5
-"""What another process sends within this time of the first is its echo."""
+"""A signal that another process sends within this time of the first is its echo."""
 
 BURST_SECONDS = 0.05
 """The same for SIGINT by one process, which passes key presses on: nobody presses twice in this time."""
@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 
 class Presses:
-    """What has come until now.
+    """The signals that have come until now.
 
     >>> presses = Presses()
     >>> presses.is_another(signal.SIGINT, TERMINAL, 0.0), presses.is_another(signal.SIGINT, 4711, 0.1)

@@ -72,7 +72,7 @@ class SignalBox:
             self.on_stop(signal.Signals(number), again)
 
     def take(self) -> list[tuple[signal.Signals, bool]]:
-        """What has come since the last call, in order, and of each whether it is another request to stop."""
+        """The signals since the last call, in order, each with True if it is another request to stop."""
         with suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         taken = self._pending[:]
