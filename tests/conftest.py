@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import tempfile
@@ -36,7 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on a collection of garbage looks at what the tests have made, and not at all that was imported."""
+    """From here on a collection of garbage looks at what the tests have made, and not at all that was imported.
+
+    Nobody listens to PyTorch's log of its own tracing: it writes one as soon as somebody does, and pytest listens to all
+    loggers that do not propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
 

@@ -136,6 +136,12 @@ class AutoEngine:
         if self._graph is not None:
             self._graph.attach(parameters, ready)
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        self._tape.follow_model()
+        if self._graph is not None:
+            self._graph.follow_model()
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         return self._run(

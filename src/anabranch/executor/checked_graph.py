@@ -54,6 +54,11 @@ class CheckedGraph(GraphEngine):
         self._tape.attach(parameters, ready)
         self._named = parameters
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        super().follow_model()
+        self._tape.follow_model()
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         self._refuse_what_differed()

@@ -43,6 +43,10 @@ class Engine(Protocol):
         """From now on ``differentiate`` hands the gradients of these parameters to ``ready``, as they become final."""
         ...
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        ...
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         ...

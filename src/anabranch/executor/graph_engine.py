@@ -94,6 +94,10 @@ class GraphEngine:
         self._ready = ready
         self._attached = frozenset(parameters)
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        self._parameters = dict(self._step.model.named_parameters())
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None

@@ -107,6 +107,9 @@ class _ScheduleEngine:
         self._handed_over = list(reversed(parameters.values()))  # type: ignore[call-overload]
         self._ready = ready
 
+    def follow_model(self) -> None:
+        """Nothing is kept of the model's parameters."""
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Runs the schedule; then ``begin(loss)``, then hands over the gradients."""
         shared = self._run(batch)

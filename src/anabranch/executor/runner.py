@@ -61,7 +61,7 @@ class StepRunner:
         self._window_rows = 0.0
         self._broken = False
         self._parameters = list(step.model.parameters())
-        self._held = _count_held(step)
+        self._held = _held_by(step)
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -200,7 +200,7 @@ class StepRunner:
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> Ran:
         """The whole step at once: nobody to sum with."""
-        self._check_held()
+        self._follow_optimizers()
         self._clear_gradients()
         ran = self.engine.step(batch, fetch)
         self.runs += 1
@@ -217,7 +217,7 @@ class StepRunner:
                 operation="run",
                 step=self.runs,
             )
-        self._check_held()
+        self._follow_optimizers()
         if self._in_window == 0:
             self._lay_out()
             assert self._buckets is not None
@@ -228,19 +228,29 @@ class StepRunner:
         # The window's sums are in the buckets; a .grad left from the last run would be added to them again.
         self._clear_gradients()
 
-    def _check_held(self) -> None:
-        """Raises ``ValueError`` if an optimizer was given a parameter that the model did not have at first."""
-        held = _count_held(self.step)
+    def _follow_optimizers(self) -> None:
+        """Take up parameters of the model that an optimizer was given in place of others, or beside them.
+
+        Raises:
+            ValueError: a parameter that is not the model's, or one that others would have to know of.
+        """
+        held = _held_by(self.step)
         if held == self._held:
             return
-        known = set(self._parameters)
-        for optimizer in self.step.optimizers:
-            for parameter in parameters_of(optimizer):
-                if parameter not in known:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
-                        "model did not have when the Executor was made; make a new TrainStep and Executor"
-                    )
+        known, now = set(self._parameters), list(self.step.model.parameters())
+        added = [p for optimizer in self.step.optimizers for p in parameters_of(optimizer) if p not in known]
+        foreign = [parameter for parameter in added if parameter not in set(now)]
+        alone = self._workers is None and self.remote is None and self._in_window == 0
+        if foreign or (added and not alone):
+            where = "the model has not" if foreign else "the model did not have when the Executor was made"
+            raise ValueError(
+                f"an optimizer was given a parameter of shape {tuple((foreign or added)[0].shape)} that {where}; make "
+                "a new TrainStep and Executor"
+            )
+        if added:
+            self._clear_gradients()
+            self._parameters, self._layout = now, None
+            self.engine.follow_model()
         self._held = held
 
     def _check_thawed(self) -> None:
@@ -324,9 +334,9 @@ class StepRunner:
         self._window_rows = rows
 
 
-def _count_held(step: TrainStep) -> int:
-    """How many parameters the optimizers hold; ``add_param_group`` changes it."""
-    return sum(len(group["params"]) for optimizer in step.optimizers for group in optimizer.param_groups)
+def _held_by(step: TrainStep) -> list[int]:
+    """The identity of each parameter that the optimizers hold, in their order."""
+    return [id(p) for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

@@ -41,6 +41,10 @@ class TapeEngine:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._manager = GradManager().attach(parameters.values(), callbacks=cast(Callback, ready))
 
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        self._parameters = list(self._step.model.parameters())
+
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward; ``begin(loss)`` is called in between."""
         with self._manager:

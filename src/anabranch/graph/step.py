@@ -461,9 +461,9 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
                 if parameter not in known and not parameter.numel():
                     continue  # lives on the servers, which move it
                 if parameter not in known:
-                    raise ValueError(
+                    raise CaptureError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that the "
-                        "model has not; give the step the module that owns it"
+                        "model has not; give the step the module that owns it, or use engine='tape'"
                     )
                 if parameter in names:
                     raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")
