@@ -39,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """From here on a collection of garbage looks at what the tests have made, and not at all that was imported.
 
-    Nobody listens to PyTorch's log of its own tracing: it writes one as soon as somebody does, and pytest listens to all
-    loggers that do not propagate.
+    PyTorch keeps a log of its own tracing as soon as somebody listens, and pytest listens to all loggers that do not
+    propagate: half of the time of a capture.
     """
     logging.getLogger("torch.__trace").propagate = True
     gc.collect()

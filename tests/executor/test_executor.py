@@ -355,8 +355,35 @@ def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None
     with ab.Executor(ab.TrainStep(model, lambda m, b: m(b).mean(), optimizer)) as executor:
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
         executor.run(batch=torch.ones(3, 2))
-        grown = nn.Linear(1, 1)
-        model.append(grown)
-        optimizer.add_param_group({"params": list(grown.parameters())})
-        with pytest.raises(ValueError, match=r"SGD was given a parameter of shape \(1, 1\)"):
+        optimizer.add_param_group({"params": list(nn.Linear(1, 1).parameters())})
+        with pytest.raises(ValueError, match=r"SGD was given a parameter of shape \(1, 1\) that the model has not"):
             executor.run(batch=torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
+def test_a_layer_replaced_together_with_its_optimizers_entry_trains_as_in_the_plain_loop(engine: Any) -> None:
+    def losses(run_with: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer, clip_grad_norm=0.5)
+        executor = ab.Executor(step, engine=run_with, capture_after=1) if run_with else None
+        found = []
+        for index in range(7):
+            if index == 3:
+                model[2] = nn.Linear(2, 1)
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+            if executor is not None:
+                found.append(executor.run(batch=torch.ones(3, 2))["loss"])
+                continue
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 2)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            found.append(loss.detach())
+        if executor is not None:
+            executor.close()
+        return found
+
+    assert all(map(torch.equal, losses(engine), losses(None)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import os
 import sys
 import types
@@ -64,7 +65,7 @@ def cases() -> dict[str, Case]:
     ordered = OrderedDict(a=1.0, b=2.0)
     chained = ChainMap[str, float]({}, {"number": 1.0})
     equal, derived, sentinel = Equal(), Derived(), object()
-    held = [sentinel]
+    held, signed = [sentinel], types.SimpleNamespace(number=0.0)
 
     def imported() -> float:
         import settings_of_a_run  # type: ignore[import-not-found]
@@ -85,6 +86,11 @@ def cases() -> dict[str, Case]:
         "module": (imported, lambda patch: patch.setitem(sys.modules, "settings_of_a_run", of_module(2.0)), "graph"),
         "order": (lambda: next(iter(ordered.values())), lambda patch: ordered.move_to_end("a"), "graph"),
         "metaclass": (lambda: Settings.number, lambda patch: patch.setattr(Meta, "number", 2.0), "graph"),
+        "sign of zero": (
+            lambda: 2.0 + math.copysign(1.0, signed.number),
+            lambda patch: setattr(signed, "number", -0.0),
+            "graph",
+        ),
         "base class": (
             lambda: derived.number,
             lambda patch: patch.setattr(Derived, "number", 2.0, raising=False),

@@ -27,6 +27,7 @@ QUICK = {
     "generator_state",
     "compiling_branch_after_the_change",
     "nonstrict_function",
+    "zero_becomes_minus_zero",
 }
 PLACES = {"loss": reading, "forward": reading_inside}
 

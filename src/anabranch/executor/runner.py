@@ -238,14 +238,15 @@ class StepRunner:
         if held == self._held:
             return
         known, now = set(self._parameters), list(self.step.model.parameters())
-        added = [p for optimizer in self.step.optimizers for p in parameters_of(optimizer) if p not in known]
-        foreign = [parameter for parameter in added if parameter not in set(now)]
+        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
+        foreign = [(optimizer, parameter) for optimizer, parameter in added if parameter not in set(now)]
         alone = self._workers is None and self.remote is None and self._in_window == 0
         if foreign or (added and not alone):
-            where = "the model has not" if foreign else "the model did not have when the Executor was made"
+            optimizer, parameter = (foreign or added)[0]
+            where = "has not" if foreign else "did not have when the Executor was made"
             raise ValueError(
-                f"an optimizer was given a parameter of shape {tuple((foreign or added)[0].shape)} that {where}; make "
-                "a new TrainStep and Executor"
+                f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the model "
+                f"{where}; make a new TrainStep and Executor"
             )
         if added:
             self._clear_gradients()

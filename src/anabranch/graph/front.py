@@ -38,6 +38,7 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import reason_of
+from anabranch.graph.signed_zeros import guard_signs
 from anabranch.graph.silence import silent
 from anabranch.graph.slowness import told_if_slow
 from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
@@ -502,6 +503,8 @@ class _Backend:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
             if front is not None and entry.has_value:
                 front.unseen.examine_value(str(entry.name), entry.value)
+            if compares and entry.has_value:
+                guard_signs(entry.orig_guard, entry.value)
             copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
                 front.unguarded = str(entry.name)
