@@ -23,7 +23,7 @@ import anabranch as ab
 from models import CASES, Case
 
 
-def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     batch = case.batch()
     theirs = case.model()
@@ -40,7 +40,7 @@ def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, flo
         for engine in ("tape", "graph"):
             executor = stack.enter_context(ab.Executor(case.step(), comm_mode="AllReduce", engine=engine))
             sides[f"executor, {engine}"] = partial(executor.run, batch=batch)
-        seconds = alternate(sides, rounds=rounds, calls=calls, before=dist.barrier)
+        seconds = alternate(sides, rounds=rounds, calls=case.calls, before=dist.barrier)
     return compare(seconds, "DistributedDataParallel")
 
 
@@ -53,10 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     before = machine()
-    results = {
-        name: compare_case(CASES[name], arguments.rounds, calls=10 if "med" in name or "256" in name else 50)
-        for name in arguments.only
-    }
+    results = {name: compare_case(CASES[name], arguments.rounds) for name in arguments.only}
     if dist.get_rank() == 0:
         report("data_parallel", before, results, arguments.out)
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -15,11 +16,12 @@ import anabranch as ab
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, and a batch for it."""
+    """A model, its loss, a batch for it, and how many steps are timed at once."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     batch: Callable[[], tuple[Tensor, Tensor]]
+    calls: int = 50
 
     def step(self) -> ab.TrainStep:
         """A training step of a new model with fused Adam."""
@@ -95,6 +97,18 @@ def click(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(ids), clicked)
 
 
+def gpt2() -> nn.Module:
+    """GPT-2 small as Hugging Face has it, of random weights, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+
+
+def next_token_of_gpt2(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, _ = batch
+    return model(input_ids=x, labels=x).loss
+
+
 def vectors(rows: int, width: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, width), torch.randint(0, classes, (rows,))
 
@@ -112,6 +126,12 @@ CASES = {
         click,
         lambda: (torch.randint(0, 20_000, (256, 8)), torch.randint(0, 2, (256,)).float()),
     ),
-    "mlp_med": Case(lambda: mlp(512, 1024, 1024, 512), classify, lambda: vectors(256, 512, 512)),
-    "transformer_d256_l4": Case(lambda: Transformer(256, 4), next_token, lambda: tokens(8, 64)),
+    "mlp_med": Case(lambda: mlp(512, 1024, 1024, 512), classify, lambda: vectors(256, 512, 512), calls=5),
+    "transformer_d256_l4": Case(lambda: Transformer(256, 4), next_token, lambda: tokens(8, 64), calls=5),
 }
+"""Those of the tests too."""
+
+TRANSFORMERS = {"transformer_d512_l12": Case(lambda: Transformer(512, 12), next_token, lambda: tokens(4, 64), calls=3)}
+"""Of a second a step, which no engine can make quicker; GPT-2 where Hugging Face's library is installed."""
+if find_spec("transformers") is not None:
+    TRANSFORMERS["gpt2_small"] = Case(gpt2, next_token_of_gpt2, lambda: tokens(2, 64), calls=3)

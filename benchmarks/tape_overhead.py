@@ -17,7 +17,7 @@ import anabranch as ab
 from models import CASES, Case
 
 
-def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     batch = case.batch()
     theirs = case.model()
@@ -30,7 +30,7 @@ def compare_case(case: Case, rounds: int, calls: int) -> dict[str, dict[str, flo
 
     with ab.Executor(case.step(), engine="tape") as executor:
         sides = {"loop": loop, "executor, tape": lambda: executor.run(batch=batch)}
-        seconds = alternate(sides, rounds=rounds, calls=calls)
+        seconds = alternate(sides, rounds=rounds, calls=case.calls)
     return compare(seconds, "loop")
 
 
@@ -42,10 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()
-    results = {
-        name: compare_case(CASES[name], arguments.rounds, calls=10 if "med" in name or "256" in name else 50)
-        for name in arguments.only
-    }
+    results = {name: compare_case(CASES[name], arguments.rounds) for name in arguments.only}
     report("tape_overhead", before, results, arguments.out)
 
 
