@@ -70,18 +70,38 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+# Files that ask for the date: of a certificate, of a checkpoint, and of an end that is compared with a log file's.
+DATES = {"transport/keys.py", "checkpoint/writing.py", "launch/worker.py"}
+
+
+def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls that read the clock on the wall, which may be set while somebody waits by it."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
+            name = f"{node.func.value.id}.{node.func.attr}"
+            if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}:
+                yield node.lineno, name
+
+
 def test_the_sources_keep_what_they_promise() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
-    hooks, forbidden, waits = set(), {}, {}
+    hooks, dates, forbidden, waits = set(), set(), {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         if list(registered_hooks(tree)):
             hooks.add(name)
+        if list(asked_dates(tree)):
+            dates.add(name)
         if found := [what for _, what in offences(tree)]:
             forbidden[name] = found
         if places := list(unbounded_waits(tree)):
             waits[name] = places
     assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
+    assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
 
@@ -113,3 +133,8 @@ def test_the_check_sees_an_unbounded_wait(source: str) -> None:
 )
 def test_the_check_sees_a_hook(source: str) -> None:
     assert list(registered_hooks(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ["time.time()", "datetime.now(UTC)"])
+def test_the_check_sees_a_date(source: str) -> None:
+    assert list(asked_dates(ast.parse(source)))
