@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,8 @@ from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
-from anabranch.graph.effects import is_collective
 from anabranch.graph.front import GuardMiss, one_at_a_time
+from anabranch.graph.step import Prepared
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -240,93 +239,86 @@ class AutoEngine:
     # Trials.
 
     def _try_step(self, batch: Structure, fetch: Fetch) -> Ran:
-        def on_tape(_: Any) -> Ran:
-            return self._tape.step(batch, fetch)
+        def noting() -> tuple[Ran, Mapping[Tensor, Tensor]]:
+            return self._tape.step(batch, fetch), {}
 
-        return self._try(batch, fetch, on_tape, whole=True)
+        return self._try(batch, fetch, lambda: self._tape.step(batch, fetch), noting, whole=True)
 
     def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
-        def on_tape(gradients: dict[Tensor, Tensor] | None) -> Ran:
-            assert self._attached is not None
-            parameters, ready = self._attached
-            if gradients is None:
-                return self._tape.differentiate(batch, fetch, begin)
-
-            def seen(parameter: Tensor, gradient: Tensor) -> Tensor | None:
-                gradients[parameter] = gradient.detach().clone()
-                return ready(parameter, gradient)
-
-            self._tape.attach(parameters, seen)
-            try:
-                return self._tape.differentiate(batch, fetch, begin)
-            finally:
-                self._tape.attach(parameters, ready)
-
-        return self._try(batch, fetch, on_tape, whole=False)
+        return self._try(
+            batch,
+            fetch,
+            lambda: self._tape.differentiate(batch, fetch, begin),
+            lambda: self._tape.differentiate_noting(batch, fetch, begin),
+            whole=False,
+        )
 
     def _try(
         self,
         batch: Structure,
         fetch: Fetch,
-        on_tape: Callable[[dict[Tensor, Tensor] | None], Ran],
+        on_tape: Callable[[], Ran],
+        noting: Callable[[], tuple[Ran, Mapping[Tensor, Tensor]]],
         *,
         whole: bool,
     ) -> Ran:
+        """The tape's run, and a graph's beside it from the same state; ``noting`` also returns gradients."""
         self._trials += 1
-        with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
-            return self._try_alone(batch, fetch, on_tape, whole=whole)
-
-    def _try_alone(
-        self,
-        batch: Structure,
-        fetch: Fetch,
-        on_tape: Callable[[dict[Tensor, Tensor] | None], Ran],
-        *,
-        whole: bool,
-    ) -> Ran:
         began = time.perf_counter()
+        with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
+            prepared = self._prepare(batch, fetch, whole=whole)
+            if prepared is None:
+                self._worth.tried(time.perf_counter() - began)
+                return on_tape()
+            before, answers = Snapshot(self._step.model, self._step.optimizers, prepared.args), Answers()
+            tape_began = time.perf_counter()
+            with answers.noted():
+                ran, gradients = noting()
+            tape_seconds = time.perf_counter() - tape_began
+            try:
+                seconds = self._repeat(prepared, before, answers, ran, gradients)
+            except Differs as error:
+                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
+                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+            else:
+                self._judge(seconds, tape_seconds)
+            self._worth.tried(time.perf_counter() - began - tape_seconds)
+            return ran
+
+    def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
+        """A graph that may be tried on this batch; notes why there is none."""
         try:
-            graph = self._graph or self._make_graph()
-            prepared = graph.prepare(batch, fetch, whole=whole)
+            prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
         except CaptureError as error:
             self._refuse(str(error))
-            self._worth.tried(time.perf_counter() - began)
-            return on_tape(None)
+            return None
         except (ValueError, TypeError):  # the user's mistake, which the tape meets as well
-            return on_tape(None)
-        if any(map(is_collective, prepared.joint.backward.graph.fx.nodes)):
+            return None
+        if prepared.talks():
             self._refuse("the loss talks to the other workers by itself, which a trial would do once more", final=True)
-            return on_tape(None)
-        step, whole = self._step, prepared.joint.key.whole
-        before = Snapshot(step.model, step.optimizers, prepared.args)
-        answers, gradients = Answers(), dict[Tensor, Tensor]()
-        tape_began = time.perf_counter()
-        with answers.noted():
-            ran = on_tape(None if whole else gradients)
-        tape_seconds = time.perf_counter() - tape_began
-        after = Snapshot(step.model, step.optimizers, prepared.args)
+            return None
+        return prepared
+
+    def _repeat(
+        self, prepared: Prepared, before: Snapshot, answers: Answers, ran: Ran, gradients: Mapping[Tensor, Tensor]
+    ) -> float:
+        """Seconds that the graph takes over what the tape has done.
+
+        Raises:
+            Differs: its bits are others.
+        """
+        after = Snapshot(self._step.model, self._step.optimizers, prepared.args)
 
         def check(results: Mapping[str, object]) -> None:
             if self._compile:
                 return
             check_results(results, ran.loss, ran.returned)
-            if not whole and gradients:
+            if gradients and self._graph is not None:
                 found = prepared.joint.backward.sort(results)
-                check_gradients(found.dense, gradients, graph.program.parameters)
+                check_gradients(found.dense, gradients, self._graph.program.parameters)
 
-        if whole is False and self._attached is None:
-            gradients.clear()
-        try:
-            seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
-        except Differs as error:
-            self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
-            self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
-        else:
-            self._judge(seconds, tape_seconds)
-        finally:
-            self._worth.tried(time.perf_counter() - began - tape_seconds)
-        return ran
+        return repeat(before, after, answers, prepared.run, check, rough=self._compile)
 
     def _judge(self, seconds: float, tape_seconds: float) -> None:
         usual = min([tape_seconds, *([statistics.median(self._tape_seconds)] if self._tape_seconds else [])])

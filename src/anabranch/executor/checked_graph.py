@@ -25,7 +25,6 @@ from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.steps import TrainStep
 from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
-from anabranch.graph.effects import is_collective
 from anabranch.graph.front import GuardMiss
 from anabranch.graph.step import Prepared
 from anabranch.tensors import Structure
@@ -45,14 +44,12 @@ class CheckedGraph(GraphEngine):
         super().__init__(step, name=name)
         self.may_trace = False
         self._tape = TapeEngine(step)
-        self._named: Mapping[str, Tensor] = {}
         self._differs: str | None = None
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on, whoever computes them."""
         super().attach(parameters, ready)
         self._tape.attach(parameters, ready)
-        self._named = parameters
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
@@ -67,23 +64,11 @@ class CheckedGraph(GraphEngine):
         except GuardMiss:
             pass
         prepared = self.prepare(batch, fetch, whole=False)
-        if _talks(prepared):
+        if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
-        gradients: dict[Tensor, Tensor] = {}
-        ready = self._ready
-        assert ready is not None
-
-        def seen(parameter: Tensor, gradient: Tensor) -> Tensor | None:
-            gradients[parameter] = gradient.detach().clone()
-            return ready(parameter, gradient)
-
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
-        self._tape.attach(self._named, seen)
-        try:
-            with answers.noted():
-                ran = self._tape.differentiate(batch, fetch, begin)
-        finally:
-            self._tape.attach(self._named, ready)
+        with answers.noted():
+            ran, gradients = self._tape.differentiate_noting(batch, fetch, begin)
         self._compare(prepared, before, answers, ran.loss, ran.returned, gradients)
         self._program.finish(prepared)
         return ran
@@ -96,7 +81,7 @@ class CheckedGraph(GraphEngine):
         except GuardMiss:
             pass
         prepared = self.prepare(batch, fetch, whole=True)
-        if _talks(prepared):
+        if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).step(batch, fetch))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
 
@@ -146,7 +131,3 @@ class CheckedGraph(GraphEngine):
             repeat(before, after, answers, prepared.differentiate, check, most=1)
         except Differs as error:
             self._differs = str(error)
-
-
-def _talks(prepared: Prepared) -> bool:
-    return any(map(is_collective, prepared.joint.backward.graph.fx.nodes))

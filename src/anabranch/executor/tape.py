@@ -30,6 +30,7 @@ class TapeEngine:
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self._manager = GradManager()
+        self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
         self._alone = GradManager()
         self._parameters = list(step.model.parameters())
 
@@ -39,6 +40,7 @@ class TapeEngine:
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
+        self._attached = parameters, ready
         self._manager = GradManager().attach(parameters.values(), callbacks=cast(Callback, ready))
 
     def follow_model(self) -> None:
@@ -52,6 +54,24 @@ class TapeEngine:
             begin(loss)
             self._manager.backward(loss)
         return Ran(loss.detach(), returned)
+
+    def differentiate_noting(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
+    ) -> tuple[Ran, dict[Tensor, Tensor]]:
+        """``differentiate``, and a copy of each gradient as it was handed over."""
+        assert self._attached is not None
+        parameters, ready = self._attached
+        noted: dict[Tensor, Tensor] = {}
+
+        def note(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+            noted[parameter] = gradient.detach().clone()
+            return ready(parameter, gradient)
+
+        self.attach(parameters, note)
+        try:
+            return self.differentiate(batch, fetch, begin), noted
+        finally:
+            self.attach(parameters, ready)
 
     def step(
         self,

@@ -167,8 +167,6 @@ class Front:
         """Called once in a capture that takes long."""
         self.failure: BaseException | None = None
         """The error of ``make`` or of a program in the run under way; Dynamo wraps some of it."""
-        self.unguarded: str | None = None
-        """A value that the guards of the compilation under way would not see change."""
         self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
@@ -223,7 +221,7 @@ class Front:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
         opaque.take_failure()
-        self._may_trace, self._has_made, self.unguarded = True, False, None
+        self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
             with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), told_if_slow(self.when_slow):
@@ -233,7 +231,7 @@ class Front:
         finally:
             self._may_trace = False
             self.failure = None
-            if self.unguarded is not None or self.unseen.refused is not None:
+            if self.unseen.refused is not None:
                 self.unseen.refused = None
                 self._fronts.pop(kind, None)
             elif self._has_made and kind not in self._exhausted:
@@ -278,11 +276,6 @@ class Front:
                     raise CaptureError(
                         f"{front._what} reads {_plain_source(front.unseen.refused)}, whose changes a graph would not "
                         "notice; use engine='tape'"
-                    )
-                if front is not None and front.unguarded is not None:
-                    raise CaptureError(
-                        f"{front._what} reads {_plain_source(front.unguarded)}, a container in a tuple, whose changes "
-                        "a graph would not notice; use a list in place of the tuple, or engine='tape'"
                     )
                 with traced_by(None):
                     return program(*args)
@@ -507,7 +500,7 @@ class _Backend:
                 guard_signs(entry.orig_guard, entry.value)
             copied = type(entry.value) in (list, set) if entry.has_value else False  # by Dynamo, to compare with
             if front is not None and compares and entry.has_value and not copied and _may_change(entry.value):
-                front.unguarded = str(entry.name)
+                front.unseen.refused = f"{entry.name}, a container in a tuple (a list in its place would do)"
         return [True] * len(entries)
 
 

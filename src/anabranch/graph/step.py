@@ -26,6 +26,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
+from anabranch.graph.effects import is_collective
 from anabranch.graph.front import Call, Front, GuardMiss, mark, mistake
 from anabranch.graph.graph import Graph
 from anabranch.graph.joint import Joint, JointKey
@@ -74,6 +75,10 @@ class Prepared:
 
     joint: Joint
     args: tuple[object, ...]
+
+    def talks(self) -> bool:
+        """True if the loss has collectives of its own, which a run beside the tape's would do once more."""
+        return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
     def run(self) -> dict[str, object]:
         """Runs on the batch that it was made for; returns the results by name."""
