@@ -49,11 +49,11 @@ class Deadline:
         return self._clock() - self._started
 
     def expired(self) -> bool:
-        """Whether the moment has passed."""
+        """True if the moment has passed."""
         return self._clock() >= self._expires
 
     def __lt__(self, other: Deadline) -> bool:
-        """Whether this moment comes first; of two deadlines by one clock."""
+        """True if this moment comes first; of two deadlines by one clock."""
         return self._expires < other._expires
 
     def sooner(self, seconds: float) -> Deadline:

@@ -135,7 +135,7 @@ class Unauthorized(BoundaryError):
 
 
 class ProtocolError(BoundaryError):
-    """What arrived is not a frame of this protocol, or breaks one of its limits."""
+    """The bytes that arrived are not a frame of this protocol, or break one of its limits."""
 
 
 class RemoteError(BoundaryError):

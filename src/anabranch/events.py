@@ -1,4 +1,4 @@
-"""What boundaries report, and where tests make them fail.
+"""Events that boundaries report, and points at which tests make them fail.
 
 Boundaries sit low in the package and must not know who watches them, so they ``report`` named events to this sink,
 which calls whoever cares to ``subscribe``: a progress bar, a trace, a metric, a test's order log. With nobody

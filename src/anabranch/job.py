@@ -21,7 +21,7 @@ Role = Literal["worker", "expert"]
 
 
 class DirectoryLike(Protocol):
-    """What every directory of the job's services can do, wherever its table is."""
+    """The interface of a directory of the job's services, wherever its table is."""
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
         """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""

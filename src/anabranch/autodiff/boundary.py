@@ -1,4 +1,4 @@
-"""Where the tape or the graph leaves this process: a boundary is one differentiable operation, written once.
+"""A boundary: one differentiable operation, written once, at which the tape or the graph leaves this process.
 
 ::
 
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an output will look like, known before anything has left."""
+    """Shape, dtype and device of an output, known before anything has been sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Form:
 
 @dataclass(slots=True)
 class Crossed:
-    """What came back.
+    """The result of a crossing.
 
     Attributes:
         outputs: memory of their own, not shared with an input.
@@ -128,7 +128,7 @@ class Tracer(Protocol):
 
 
 class _Capturing(threading.local):
-    """Who captures on this thread; a captured backward runs on the thread that captures."""
+    """The tracer of this thread; a captured backward runs on the thread that captures."""
 
     tracer: Tracer | None = None
 
@@ -147,7 +147,7 @@ def traced_by(tracer: Tracer | None) -> Iterator[None]:
 
 
 def current_tracer() -> Tracer | None:
-    """Who captures a graph on this thread."""
+    """The tracer that captures a graph on this thread."""
     return _capturing.tracer
 
 

@@ -19,7 +19,7 @@ GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch.futures.F
 
 
 def is_future(value: object) -> TypeGuard[GradientFuture]:
-    """Whether ``value`` is a future of either kind."""
+    """True if ``value`` is a future of either kind."""
     return isinstance(value, concurrent.futures.Future | torch.futures.Future)
 
 

@@ -253,7 +253,7 @@ class GradManager:
             slot.aside = self._sweep.set_grad_aside(leaf)
 
     def _resolve(self) -> list[Tensor]:
-        """What the callbacks returned last, every future waited for: before anything is written."""
+        """Collect the callbacks' last results, every future waited for, before anything is written."""
         deadline: Deadline | None = None
         results: list[Tensor] = []
         for value in self._sweep.values:

@@ -86,7 +86,7 @@ class Sweep:
             self._distinct = len(self.tensors)
 
     def clear(self) -> None:
-        """What arrived is let go."""
+        """Forget the tensors that arrived."""
         self.running = False
         self.tensors.clear()
         self.values.clear()

@@ -1,4 +1,4 @@
-"""Which sessions are recording, and what that means for a backward sweep over the graph they share.
+"""The sessions that are recording, and a backward sweep over the graph that they share.
 
 All sessions of a thread record one torch graph, so a sweep must leave it whole while another session may still need
 it, and must itself be recorded if an outer session watches:
@@ -53,7 +53,7 @@ class Tokens:
 
 
 class Session(Protocol):
-    """What the registry needs of a session."""
+    """The interface of a session that the registry needs."""
 
     @property
     def siblings(self) -> object | None:

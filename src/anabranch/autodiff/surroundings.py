@@ -1,4 +1,4 @@
-"""What torch keeps per thread and a call on another thread must find as it was: grad mode, autocast, CUDA stream."""
+"""Torch's per-thread modes, carried to a call on another thread: grad mode, autocast, CUDA stream."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ _OURS = re.compile(r"\.?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*-(\d{8,18})\.safetensors|m
 
 
 def data_path(directory: Path, group: str, generation: int) -> Path:
-    """Where ``group`` of ``generation`` is kept."""
+    """Path of ``group`` of ``generation``."""
     return directory / f"{group}-{generation:08d}.safetensors"
 
 
 def manifest_path(directory: Path, generation: int) -> Path:
-    """Where the manifest of ``generation`` is kept."""
+    """Path of the manifest of ``generation``."""
     return directory / f"manifest-{generation:08d}.json"
 
 

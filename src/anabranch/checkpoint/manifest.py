@@ -30,7 +30,7 @@ _GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says of one tensor: dtype as safetensors names it, shape, and the CRC-32 of its bytes."""
+    """The manifest's entry of one tensor: dtype as safetensors names it, shape, and the CRC-32 of its bytes."""
 
     dtype: str
     shape: list[int]
@@ -38,7 +38,7 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says of one file: sizes in bytes, the CRC-32 of its header, and its tensors."""
+    """The manifest's entry of one file: sizes in bytes, the CRC-32 of its header, and its tensors."""
 
     bytes: int
     header_bytes: int

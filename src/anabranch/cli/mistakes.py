@@ -1,4 +1,4 @@
-"""What a user can put right is told in a line, not by a traceback; a fault of ours keeps its traceback."""
+"""Errors that a user can put right are printed as one line; an internal error keeps its traceback."""
 
 from __future__ import annotations
 

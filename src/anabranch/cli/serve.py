@@ -156,7 +156,7 @@ _Server = TypeVar("_Server")
 def _beside(
     address: str | None, read: Callable[[_Server], list[Metric]]
 ) -> Callable[[_Server], AbstractContextManager[object]] | None:
-    """What serves a server's metrics at ``address``, if there is one."""
+    """The HTTP server of a server's metrics at ``address``, if there is one."""
     if address is None:
         return None
     from anabranch.observe import serve_metrics

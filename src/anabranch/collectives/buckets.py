@@ -128,7 +128,7 @@ class _DenseBucket:
             self.pending = None
 
     def flags(self, workers: Workers | None) -> tuple[list[bool], list[bool]]:
-        """Which parameters have a dense, and which a sparse gradient on any worker."""
+        """The parameters that have a dense, and those that have a sparse gradient on any worker."""
         count = len(self.parameters)
         if workers is None:
             return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
@@ -325,7 +325,7 @@ class GradientBuckets:
     # The sums of a window under way, for a checkpoint in the middle of it.
 
     def sums(self) -> dict[str, Tensor]:
-        """What the window has summed so far on this worker, by parameter; sparse sums stay sparse."""
+        """This worker's sums of the open window, by parameter; sparse sums stay sparse."""
         found: dict[str, Tensor] = {}
         for bucket in self._buckets:
             for index, name in enumerate(bucket.names):

@@ -159,7 +159,7 @@ def _wait(work: dist.Work | None, peer: str, operation: str, timeout: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """How to reduce."""
+    """A reduction, by name."""
 
     op: str
     group: dist.ProcessGroup | None
@@ -296,7 +296,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a message says about its tensor."""
+    """The dtype and shape that a message announces for its tensor."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # complex128
 
 
 def summing_dtype(parameter: Tensor) -> torch.dtype:
-    """What gradients times their rows are summed in.
+    """The dtype that gradients times their rows are summed in.
 
     float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. The mean is float16 again.
     """
@@ -58,7 +58,7 @@ class SparseRows:
         self._parts.append(gradient if weight == 1.0 else gradient * weight)
 
     def parts(self) -> Tensor | None:
-        """What was taken so far, merged; ``None`` when nothing was."""
+        """The rows taken so far, merged; ``None`` when there were none."""
         if not self._parts:
             return None
         total = self._parts[0]

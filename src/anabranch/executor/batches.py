@@ -1,4 +1,4 @@
-"""Which batch a run gets when it is given none: the next of its step's loader, over epochs that all workers share."""
+"""The batch of a run that is given none: the next of its step's loader, over epochs that all workers share."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Batches:
         return batch
 
     def batch_num(self, name: str) -> int:
-        """How many batches an epoch has: the longest's over all workers.
+        """Batches in an epoch: the longest's over all workers.
 
         Raises:
             ValueError: the step has no loader, or it has no length.

@@ -21,7 +21,7 @@ _NOTHING: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one run of a training step gave: the loss, and what the step returned beside it."""
+    """Output of one run of a training step: the loss, and what the step returned beside it."""
 
     loss: Tensor
     returned: Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``Executor.engine`` says."""
+        """The name that ``Executor.engine`` returns."""
         ...
 
     def explain(self) -> str:
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What the user's loss function returned, checked.
+    """Check the result of the user's loss function, and split it into loss and further tensors.
 
     Raises:
         TypeError, ValueError: it is no scalar tensor that depends on a parameter, with or without a dict.

@@ -334,7 +334,7 @@ class Executor:
         return cast("dict[str, Tensor]", fetch.collect(returned))
 
     def batch_num(self, name: str = "default") -> int:
-        """How many batches an epoch of the step's loader has: the longest's over all workers.
+        """Batches in an epoch of the step's loader: the longest's over all workers.
 
         Raises:
             ValueError: the step has no loader, or it has no length.
@@ -375,11 +375,11 @@ class Executor:
         return program.graph
 
     def routes(self) -> Routes:
-        """Where every parameter lives, and why; ``print`` shows a table."""
+        """The place of every parameter, and the reason; ``print`` shows a table."""
         return self._routes
 
     def statistics(self) -> Statistics:
-        """What was done since this executor was made."""
+        """Counts since this executor was made."""
         workers = self._workers
         tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
@@ -394,7 +394,7 @@ class Executor:
         )
 
     def record_loads(self) -> Statistics:
-        """What was done since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
+        """Counts since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
         now = self.statistics()
         difference = now.since(self._reported)
         self._reported = now
@@ -423,7 +423,7 @@ class Executor:
 
     @property
     def stopping(self) -> bool:
-        """Whether a worker asked to stop before the last training run; the same on all workers."""
+        """True if a worker asked to stop before the last training run; the same on all workers."""
         return any(runner.stopping for runner in self._runners.values())
 
     # Checkpoints.

@@ -1,4 +1,4 @@
-"""What ``run(fetch=...)`` asks for: the loss, what the step returned, a submodule's output, a parameter's gradient."""
+"""``run(fetch=...)``: the loss, what the step returned, a submodule's output, a parameter's gradient."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Fetch:
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
-        """What was asked for, once the step has run."""
+        """The fetched values, once the step has run."""
         if self.names is None:
             return dict(returned)
         found: dict[str, Structure] = {}

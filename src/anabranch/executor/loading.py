@@ -46,7 +46,7 @@ _PATIENCE = 60.0  # seconds until the log says that a loader is slow
 
 
 class _Ended:
-    """What ``next_batch`` returns when an epoch is over."""
+    """Returned by ``next_batch`` when an epoch is over."""
 
     def __repr__(self) -> str:
         return "ENDED"
@@ -269,7 +269,7 @@ class BoundLoader:
     # The position.
 
     def state(self) -> dict[str, object]:
-        """Where the loader is, prefetched batches not counted: nested values and tensors that a checkpoint keeps."""
+        """The loader's position, prefetched batches not counted: nested values and tensors that a checkpoint keeps."""
         begun = self._iterator is not None
         snapshot = self._position.snapshot() if self._pending is None else self._snapshot
         return {
@@ -330,7 +330,7 @@ class BoundLoader:
 
 
 def _between(saved: Sequence[dict[str, object]]) -> bool:
-    """Whether all workers were between two epochs."""
+    """True if all workers were between two epochs."""
     return all(state["phase"] != "begun" for state in saved)
 
 
@@ -353,7 +353,7 @@ def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
 
 
 def _leaves(batch: Structure) -> list[object]:
-    """What in a batch has memory that could be written to."""
+    """The leaves of a batch whose memory could be written to."""
     leaves, _ = flatten(batch)
     return [
         leaf

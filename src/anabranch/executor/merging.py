@@ -19,7 +19,7 @@ __all__ = ["Part", "merge_optimizer_states", "merge_windows", "names_of", "restr
 
 
 class Part(TypedDict):
-    """What another stage than the first keeps of the model."""
+    """The part of the model's state that a stage after the first keeps."""
 
     model: dict[str, Tensor]
     optimizers: dict[str, list[object]]

@@ -63,7 +63,7 @@ class Placement:
 
     @staticmethod
     def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """Where batches go: the device of what is not placed."""
+        """The device that batches are moved to: that of the modules that were not placed."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in devices):

@@ -1,4 +1,4 @@
-"""Where a loader is in its epoch, and how it gets there again: one class for each kind of loader.
+"""A loader's position in its epoch, saved and restored: one class for each kind of loader.
 
 ============  ==================================  ==============================================================
 kind          which loaders                       position
@@ -36,7 +36,7 @@ State = dict[str, object]
 
 
 class Position(Protocol):
-    """How a ``BoundLoader`` starts epochs of one loader, and knows where it is."""
+    """Starts epochs of one loader for a ``BoundLoader``, and tracks its position."""
 
     kind: str
 
@@ -47,7 +47,7 @@ class Position(Protocol):
         """Called between epochs."""
 
     def snapshot(self) -> State:
-        """What changes as batches are fetched, as of now; called by the thread that fetches, right before it does."""
+        """State that changes as batches are fetched, as of now; called by the fetching thread right before it fetches."""
 
     def state(self, batches: int, snapshot: State) -> State:
         """The position after ``batches`` of this epoch, when ``snapshot`` was taken."""
@@ -269,7 +269,7 @@ class MapPosition:
         self._restore_generators(state["generators"])
 
     def _unit(self) -> tuple[str, int]:
-        """What is counted, and how many of them a batch has."""
+        """The unit that is counted, and how many of it make a batch."""
         if self._loader.batch_sampler is None:
             return "samples", 1
         if type(self._loader.batch_sampler) is BatchSampler:
@@ -412,7 +412,7 @@ def _own(states: Sequence[State], rank: int, world_size: int, loader: object, wh
 
 
 def _share_of(total: int, rank: int, shards: int) -> int:
-    """How many of the first ``total`` samples are this rank's."""
+    """This rank's share of the first ``total`` samples."""
     return max(0, -(-(total - rank) // shards))
 
 

@@ -41,7 +41,7 @@ def restore_random_state(state: dict[str, object]) -> None:
 
 
 def same_random_state(a: dict[str, object], b: dict[str, object]) -> bool:
-    """Whether nothing was drawn between the two."""
+    """True if nothing was drawn between the two."""
     return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
 
 

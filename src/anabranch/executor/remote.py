@@ -150,7 +150,7 @@ class RemotePart:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no other workers."""
+        """True if there are no other workers."""
         return self._workers is None
 
     def _meet(self) -> None:
@@ -170,7 +170,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        """What follows reads the servers as of now; the copies here are refreshed if they may have changed.
+        """Refresh the copies here if they may have changed, so that what follows reads the servers' state of now.
 
         Args:
             training: else nothing is changed, and no ids are admitted.
@@ -203,7 +203,7 @@ class RemotePart:
                 )
 
     def loads(self) -> dict[str, TableLoads]:
-        """What this worker has asked the servers so far."""
+        """Counts of this worker's requests so far."""
         caches = self.tables.statistics()
         none = CacheStatistics(0, 0, 0, 0, 0)
         return {
@@ -226,7 +226,7 @@ class RemotePart:
         self.tables.flush()
 
     def read(self) -> dict[Tensor, Kept]:
-        """What has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
+        """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
     def replace(

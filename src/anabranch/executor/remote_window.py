@@ -1,4 +1,4 @@
-"""What one training step has for the servers: the gradients of its window's runs, summed, then pushed at once."""
+"""A training step's gradients for the servers: summed over the runs of its window, then pushed at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RemoteWindow", "Sums"]
 
 
 class Sums(TypedDict):
-    """What an open window weighs so far on one worker, and its sums: of copies, and of the tables' rows."""
+    """The weight of an open window so far on one worker, and its sums: of copies, and of the tables' rows."""
 
     total: float
     dense: dict[str, Tensor]
@@ -23,7 +23,7 @@ class Sums(TypedDict):
 
 
 class RemoteWindow:
-    """What one training step's window has for the servers."""
+    """The gradients of one training step's window that go to the servers."""
 
     def __init__(self, part: RemotePart, step: TrainStep) -> None:
         self.part = part
@@ -45,7 +45,7 @@ class RemoteWindow:
         self._weight = weight
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` belongs here."""
+        """True if the gradient of ``parameter`` belongs here."""
         return parameter in self._names
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -95,7 +95,7 @@ class RemoteWindow:
 
     @property
     def names(self) -> set[str]:
-        """What this window may hold gradients of."""
+        """The parameters whose gradients this window may hold."""
         return {*self.parameters, *self.part.tables.names}
 
     def sums(self) -> Sums:

@@ -1,4 +1,4 @@
-"""Where every parameter lives: decided once, from the mode and the model, and shown by ``Executor.routes()``.
+"""The place of every parameter: decided once, from the mode and the model, and shown by ``Executor.routes()``.
 
 ::
 
@@ -45,7 +45,7 @@ def comm_mode_of(given: str | None) -> CommMode | None:
 
 
 class Place(StrEnum):
-    """Where a parameter lives, as ``Executor.routes()`` says it."""
+    """The place of one parameter, as ``Executor.routes()`` shows it."""
 
     HERE = "this process"
     WORKERS = "workers"
@@ -55,7 +55,7 @@ class Place(StrEnum):
 
     @property
     def served(self) -> bool:
-        """Whether it lives on the servers."""
+        """True if it lives on the servers."""
         return self not in (Place.HERE, Place.WORKERS)
 
 
@@ -81,7 +81,7 @@ class Route:
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False, compare=False)
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """What the table says of it."""
+        """Its row of the printed table."""
         return self.parameter, str(self.shape), f"{self.bytes:,}", self.place.value, self.why
 
     def __str__(self) -> str:
@@ -107,12 +107,12 @@ class Routes(tuple[Route, ...]):
 
     @property
     def all_reduces(self) -> bool:
-        """Whether there are gradients that the workers sum among themselves."""
+        """True if there are gradients that the workers sum among themselves."""
         return any(route.tensor is not None and route.tensor.requires_grad for route in self.at(Place.WORKERS))
 
     @property
     def served(self) -> bool:
-        """Whether anything lives on the servers."""
+        """True if anything lives on the servers."""
         return any(route.place.served for route in self)
 
 
@@ -125,7 +125,7 @@ def plan_routes(
     use_sparse_pull: bool = True,
     caches: bool = False,
 ) -> Routes:
-    """Where each parameter of ``models`` (by the prefix of its names) lives.
+    """Decide the place of each parameter of ``models`` (by the prefix of its names).
 
     Raises:
         ValueError: a route of an unknown parameter or to an unknown place, a parameter or an optimizer that servers

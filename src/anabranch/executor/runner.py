@@ -122,7 +122,7 @@ class StepRunner:
 
     @property
     def _averages(self) -> bool:
-        """Whether gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
+        """True if gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
     def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
@@ -137,7 +137,7 @@ class StepRunner:
             return engine.differentiate(batch, fetch, begin)
 
     def _push(self) -> None:
-        """What the run has for the servers, which are told once a window."""
+        """Hand the run's gradients to the servers' window, and push once the window closes."""
         if self.remote is not None:
             self.remote.end_run()
             if self._closes_window():
@@ -187,7 +187,7 @@ class StepRunner:
 
     @contextmanager
     def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
-        """What fails once a run has ``started`` leaves no half sums behind: the window is dropped."""
+        """Drop the open window if the block fails once a run has ``started``: no half sums stay behind."""
         try:
             yield started
         except BaseException as error:
@@ -317,7 +317,7 @@ class StepRunner:
     # The window under way, for a checkpoint in the middle of it.
 
     def window(self) -> tuple[int, float, dict[str, Tensor]]:
-        """How many runs the open window holds, their rows over all workers, and this worker's sums by parameter."""
+        """The runs in the open window, their rows over all workers, and this worker's sums by parameter."""
         sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
         return self._in_window, self._window_rows, sums
 

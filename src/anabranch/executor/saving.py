@@ -1,4 +1,4 @@
-"""What an executor saves, and how it comes back: on another number of workers too.
+"""Saving an executor's state, and loading it again, on another number of workers too.
 
 ::
 
@@ -250,7 +250,7 @@ class Saver:
         return True
 
     def _together(self, plan: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """What ``plan`` returns, if it fails on no worker; else its error, or word of another worker's."""
+        """Return ``plan()`` if it fails on no worker; else raise its error, or one that names the worker."""
         try:
             planned = plan()
         except (CheckpointError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What an executor has done so far, as a frozen record."""
+"""Counts of what an executor has done, as a frozen record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Statistics", "TableLoads"]
 
 @dataclass(frozen=True, slots=True)
 class TableLoads:
-    """What this worker has asked the servers about one table or parameter.
+    """Counts of this worker's requests about one table or parameter.
 
     Attributes:
         pulls: messages that read it.
@@ -31,13 +31,13 @@ class TableLoads:
     wait_seconds: float = 0.0
 
     def since(self, earlier: TableLoads) -> TableLoads:
-        """What was done between ``earlier`` and this record."""
+        """The difference between this record and ``earlier``."""
         return TableLoads(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What an executor has done since it was made, or since it last said so.
+    """Counts since an executor was made, or since its last report.
 
     Attributes:
         steps: optimizer steps.
@@ -60,7 +60,7 @@ class Statistics:
     tables: Mapping[str, TableLoads] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was done between ``earlier`` and this record."""
+        """The difference between this record and ``earlier``."""
         return Statistics(
             steps=self.steps - earlier.steps,
             runs={name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()},

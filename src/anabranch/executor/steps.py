@@ -1,4 +1,4 @@
-"""What a program runs: a ``TrainStep`` changes parameters, an ``EvalStep`` only looks.
+"""The steps of a program: a ``TrainStep`` changes parameters, an ``EvalStep`` only looks.
 
 They are descriptions: checked when they are made, run by the executor, holding no state of their own.
 """

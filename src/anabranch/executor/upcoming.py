@@ -1,4 +1,4 @@
-"""Which rows the next batch will look up, told before its step begins, so that they can be asked for meanwhile.
+"""The rows that the next batch will look up, known before its step begins, so that they can be fetched meanwhile.
 
 A step makes ids of its batch by a few operations: it takes a column, adds an offset, wraps it around. The first run is
 watched: from the ids that reached a table back to the batch's tensors, the operations in between are a recipe, which is
@@ -106,7 +106,7 @@ class UpcomingIds:
 
     @property
     def learning(self) -> bool:
-        """Whether there is something to learn yet, from a run on the tape: no operation is seen inside a graph."""
+        """True if there is something to learn yet, from a run on the tape: no operation is seen inside a graph."""
         return self._recipes is None and self._attempts < _ATTEMPTS
 
     @contextmanager
@@ -191,7 +191,7 @@ def _traced_recipe(
 
 
 def _recipe(value: Any, watch: _Watch, leaves: Mapping[int, int]) -> Callable[[list[Any]], Any]:
-    """What gives ``value`` for the leaves of another batch."""
+    """Return the function that gives ``value`` from the leaves of another batch."""
     if isinstance(value, tuple | list):
         kind, parts = type(value), [_recipe(part, watch, leaves) for part in value]
         return lambda batch: kind([part(batch) for part in parts])

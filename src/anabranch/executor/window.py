@@ -34,7 +34,7 @@ _RUNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a run amounts to over all workers.
+    """Totals of a run over all workers.
 
     Attributes:
         rows: what the run weighs.

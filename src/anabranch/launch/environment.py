@@ -1,4 +1,4 @@
-"""What a process finds in its environment: torchrun's variables, so that a script cannot tell who started it, and where
+"""The environment of a process: torchrun's variables, so that a script runs alike under either, and where
 the services of the job are.
 """
 
@@ -102,5 +102,5 @@ def worker_environment(
 
 
 def threads_each(processes: int) -> int:
-    """How many threads each of so many processes computes with."""
+    """Threads that each of so many processes computes with."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -28,7 +28,7 @@ _TIMEOUT = timedelta(seconds=660)  # the waits of whoever uses the groups end be
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
-    """What ``Job.grid`` says."""
+    """The value of ``Job.grid``."""
     if data < 1 or pipeline < 1 or data * pipeline != job.world_size:
         raise ValueError(
             f"data={data} times pipeline={pipeline} is {data * pipeline}, but the job has {job.world_size} "

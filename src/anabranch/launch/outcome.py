@@ -1,4 +1,4 @@
-"""How a job ended: each process's exit, which failed first, and the words for it."""
+"""The end of a job: each process's exit, the first failure, and the words for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 __all__ = ["Exit", "Outcome", "Role", "called"]
 
 Role = Literal["worker", "parameters", "expert", "rendezvous"]
-"""What a process of a job does."""
+"""The role of a process of a job."""
 
 _TAIL_LINES = 20
 _MOST_LINES = 200
@@ -24,7 +24,7 @@ _CHAINED = (
 
 
 def called(role: Role, rank: int) -> str:
-    """What users read of a process: workers are known by their rank alone, as elsewhere in torch.
+    """The name of a process for users: workers are known by their rank alone, as elsewhere in torch.
 
     >>> called("worker", 1), called("expert", 0)
     ('rank 1', 'expert 0')
@@ -34,7 +34,7 @@ def called(role: Role, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How one process ended.
+    """The end of one process.
 
     Attributes:
         rank: which of its role.
@@ -60,12 +60,12 @@ class Exit:
 
     @property
     def who(self) -> str:
-        """What users call it."""
+        """Its name for users."""
         return called(self.role, self.rank)
 
     @property
     def well(self) -> bool:
-        """Whether it is no reason to call the job a failure.
+        """True if the job did not fail because of it.
 
         A service that was told to stop while it was still starting has had no chance to say so by its exit code.
         """
@@ -91,7 +91,7 @@ class Exit:
         return "\n".join(lines[-_TAIL_LINES:] if start is None else lines[start : start + _MOST_LINES])
 
     def failed_at(self) -> float:
-        """When it failed, in seconds since the epoch.
+        """The time of its failure, in seconds since the epoch.
 
         A worker that raised has written its traceback before it tore down what others may be waiting on, and tearing
         down takes a while: the time of that writing, to a few milliseconds, says who was first where that of the exit
@@ -102,7 +102,7 @@ class Exit:
         return self.ended_at
 
     def blames_another(self) -> bool:
-        """Whether it failed because another worker was lost: the error it ended with says so."""
+        """True if it failed because another worker was lost: the error it ended with says so."""
         return any(_LOST in line for line in self.last_words().splitlines())
 
     def _lines(self) -> list[str]:
@@ -113,7 +113,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         exits: one for each worker, by rank.

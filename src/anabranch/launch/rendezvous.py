@@ -13,7 +13,7 @@ from anabranch.launch.program import Program
 __all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
 
 PROGRAM = Program("anabranch.launch.rendezvous_process", is_module=True)
-"""What the process runs; its stdin is the channel to the launcher."""
+"""Source of the process; its stdin is the channel to the launcher."""
 
 EXPERT_MARK = "anabranch-expert"
 """The prefix of the uids under which expert processes are announced."""

@@ -1,4 +1,4 @@
-"""What a script does in the role it was given: the function behind ``job.serve``.
+"""A script's work in the role it was given: the function behind ``job.serve``.
 
 ``job`` lies below everything that serves and may not import it; ``anabranch`` tells it where this is.
 
@@ -52,7 +52,7 @@ def serve(
     heartbeat: float = 1.0,
     timeout: float = 120.0,
 ) -> DirectoryLike:
-    """What ``Job.serve`` says."""
+    """The value of ``Job.serve``."""
     make = cast(MakeBackends, make_backends)
     if job.role == "expert":
         _serve_here(
@@ -137,7 +137,7 @@ class _Marked:
 
 
 def _beside(directory: str, index: int) -> str:
-    """Where to listen: in the directory's own place, a private folder or the interface that leads to it."""
+    """The address to listen at: in the directory's own place, a private folder or the interface that leads to it."""
     place = parse_endpoint(directory)
     if not isinstance(place, TcpEndpoint):
         return f"unix:{Path(place.path).with_name(f'expert-{index}')}"

@@ -81,7 +81,7 @@ class SignalBox:
 
     @property
     def notify(self) -> int:
-        """What the interpreter writes to when a signal arrives."""
+        """The descriptor that the interpreter writes to when a signal arrives."""
         return self._notify
 
     def close(self) -> None:

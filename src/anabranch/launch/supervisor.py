@@ -45,7 +45,7 @@ _KERNEL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the launcher waits for processes to end by themselves, in seconds.
+    """Seconds that the launcher waits for processes to end by themselves.
 
     Attributes:
         failure: for the others after one failed, before they are asked to stop.
@@ -60,7 +60,7 @@ class Patience:
 
 
 class _Ending:
-    """How some processes are brought to their end: what is still to be sent to those that run on, and when."""
+    """The end of some processes: the signals still to be sent to those that run on, and their times."""
 
     def __init__(self, processes: Sequence[Worker], tell: Callable[[str], None]) -> None:
         self.processes = processes
@@ -93,7 +93,7 @@ class _Ending:
         self._given_up_at = None
 
     def moments(self) -> list[float]:
-        """When ``act`` has something to do."""
+        """The time at which ``act`` has something to do."""
         found = [moment for moment, _ in self._steps]
         return found if self._given_up_at is None else [*found, self._given_up_at]
 

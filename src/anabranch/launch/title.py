@@ -1,4 +1,4 @@
-"""What ``ps``, ``/proc/PID/cmdline`` and ``/proc/PID/environ`` show of a process that was forked and not started.
+"""The title of a forked process in ``ps``, ``/proc/PID/cmdline`` and ``/proc/PID/environ``.
 
 The kernel shows the memory in which it once placed the arguments and the environment. A fork of a server has the
 server's; so the server is started with room to spare, and each fork writes its own arguments and environment there.

@@ -28,7 +28,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a process of the job is started, the first time and again.
+    """The command and environment of a process of the job, for its first start and for restarts.
 
     Attributes:
         role: what it does.
@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def exit(self) -> Exit:
-        """How it ended."""
+        """Its exit."""
         return Exit(
             self.rank,
             self.pid,
@@ -128,7 +128,7 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether it has not been reaped yet."""
+        """True if it has not been reaped yet."""
         return self.exit_code is None
 
     def signal(self, number: signal.Signals) -> None:

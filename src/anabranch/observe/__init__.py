@@ -1,4 +1,4 @@
-"""What a running service tells of itself: counts for Prometheus.
+"""Metrics of a running service: counts for Prometheus.
 
 Not a log and no dashboard. Open ``metrics.py``: everything is read from the ``statistics()`` that servers have anyway.
 """

@@ -99,7 +99,7 @@ _OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], int]], ...] =
 
 
 def expert_metrics(server: ExpertServer) -> list[Metric]:
-    """What a server of experts has done, and what waits."""
+    """Counts of an expert server: calls done, and calls waiting."""
     facts = server.statistics()
     metrics = [
         Metric(f"expert_{name}", kind, says, ("pool",), [((pool,), read(made)) for pool, made in facts.pools.items()])
@@ -115,7 +115,7 @@ def expert_metrics(server: ExpertServer) -> list[Metric]:
 
 
 def parameter_metrics(server: ParameterServer) -> list[Metric]:
-    """What a shard has done."""
+    """Counts of a shard."""
     facts = server.statistics()
     return [
         *_transport_metrics(server.transport_statistics()),

@@ -19,7 +19,7 @@ __all__ = ["as_tensors", "count_rows"]
 
 @runtime_checkable
 class _SparseMatrix(Protocol):
-    """What scipy.sparse matrices and arrays have in common; scipy itself is never imported."""
+    """The attributes that scipy.sparse matrices and arrays share; scipy itself is never imported."""
 
     shape: tuple[int, ...]
 

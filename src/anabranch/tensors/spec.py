@@ -16,7 +16,7 @@ _COMPRESSIONS: tuple[Compression, ...] = ("float16", "bfloat16", "int8")
 
 
 class TensorSpec:
-    """What one tensor of a request looks like, less its batch dimension.
+    """Shape and dtype of one tensor of a request, less its batch dimension.
 
     >>> spec = TensorSpec(512, dtype=torch.float32)
     >>> spec.zeros(4).shape

@@ -1,4 +1,4 @@
-"""What tests of distributed programs need: jobs on this machine that are bounded in time and leave nothing behind,
+"""Tools for tests of distributed programs: jobs on this machine that are bounded in time and leave nothing behind,
 networks that fail as they are told, a clock that stands still, faults at named places, modules compared by gradients.
 
 Shipped, so that users test their own scripts with it. Nothing in the package imports it. Open ``local_job.py`` for jobs

@@ -18,7 +18,7 @@ __all__ = ["Fault", "FaultInjected", "at", "kill", "stop"]
 
 
 class FaultInjected(Exception):
-    """What ``at`` raises where it was told nothing else."""
+    """Raised by ``at`` unless another error is given."""
 
 
 class Fault:
@@ -33,7 +33,7 @@ class Fault:
 
     @property
     def struck(self) -> bool:
-        """Whether the fault has happened."""
+        """True if the fault has happened."""
         return self.passed >= self.nth
 
     def _pass(self, name: str) -> None:

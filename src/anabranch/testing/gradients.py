@@ -1,4 +1,4 @@
-"""Whether two modules are the same function: outputs, gradients of what goes in, gradients of parameters."""
+"""Comparison of two modules as functions: outputs, gradients of inputs, gradients of parameters."""
 
 from __future__ import annotations
 

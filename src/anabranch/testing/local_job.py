@@ -20,7 +20,7 @@ __all__ = ["JobResult", "LocalJob"]
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended, by rank.
+    """The end of a job, by rank.
 
     Attributes:
         exit_codes: each worker's exit code, or minus the signal that killed it.

@@ -179,7 +179,7 @@ class _LossyStream:
             self._ready_at = max(time.monotonic(), self._ready_at) + count / self._network.bandwidth
 
     def _whole(self) -> bool:
-        """Whether the request has been sent to its end."""
+        """True if the request has been sent to its end."""
         if not self._greeting and frame_size(self._sent) is not None:
             self._greeting = bytes(self._sent[: frame_size(self._sent)])
             del self._sent[: len(self._greeting)]
