@@ -235,7 +235,7 @@ def test_a_job_whose_fork_server_fails_says_so_and_runs_in_plain_processes(
 
 
 def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
-    code = "import os, anabranch.launch.forks as f; s = f.ForkServer(os.environ); print(s.pid); os._exit(0)"
+    code = "import os, anabranch.launch.forks as f; s = f.ForkServer(os.environ); print(s.pid, flush=True); os._exit(0)"
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 

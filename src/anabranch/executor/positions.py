@@ -47,7 +47,7 @@ class Position(Protocol):
         """Called between epochs."""
 
     def snapshot(self) -> State:
-        """State that changes as batches are fetched, as of now; called by the fetching thread right before it fetches."""
+        """State that changes as batches are fetched, as of now; called by the fetching thread before each fetch."""
 
     def state(self, batches: int, snapshot: State) -> State:
         """The position after ``batches`` of this epoch, when ``snapshot`` was taken."""
