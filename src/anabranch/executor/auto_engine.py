@@ -34,7 +34,8 @@ from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_r
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
 from anabranch.graph.effects import is_collective
-from anabranch.graph.front import GuardMiss, one_at_a_time
+from anabranch.graph.front import GuardMiss
+from anabranch.graph.tracing import one_at_a_time
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
