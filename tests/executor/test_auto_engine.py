@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,6 +225,38 @@ def test_a_branch_on_data_stays_on_the_tape_without_a_word(
     assert all(f"{__file__}:" in text for text in said)
 
 
+def test_numpy_arrays_that_the_loss_reads_put_nothing_on_the_screen(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch logs, as an error, that it cannot guard the array."""
+    weights = np.ones(3, dtype=np.float32)
+    model = nn.Linear(3, 2)
+    step = ab.TrainStep(
+        model,
+        lambda m, x: m(x).square().mean() * torch.as_tensor(weights).sum(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    with ab.Executor(step, capture_after=1) as executor:
+        for _ in range(3):
+            executor.run(batch=torch.ones(4, 3))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_threads_capture_their_own_models_at_the_same_time() -> None:
+    """PyTorch's tracers patch modules for the whole process, those that capture an optimizer too."""
+
+    def train(index: int) -> str:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2 + index))
+        step = ab.TrainStep(
+            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        )
+        with ab.Executor(step, engine="graph") as executor:
+            for _ in range(3):
+                executor.run(batch=torch.ones(4, 3))
+            return executor.engine()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(train, range(3))) == ["graph"] * 3
+
+
 def test_explain_says_why() -> None:
     model = Branching()
     step = ab.TrainStep(model, classify, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -266,6 +300,28 @@ def test_a_trial_leaves_no_trace() -> None:
     assert_same(found, expected)
     assert [model.calls for model in models] == [8, 8]
     assert used == "graph"
+
+
+def test_a_refused_trial_leaves_the_gradients_of_the_tape() -> None:
+    """A loss that reads a tensor's version, which the trial's own copies raise, has other gradients in the graph."""
+
+    def gradients(engine: Any) -> tuple[list[Tensor | None], str]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        step = ab.TrainStep(
+            model,
+            lambda m, x: m(x).square().mean() * (1 + m.weight._version),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for _ in range(2):
+                executor.run(batch=torch.ones(4, 3))
+            return [parameter.grad for parameter in model.parameters()], executor.explain()
+
+    expected, _ = gradients("tape")
+    found, why = gradients("auto")
+    assert "bits" in why
+    assert all(map(torch.equal, found, expected))  # type: ignore[arg-type]
 
 
 def test_what_the_tape_refuses_too_is_the_users_own_mistake(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,6 +51,13 @@ class Equal:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Asked(nn.Module):
+    """Has a scale while nobody sets another."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 1.0 if name == "scale" else super().__getattr__(name)
+
+
 def of_module(value: float) -> types.ModuleType:
     module = types.ModuleType("settings_of_a_run")
     module.number = value  # type: ignore[attr-defined]
@@ -64,15 +71,55 @@ def cases() -> dict[str, Case]:
     """For each: what the loss reads, what changes it, and the engine that the step has before the change."""
     ordered = OrderedDict(a=1.0, b=2.0)
     chained = ChainMap[str, float]({}, {"number": 1.0})
-    equal, derived, sentinel = Equal(), Derived(), object()
+    equal, derived, sentinel, asked = Equal(), Derived(), object(), Asked()
     held, signed = [sentinel], types.SimpleNamespace(number=0.0)
+    settings, plain, places = of_module(1.0), Base(), {"a": 1, "b": 2}
+    namespace = types.SimpleNamespace()
 
     def imported() -> float:
         import settings_of_a_run  # type: ignore[import-not-found]
 
         return settings_of_a_run.number  # type: ignore[no-any-return]
 
+    def helper() -> float:
+        return getattr(helper, "scale", 1.0)
+
     return {
+        "key of a __dict__": (
+            lambda: plain.__dict__.get("scale", 1.0),
+            lambda patch: patch.setattr(plain, "scale", 2.0, raising=False),
+            "graph",
+        ),
+        "vars of what has no weak references": (
+            lambda: vars(namespace).get("scale", 1.0),
+            lambda patch: patch.setattr(namespace, "scale", 2.0, raising=False),
+            "tape",
+        ),
+        "attribute of a module": (
+            lambda: getattr(settings, "scale", 1.0),
+            lambda patch: patch.setattr(settings, "scale", 2.0, raising=False),
+            "graph",
+        ),
+        "attribute of a function": (
+            helper,
+            lambda patch: patch.setattr(helper, "scale", 2.0, raising=False),
+            "graph",
+        ),
+        "attribute in place of __getattr__": (
+            lambda: asked.scale,
+            lambda patch: patch.setattr(asked, "scale", 2.0, raising=False),
+            "graph",
+        ),
+        "global that hides a built-in": (
+            lambda: abs(-1.0),
+            lambda patch: patch.setattr(sys.modules[__name__], "abs", lambda _: 2.0, raising=False),
+            "graph",
+        ),
+        "order of a dict": (
+            lambda: 1.0 if list(places)[0] == "a" else 2.0,  # noqa: RUF015 - the case
+            lambda patch: places.update(a=places.pop("a")),
+            "graph",
+        ),
         "environment": (
             lambda: float(os.getenv("A_NUMBER_OF_A_RUN", "1.0")),
             lambda patch: patch.setenv("A_NUMBER_OF_A_RUN", "2.0"),

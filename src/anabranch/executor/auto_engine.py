@@ -32,8 +32,9 @@ from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
 from anabranch.executor.worth import Worth
 from anabranch.graph import StepProgram
-from anabranch.graph.front import GuardMiss, one_at_a_time
+from anabranch.graph.front import GuardMiss
 from anabranch.graph.step import Prepared
+from anabranch.graph.tracing import one_at_a_time
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 

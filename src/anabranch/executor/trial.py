@@ -39,6 +39,7 @@ class Snapshot:
         self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
         with torch.no_grad():
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -47,6 +48,8 @@ class Snapshot:
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         self._held.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:

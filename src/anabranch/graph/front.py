@@ -41,10 +41,10 @@ from anabranch.graph.refusals import reason_of
 from anabranch.graph.signed_zeros import guard_signs
 from anabranch.graph.silence import silent
 from anabranch.graph.slowness import told_if_slow
-from anabranch.graph.tracing import UserMistake, WrongType, undisturbed
+from anabranch.graph.tracing import UserMistake, WrongType, one_at_a_time, undisturbed
 from anabranch.graph.unseen import REGISTERED, Unseen
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "guards_hold", "mark", "mistake", "one_at_a_time"]
+__all__ = ["Call", "Front", "GuardMiss", "Make", "guards_hold", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -70,9 +70,6 @@ _SOUND: Mapping[str, object] = {
     "automatic_dynamic_remote_pgo": False,
     "verbose": False,
 }
-
-one_at_a_time = threading.RLock()
-"""Dynamo locks its own compilations; make_fx, which follows, patches modules for the whole process."""
 
 _EVERY_MODULE = (
     "_global_forward_hooks",
@@ -253,6 +250,7 @@ class Front:
             raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
         try:
             _refuse_what_is_lost()
+            _guard_order()
             self.traced.update(torch._guards.TracingContext.get_traced_code() or ())
             self.unseen.examine_code(self.traced)
             self.unseen.examine_calls(module.graph)
@@ -623,6 +621,17 @@ def _refuse_what_is_lost() -> None:
             "backward() is called, or the .grad or .data of a tensor assigned, in the middle of the step, which a "
             "graph would lose; use torch.autograd.grad, or engine='tape'"
         )
+
+
+def _guard_order() -> None:
+    """Guards the keys of each dict whose order was read: ``list(d)`` alone has Dynamo look at its length only."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    for source in output.guard_on_key_order:
+        if isinstance(output.resolve_source_value(source), dict):
+            install_guard(source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
 
 
 def _refuse_what_guards_miss() -> None:

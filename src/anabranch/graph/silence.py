@@ -11,6 +11,7 @@ __all__ = ["silent"]
 
 _LOUD = (
     "torch._dynamo",
+    "torch._guards",
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.sym_node",
     "torch.fx.experimental.symbolic_shapes",

@@ -55,6 +55,7 @@ __all__ = [
     "constants",
     "free_name",
     "is_library",
+    "one_at_a_time",
     "trace",
     "undisturbed",
     "user_line",
@@ -70,8 +71,8 @@ _LIBRARIES = (
     "<string>",
 )
 
-_one_at_a_time = threading.RLock()
-"""Torch's tracer patches modules for the whole process; two threads at once get in each other's way."""
+one_at_a_time = threading.RLock()
+"""Torch's tracer patches modules for the whole process: another thread must neither trace nor capture meanwhile."""
 
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 """Prints the traceback of every mistake in a shape, whoever may catch it."""
@@ -361,7 +362,7 @@ def trace(
         ):
             return list(body(inputs, recorder))
 
-    with _one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
+    with one_at_a_time, undisturbed(), fakes_of, torch.autograd.set_multithreading_enabled(False), _explained():
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     _refuse_casts_within(module.graph)
     _name_placeholders(module, sources)

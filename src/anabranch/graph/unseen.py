@@ -3,6 +3,8 @@
 Dynamo guards values that it meets as values. It does not look again at names that Python found among the built-ins, at
 the environment read through a function, at modules that an ``import`` statement found, at what an abstract base class
 counts as its own, at the order of an ``OrderedDict``, at a class's metaclass, or at the switches of attention kernels.
+Nor does it look at what was absent: a key of an object's ``__dict__``, an attribute of a module or of a function, a
+global that would hide a built-in.
 These are kept here, each as a look and what it gave. What cannot be looked at is refused: the identity of two objects,
 special methods of the user's classes that Dynamo called instead of reading, gradients of custom operators.
 """
@@ -13,6 +15,7 @@ import abc
 import builtins
 import dis
 import enum
+import functools
 import os
 import site
 import sys
@@ -21,7 +24,7 @@ import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -59,6 +62,8 @@ class Unseen:
 
     def __init__(self) -> None:
         self._looks: dict[object, tuple[Callable[[], object], object]] = {}
+        self._names: set[str] = set()  # that the user's code may look up in objects
+        self._reads_dicts = False
         self.kinds: set[type] = set()
         """Metaclasses, whose attributes their classes have too."""
         self.refused: str | None = None
@@ -95,6 +100,10 @@ class Unseen:
                     modules.add(operation.argval)
             if not code.co_filename.startswith(_INSTALLED):
                 _refuse_identity(code)
+                self._names |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+                self._reads_dicts |= not {"__dict__", "vars"}.isdisjoint(code.co_names)
+        for space in _globals_of(codes):
+            self._watch_absence(space, names)
         found = tuple(sorted(names))
         self._watch(("builtins", found), lambda: tuple(map(vars(builtins).get, found)))
         imported = tuple(sorted(modules))
@@ -119,9 +128,36 @@ class Unseen:
                 self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
 
+    def _watch_absence(self, held: dict[str, Any], names: Collection[str]) -> None:
+        absent = frozenset(names).difference(held)
+        if absent:
+            self._watch(("absent", id(held), absent), lambda: held.keys().isdisjoint(absent))
+
+    def _examine_absences(self, name: str, value: object) -> None:
+        """Takes in what an object has not, and the code would find if it had."""
+        kind = type(value)
+        try:
+            held = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
+        try:
+            kept = weakref.ref(value)
+        except TypeError:  # a SimpleNamespace
+            if self._reads_dicts:
+                self.refused = f"{name}, which nobody can hold a weak reference to, and the __dict__ of some object"
+            return
+        if isinstance(value, ModuleType):
+            self._watch_absence(held, self._names)
+        elif isinstance(value, (FunctionType, functools.partial)) or _is_users(getattr(kind, "__getattr__", None)):
+            absent = frozenset(self._names).difference(held)
+            self._watch(("absent", id(value), absent), lambda: absent.isdisjoint(getattr(kept(), "__dict__", ())))
+        if self._reads_dicts and not isinstance(value, (type, ModuleType)):
+            self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
+
     def examine_value(self, name: str, value: object) -> None:
         """Takes in a value that a guard looks at; one that cannot be watched is noted in ``refused``."""
         kind = type(value)
+        self._examine_absences(name, value)
         if isinstance(value, type):
             self._examine_class(value)
         elif isinstance(value, FunctionType):
@@ -135,7 +171,8 @@ class Unseen:
             self.refused = f"{name}, whose __missing__ makes values"
         elif not isinstance(value, nn.Module) and kind.__module__.partition(".")[0] not in ("torch", "builtins"):
             self.kinds.add(kind)  # an attribute may come to hide that of a base class
-            special = next((each for each in _COMPARISONS if _is_users(getattr(kind, each, None))), None)
+            inherits = _is_installed(kind)  # with a mapping's __eq__, which has no file
+            special = next((each for each in _COMPARISONS if _is_users(getattr(kind, each, None), inherits)), None)
             if special is not None:
                 self.refused = f"{name}, whose class has a {special} of its own"
 
@@ -143,6 +180,7 @@ class Unseen:
         """Takes in the classes and functions that a function names: of those it only calls, no guard tells."""
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         space = function.__globals__
+        self._watch_absence(space, vars(builtins).keys() & set(function.__code__.co_names))
         module = sys.modules.get(str(space.get("__name__")))
         elsewhere = module is not None and vars(module) is not space
         if elsewhere and any(
@@ -167,6 +205,13 @@ def _attention_switches() -> list[bool]:
     return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
 
 
+def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
+    """Those of the modules that code of the user's comes from."""
+    files = {code.co_filename for code in codes if not code.co_filename.startswith((*_OURS, *_INSTALLED))}
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [vars(module) for module in modules if str(vars(module).get("__file__")) in files]
+
+
 def _is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - raises where it is empty
@@ -175,11 +220,22 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _is_users(method: object) -> bool:
-    """True for a function of the user's own code, and none that a dataclass generates."""
+def _is_installed(kind: type) -> bool:
+    return str(getattr(sys.modules.get(kind.__module__), "__file__", "")).startswith(_INSTALLED)
+
+
+def _is_users(method: object, inherits: bool = False) -> bool:
+    """True for a function of the user's own code, and none that a dataclass generates.
+
+    Args:
+        method: of a class.
+        inherits: a library's class, which may have methods of Python's frozen modules.
+    """
     if not isinstance(method, FunctionType):
         return False
     code = method.__code__
+    if inherits and code.co_filename.startswith("<frozen "):
+        return False
     return not code.co_filename.startswith((*_OURS, *_INSTALLED, "<attrs")) and "__create_fn__" not in code.co_qualname
 
 
