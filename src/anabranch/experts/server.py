@@ -279,7 +279,7 @@ class ExpertServer:
     def _forward(self, call: Call) -> None:
         backend = self._find(call.target)
         schema = backend.schema
-        inputs = wire.from_wire(call.tensors, schema.inputs)
+        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         self._check_finite(call, inputs, schema.input_names)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:

@@ -112,7 +112,9 @@ class SocketStream:
         try:
             if self._secure:
                 return self._sock.send(buffers[0])
-            return socket.socket.sendmsg(self._sock, buffers[:_MOST_BUFFERS])
+            if len(buffers) > _MOST_BUFFERS:
+                buffers = buffers[:_MOST_BUFFERS]
+            return socket.socket.sendmsg(self._sock, buffers)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
         except ssl.SSLError as error:
