@@ -146,7 +146,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     for call in calls.calls:
         schema = call.schema
         if call.outputs is not None and schema.gives_as_is and schema.gives_gradients:
-            outputs += cast(list[Tensor], call.outputs)
+            outputs += cast("list[Tensor]", call.outputs)
         else:
             for output, spec in zip(call.outputs or (), schema.output_specs, strict=call.answered):
                 if output is not None and spec is not None:
@@ -198,7 +198,7 @@ def _request_of(call: ExpertCall) -> Request:
         call.endpoint,
         wire.FORWARD,
         call.uid,
-        cast(Sequence[Tensor], call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
+        cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
         payload=call.ticket,
         schema=schema.hash,
         allocate=_expect(schema.output_layout, call.rows),

@@ -144,7 +144,7 @@ class Schema:
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             # Says what is wrong, if something is.
-            cast(TensorSpec, self.arguments[0]).check(args[0], self.input_names[0])
+            cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
             return [args[0]]
         leaves, came = flatten((tuple(args), dict(kwargs)))
         if came != self.input_structure:
@@ -264,10 +264,11 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor Inf; integers always do not."""
-    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 0:
+    floating = tensor.is_floating_point()
+    if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
     # A finite sum proves it in one pass; an overflowing one proves nothing.
-    if tensor.dtype.is_floating_point and math.isfinite(float(tensor.sum())):
+    if floating and math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())
 

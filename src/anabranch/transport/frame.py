@@ -67,7 +67,6 @@ _PREAMBLE = struct.Struct("<4sBBHIQII")
 _CHECKED = _PREAMBLE.size - 4
 _VERSION_AT = 4
 _BODY_CHECKSUM = 1
-_BOOL = DTYPE_CODES[torch.bool]
 _MOST_BYTES = 1 << 62
 _AHEAD = 16 << 10
 
@@ -329,11 +328,11 @@ class FrameWriter:
         """Adds a frame behind those that wait."""
         self.waiting.extend(frame)
 
-    def send(self, frame: Sequence[memoryview], stream: Stream) -> None:
-        """Adds a frame, and gives the stream what it takes."""
+    def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
+        """Adds a frame, of ``nbytes`` altogether, and gives the stream what it takes."""
         if not self.waiting:
             taken = stream.send(frame)
-            if taken == sum(map(len, frame)):
+            if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
                 return
             self.waiting.extend(frame)
             self._drop(taken)
@@ -439,26 +438,26 @@ class FrameReader:
         if (self._views or self._skip) and not self._fill(stream):
             return None
         frame = Frame(header, self._tensors)
-        if header.tensors and frame.tensors:
-            self._check_content(header.tensors, frame.tensors)
+        if frame.tensors:
+            self._check_content(frame.tensors)
         # The rest is as it was when the frame began.
         self._header, self._accepted, self._tensors, self._body_checksum = None, False, (), None
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
         """Receives what there is behind what lies ahead, in a buffer that takes ``least`` bytes at least."""
-        waiting = self._end - self._start
-        if not waiting and least <= len(self._ahead):
-            self._start = self._end = 0
-        elif self._start or least > len(self._ahead):
-            rest = bytes(self._view[self._start : self._end])
+        start, end = self._start, self._end
+        if start == end and least <= len(self._ahead):
+            start = end = 0
+        elif start or least > len(self._ahead):
+            rest = bytes(self._view[start:end])
             if least > len(self._ahead):
                 self._ahead = bytearray(max(least, _AHEAD))
                 self._view = memoryview(self._ahead)
-            self._view[:waiting] = rest
-            self._start, self._end = 0, waiting
-        count = stream.receive_into(self._view[self._end :])
-        self._end += count
+            start, end = 0, end - start
+            self._view[:end] = rest
+        count = stream.receive_into(self._view[end:] if end else self._view)
+        self._start, self._end = start, end + count
         self.received += count
         return count
 
@@ -470,13 +469,13 @@ class FrameReader:
         if version != VERSION:
             raise ProtocolError(f"the peer speaks version {version} of the protocol, this side {VERSION}; update one")
 
-    def _check_content(self, headers: Sequence[TensorHeader], tensors: Sequence[Tensor]) -> None:
+    def _check_content(self, tensors: Sequence[Tensor]) -> None:
         if self._body_checksum is not None:
             found = _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()])
             if found != self._body_checksum:
                 raise ConnectionAbortedError("the body's checksum does not match: bytes were changed on the way")
-        for header, tensor in zip(headers, tensors, strict=True):
-            if header.code == _BOOL and not check_bools(tensor):
+        for tensor in tensors:
+            if tensor.dtype is torch.bool and not check_bools(tensor):
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
     def _read_head(self, stream: Stream) -> Header | None:
@@ -544,23 +543,29 @@ class FrameReader:
 
     def _fill(self, stream: Stream) -> bool:
         """Fills the places of the body; whether all of it has come."""
-        while self._views:
-            view = self._views[0]
-            if self._start != self._end or len(view) < _AHEAD:
-                if self._start == self._end and not self._fetch(stream, _AHEAD):
-                    return False
-                count = min(len(view), self._end - self._start)
-                view[:count] = self._view[self._start : self._start + count]
-                self._start += count
-            else:
+        views = self._views
+        while views:
+            view = views[0]
+            size = len(view)
+            start = self._start
+            ahead = self._end - start
+            if not ahead and size >= _AHEAD:
                 count = stream.receive_into(view)
                 if not count:
                     return False
                 self.received += count
-            if count == len(view):
-                del self._views[0]
+            elif ahead:
+                count = ahead if ahead < size else size
+                view[:count] = self._view[start : start + count]
+                self._start = start + count
+            elif self._fetch(stream, _AHEAD):
+                continue
             else:
-                self._views[0] = view[count:]
+                return False
+            if count == size:
+                del views[0]
+            else:
+                views[0] = view[count:]
         while self._skip:
             if self._start == self._end and not self._fetch(stream, _AHEAD):
                 return False
@@ -573,20 +578,23 @@ class FrameReader:
         if len(headers) > self._limits.tensors:
             raise ProtocolError(f"{len(headers)} tensors are over the limit of {self._limits.tensors}")
         offset = 0
+        most = self._limits.dimensions
         for header in headers:
-            if header.code not in DTYPES:
+            shape, nbytes = header.shape, header.nbytes
+            dtype = DTYPES.get(header.code)
+            if dtype is None:
                 raise ProtocolError(f"{header.code} is the number of no dtype")
-            if len(header.shape) > self._limits.dimensions:
-                raise ProtocolError(f"{len(header.shape)} dimensions are over the limit of {self._limits.dimensions}")
-            nbytes = math.prod(header.shape) * DTYPES[header.code].itemsize
-            if nbytes != header.nbytes or header.offset != offset:
+            if len(shape) > most:
+                raise ProtocolError(f"{len(shape)} dimensions are over the limit of {most}")
+            expected = math.prod(shape) * dtype.itemsize
+            if nbytes != expected or header.offset != offset:
                 raise ProtocolError(
-                    f"a tensor of shape {header.shape} and {header.nbytes} bytes at {header.offset} "
-                    f"should be {nbytes} bytes at {offset}"
+                    f"a tensor of shape {shape} and {nbytes} bytes at {header.offset} "
+                    f"should be {expected} bytes at {offset}"
                 )
             offset += nbytes
             # Zero-size shapes of huge sizes overflow torch's strides though they hold nothing.
-            if not nbytes and math.prod(max(size, 1) for size in header.shape) > _MOST_BYTES:
-                raise ProtocolError(f"shape {header.shape} has strides that no tensor can have")
+            if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
+                raise ProtocolError(f"shape {shape} has strides that no tensor can have")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")
