@@ -18,12 +18,13 @@ from anabranch.errors import Overloaded
 from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Hello, encode
 
-NUMBERS = 1 << 20
+# More than the buffers of a Unix socket take.
+NUMBERS = 2 << 20
 NBYTES = 4 * NUMBERS
 
 
 class Large:
-    """Answers with 4 MiB, and knows whether they are still there."""
+    """Answers with 8 MiB, and knows whether they are still there."""
 
     def __init__(self, *, quick: bool) -> None:
         self.alive: list[weakref.ref[np.ndarray]] = []

@@ -213,9 +213,7 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     if outcome.payload != call.ticket:
         call.ticket = b""
     outputs = (
-        list(outcome.tensors)
-        if call.schema.gives_as_is
-        else wire.from_wire(outcome.tensors, call.schema.output_specs)
+        list(outcome.tensors) if call.schema.gives_as_is else wire.from_wire(outcome.tensors, call.schema.output_specs)
     )
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:

@@ -191,13 +191,7 @@ class Client:
             RemoteError: the verb's handler raised.
             NotFound, SchemaError, NonFinite: the server found the request wrong.
         """
-        exchange = _Exchange(self, request, deadline)
-        try:
-            exchange.run()
-        finally:
-            if not exchange.done:
-                exchange.cancel()
-        outcome = exchange.outcome
+        outcome = self.gather([request], deadline)[0]
         if isinstance(outcome, Exception):
             raise outcome
         assert outcome is not None

@@ -555,7 +555,7 @@ class FrameReader:
                     return False
                 self.received += count
             elif ahead:
-                count = ahead if ahead < size else size
+                count = min(size, ahead)
                 view[:count] = self._view[start : start + count]
                 self._start = start + count
             elif self._fetch(stream, _AHEAD):
