@@ -212,9 +212,11 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if outcome.payload != call.ticket:
         call.ticket = b""
-    outputs = (
-        list(outcome.tensors) if call.schema.gives_as_is else wire.from_wire(outcome.tensors, call.schema.output_specs)
-    )
+    outputs: list[Tensor | None]
+    if call.schema.gives_as_is:
+        outputs = [*outcome.tensors]
+    else:
+        outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
         report("experts.not_finite", uid=call.uid, what=name)

@@ -150,6 +150,8 @@ class Connection:
                 return
             # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
             self._call = None
+            # Its time to read begins now, however long the call took; before others can see that something waits.
+            self._progress = time.monotonic()
             whole = 0
             for buffer in frame:
                 whole += len(buffer)
@@ -161,10 +163,7 @@ class Connection:
                     frame = self._no_room(call, nbytes)
                     whole = len(frame[0])
             self._write(frame, whole)
-            if self._writer.waiting:
-                # Its time to read begins now, however long the call took.
-                self._progress = time.monotonic()
-            elif self._waiting_bytes:
+            if self._waiting_bytes and not self._writer.waiting:
                 self._account()
 
     def stalled(self, now: float) -> float:

@@ -25,9 +25,9 @@ from anabranch.transport.streams import Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]
 
-# As much as a frame of two megabytes leaves in one go, so that neither side waits for the other in between; the kernel
-# takes as much memory only while nobody has read it, and less where its own limit is lower.
-_UNIX_BUFFER = 2 << 20
+# The kernel takes twice as much: two megabytes and their header leave in one go, so that neither side has to wait for
+# the other in between.
+_UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
