@@ -9,6 +9,8 @@ from anabranch.errors import DeadlineExceeded
 
 __all__ = ["Deadline"]
 
+_FOREVER = float("inf")
+
 
 class Deadline:
     """The moment after which a wait ends with an error that names whom it waited for.
@@ -29,7 +31,7 @@ class Deadline:
     __slots__ = ("_clock", "_expires", "_started")
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if not 0 < seconds < float("inf"):
+        if not 0 < seconds < _FOREVER:
             raise ValueError(f"a deadline lies a finite number of seconds above 0 ahead, got {seconds!r}")
         self._clock = clock
         self._started = clock()
@@ -42,7 +44,8 @@ class Deadline:
 
     def remaining(self) -> float:
         """Seconds left, never below 0."""
-        return max(0.0, self._expires - self._clock())
+        left = self._expires - self._clock()
+        return max(0.0, left)
 
     def elapsed(self) -> float:
         """Seconds since the deadline was made."""

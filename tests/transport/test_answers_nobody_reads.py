@@ -6,7 +6,7 @@ import gc
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -16,14 +16,16 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import Overloaded
 from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Hello, encode
+from anabranch.transport.frame import FrameWriter, Hello, encode
+from anabranch.transport.streams import Stream
 
-NUMBERS = 1 << 20
+# More than the buffers of a Unix socket take.
+NUMBERS = 2 << 20
 NBYTES = 4 * NUMBERS
 
 
 class Large:
-    """Answers with 4 MiB, and knows whether they are still there."""
+    """Answers with 8 MiB, and knows whether they are still there."""
 
     def __init__(self, *, quick: bool) -> None:
         self.alive: list[weakref.ref[np.ndarray]] = []
@@ -164,6 +166,25 @@ def test_a_long_call_leaves_its_client_time_to_read(monkeypatch: pytest.MonkeyPa
             some = sock.recv(1 << 20)
             assert some
             received += len(some)
+
+
+def test_its_time_to_read_begins_before_the_first_byte_of_an_answer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that came between the first bytes and the note of when they left cut the client off."""
+    calls: list[Call] = []
+    stood: list[float] = []
+    send = FrameWriter.send
+    with Server([Verb("large", calls.append, quick=True)]) as server, asker(server):
+        until(lambda: len(calls) == 1)
+        (connection,) = server._connections
+        connection._progress -= 1000.0
+
+        def watched(writer: FrameWriter, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
+            stood.append(time.monotonic() - connection._progress)
+            send(writer, frame, stream, nbytes)
+
+        monkeypatch.setattr(FrameWriter, "send", watched)
+        calls[0].reply([torch.ones(4)])
+    assert stood[0] < 500
 
 
 @pytest.mark.usefixtures("_no_collector")

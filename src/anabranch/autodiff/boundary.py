@@ -246,8 +246,11 @@ def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool
     answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)
-    with _within():
+    _crossing.depth += 1
+    try:
         crossed = boundary.forward(inputs, wants)
+    finally:
+        _crossing.depth -= 1
     if not crossed.fresh:
         taken = _memory_of(inputs)
         crossed.outputs = [_owned(output, taken) for output in crossed.outputs]
@@ -267,8 +270,11 @@ def come_back(
     answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
         return answers.replay_backward(boundary, gradients, wants)
-    with _within():
+    _crossing.depth += 1
+    try:
         found = boundary.backward(state, inputs, gradients)
+    finally:
+        _crossing.depth -= 1
     taken = _memory_of([*inputs, *gradients])
     owned = [
         _owned(gradient, taken) if want and gradient is not None else None
@@ -374,15 +380,6 @@ class _Depth(threading.local):
 
 
 _crossing = _Depth()
-
-
-@contextmanager
-def _within() -> Iterator[None]:
-    _crossing.depth += 1
-    try:
-        yield
-    finally:
-        _crossing.depth -= 1
 
 
 def _copied(values: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 from torch import Tensor
@@ -25,7 +26,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, NotFound, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
-from anabranch.experts.compression import check_tensors
+from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
@@ -143,11 +144,15 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     outputs: list[Tensor] = []
     no_gradient: list[int] = []
     for call in calls.calls:
-        for output, spec in zip(call.outputs or (), call.schema.output_specs, strict=call.answered):
-            if output is not None and spec is not None:
-                if not spec.requires_grad:
-                    no_gradient.append(len(outputs))
-                outputs.append(output)
+        schema = call.schema
+        if call.outputs is not None and schema.gives_as_is and schema.gives_gradients:
+            outputs += cast("list[Tensor]", call.outputs)
+        else:
+            for output, spec in zip(call.outputs or (), schema.output_specs, strict=call.answered):
+                if output is not None and spec is not None:
+                    if not spec.requires_grad:
+                        no_gradient.append(len(outputs))
+                    outputs.append(output)
         call.outputs = None
         call.inputs = ()
     # Received into memory made for them, or copied from there to a device.
@@ -166,19 +171,7 @@ def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
 
 def _ask_forward(calls: Calls) -> None:
     deadline = calls.deadline or Deadline.after(calls.forward_timeout)
-    requests = [
-        Request(
-            call.endpoint,
-            wire.FORWARD,
-            call.uid,
-            wire.to_wire(call.inputs, call.schema.inputs),
-            payload=call.ticket,
-            schema=call.schema.hash,
-            allocate=_expect(wire.output_layout(call.schema), call.rows),
-            role="experts",
-        )
-        for call in calls.calls
-    ]
+    requests = [_request_of(call) for call in calls.calls]
     enough = calls.enough
 
     def take(outcomes: Sequence[Outcome]) -> None:
@@ -186,12 +179,31 @@ def _ask_forward(calls: Calls) -> None:
             if outcome is not None and not call.answered and call.error is None:
                 _take_outputs(call, outcome, finite_only=calls.finite_only)
 
+    if enough is None:
+        take(calls.client.gather(requests, deadline))
+        return
+
     def enough_came(outcomes: Sequence[Outcome]) -> bool:
         take(outcomes)
-        return enough is not None and enough(calls.calls)
+        return enough(calls.calls)
 
     grace = deadline.remaining() if calls.grace is None else calls.grace
-    take(calls.client.gather(requests, deadline, enough=None if enough is None else enough_came, grace=grace))
+    take(calls.client.gather(requests, deadline, enough=enough_came, grace=grace))
+
+
+def _request_of(call: ExpertCall) -> Request:
+    schema = call.schema
+    as_is = schema.takes_as_is
+    return Request(
+        call.endpoint,
+        wire.FORWARD,
+        call.uid,
+        cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
+        payload=call.ticket,
+        schema=schema.hash,
+        allocate=_expect(schema.output_layout, call.rows),
+        role="experts",
+    )
 
 
 def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> None:
@@ -200,17 +212,20 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
         return
     if outcome.payload != call.ticket:
         call.ticket = b""
-    outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
+    outputs: list[Tensor | None]
+    if call.schema.gives_as_is:
+        outputs = [*outcome.tensors]
+    else:
+        outputs = wire.from_wire(outcome.tensors, call.schema.output_specs)
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
         report("experts.not_finite", uid=call.uid, what=name)
         call.error = NonFinite(f"{call.uid}: {name} holds NaN or Inf")
         return
     for tensor in call.inputs:
-        if tensor is not None and tensor.device.type != "cpu":
-            outputs = [None if output is None else output.to(tensor.device) for output in outputs]
-            break
         if tensor is not None:
+            if not tensor.is_cpu:
+                outputs = [None if output is None else output.to(tensor.device) for output in outputs]
             break
     call.outputs = outputs
     call.answered = True
@@ -322,7 +337,7 @@ def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_onl
 
 def _expect(layout: wire.Layout, rows: int) -> Callable[[Sequence[TensorHeader]], Sequence[Tensor]]:
     def make(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        came = wire.check_layout(headers, layout)
+        came = check_parts(headers, layout)
         if headers and came != rows:
             raise ProtocolError(f"{rows} rows were asked for, {came} came")
         return allocate(headers)

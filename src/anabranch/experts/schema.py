@@ -81,6 +81,21 @@ class Schema:
         return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
 
     @cached_property
+    def takes_as_is(self) -> bool:
+        """Whether each input travels as one tensor, and as it is."""
+        return _travels_as_is(self.inputs)
+
+    @cached_property
+    def gives_as_is(self) -> bool:
+        """Whether each output travels as one tensor, and as it is."""
+        return _travels_as_is(self.output_specs)
+
+    @cached_property
+    def gives_gradients(self) -> bool:
+        """Whether every output may have a gradient."""
+        return all(spec is None or spec.requires_grad for spec in self.output_specs)
+
+    @cached_property
     def gives_one(self) -> bool:
         """Whether it returns a tensor, and no nesting of them."""
         return isinstance(self.outputs, TensorSpec)
@@ -128,7 +143,9 @@ class Schema:
             SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            return check_leaves(args, self.inputs, self.input_names)
+            # Says what is wrong, if something is.
+            cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
+            return [args[0]]
         leaves, came = flatten((tuple(args), dict(kwargs)))
         if came != self.input_structure:
             raise SchemaError(
@@ -136,6 +153,10 @@ class Schema:
                 f"got {_outline((tuple(args), dict(kwargs)))}"
             )
         return check_leaves(leaves, self.inputs, self.input_names)
+
+
+def _travels_as_is(specs: Sequence[TensorSpec | None]) -> bool:
+    return all(spec is not None and spec.compression is None for spec in specs)
 
 
 def specs_of(structure: Structure) -> list[TensorSpec | None]:
@@ -243,10 +264,11 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 def all_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor Inf; integers always do not."""
-    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.numel() == 0:
+    floating = tensor.is_floating_point()
+    if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
     # A finite sum proves it in one pass; an overflowing one proves nothing.
-    if tensor.dtype.is_floating_point and math.isfinite(float(tensor.sum())):
+    if floating and math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())
 

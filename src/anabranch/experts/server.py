@@ -25,7 +25,7 @@ from anabranch.errors import BoundaryError, NonFinite, NotFound, SchemaError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.backend import ExpertBackend
-from anabranch.experts.compression import wire_parts
+from anabranch.experts.compression import check_parts, wire_parts
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.persistence import Persistence
 from anabranch.experts.runtime import Runtime
@@ -269,7 +269,7 @@ class ExpertServer:
         backend = self._find(header.target)
         if header.schema != self._schemas[header.target][1]:
             raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
-        rows = wire.check_layout(header.tensors, wire.request_layout(backend.schema, header))
+        rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
         pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
         nbytes = 0
         for tensor in header.tensors:
@@ -277,9 +277,10 @@ class ExpertServer:
         pool.check_room(rows, nbytes)
 
     def _forward(self, call: Call) -> None:
-        backend = self._find(call.target)
+        # The check has found it.
+        backend = self._backends[call.target]
         schema = backend.schema
-        inputs = wire.from_wire(call.tensors, schema.inputs)
+        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
         self._check_finite(call, inputs, schema.input_names)
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:

@@ -167,7 +167,12 @@ class Call:
             self._books.once.finish(self.identity, frame)
         elif self.once:
             self._books.once.abandon(self.identity)
-        self._books.finished(self._nbytes, 0 if frame is None else sum(map(len, frame[1:])))
+        answered = 0
+        if frame is not None:
+            for buffer in frame:
+                answered += len(buffer)
+            answered -= len(frame[0])
+        self._books.finished(self._nbytes, answered)
 
     def leave(self, connection: Recipient) -> None:
         """The client behind ``connection`` has gone."""

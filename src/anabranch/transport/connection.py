@@ -150,21 +150,20 @@ class Connection:
                 return
             # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
             self._call = None
-            nbytes = -len(frame[0])  # the header's, which is not counted
+            # Its time to read begins now, however long the call took; before others can see that something waits.
+            self._progress = time.monotonic()
+            whole = 0
             for buffer in frame:
-                nbytes += len(buffer)
-            if nbytes > _SMALL and not self._server.reserve_answer(nbytes):
-                full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
-                failure = failure_of(full, call.identity[1])
-                self._server.count_error(failure)
-                frame, nbytes = encode(failure), 0
-            if nbytes > _SMALL:
-                self._waiting_bytes = nbytes
-            self._write(frame)
-            if self._writer.waiting:
-                # Its time to read begins now, however long the call took.
-                self._progress = time.monotonic()
-            elif self._waiting_bytes:
+                whole += len(buffer)
+            if whole > _SMALL and (nbytes := whole - len(frame[0])) > _SMALL:
+                # The header is not counted.
+                if self._server.reserve_answer(nbytes):
+                    self._waiting_bytes = nbytes
+                else:
+                    frame = self._no_room(call, nbytes)
+                    whole = len(frame[0])
+            self._write(frame, whole)
+            if self._waiting_bytes and not self._writer.waiting:
                 self._account()
 
     def stalled(self, now: float) -> float:
@@ -209,9 +208,15 @@ class Connection:
                 self.stream.abort()
                 self.driver.wake(self)
 
-    def _write(self, frame: Sequence[memoryview]) -> None:
+    def _no_room(self, call: Call, nbytes: int) -> list[memoryview]:
+        full = Overloaded(f"no room for an answer of {nbytes} bytes: others wait for clients that do not read")
+        failure = failure_of(full, call.identity[1])
+        self._server.count_error(failure)
+        return encode(failure)
+
+    def _write(self, frame: Sequence[memoryview], nbytes: int = -1) -> None:
         try:
-            self._writer.send(frame, self.stream)
+            self._writer.send(frame, self.stream, nbytes)
         except (OSError, BoundaryError):
             self._writer.waiting.clear()
             self.stream.abort()
@@ -286,12 +291,14 @@ class Connection:
             self._reader.demands_checksums = self.stream.peer().plain
         while True:
             with self._lock:
-                moved = self._writer.flush(self.stream) if self._writer.waiting else 0
-                if moved:
+                moved = 0
+                if self._writer.waiting and (moved := self._writer.flush(self.stream)):
                     self._account()
-                before = self._reader.received
-                frame = self._reader.advance(self.stream) if readable else None
-                moved += self._reader.received - before
+                frame = None
+                if readable:
+                    before = self._reader.received
+                    frame = self._reader.advance(self.stream)
+                    moved += self._reader.received - before
             if moved:
                 self._progress = time.monotonic()
             if self._needs_thread:

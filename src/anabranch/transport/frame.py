@@ -209,23 +209,27 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
         TypeError: a tensor that cannot cross.
     """
     limits = _LIMITS
-    if len(tensors) > limits.tensors:
-        raise ValueError(f"a frame carries at most {limits.tensors} tensors, got {len(tensors)}; send fewer at a time")
     bodies: list[memoryview] = []
-    described: list[TensorHeader] = []
     offset = 0
-    for tensor in tensors:
-        if tensor.ndim > limits.dimensions:
-            raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {tuple(tensor.shape)}")
-        memory = plain_bytes(tensor)
-        if memory is None:
-            tensor = dense_on_cpu(tensor)
-            memory = bytes_of(tensor)
-        described.append(TensorHeader(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), offset, len(memory)))
-        offset += len(memory)
-        if memory:
-            bodies.append(memory)
-    if described:
+    if tensors:
+        if len(tensors) > limits.tensors:
+            raise ValueError(
+                f"a frame carries at most {limits.tensors} tensors, got {len(tensors)}; send fewer at a time"
+            )
+        described: list[TensorHeader] = []
+        for tensor in tensors:
+            shape = tuple(tensor.shape)
+            if len(shape) > limits.dimensions:
+                raise ValueError(f"tensors of at most {limits.dimensions} dimensions cross, got {shape}")
+            memory = plain_bytes(tensor)
+            if memory is None:
+                tensor = dense_on_cpu(tensor)
+                memory = bytes_of(tensor)
+            nbytes = len(memory)
+            described.append(TensorHeader(DTYPE_CODES[tensor.dtype], shape, offset, nbytes))
+            if nbytes:
+                offset += nbytes
+                bodies.append(memory)
         header = msgspec.structs.replace(header, tensors=tuple(described))
     packed = _ENCODER.encode(header)
     if len(packed) > limits.header:
@@ -324,11 +328,11 @@ class FrameWriter:
         """Adds a frame behind those that wait."""
         self.waiting.extend(frame)
 
-    def send(self, frame: Sequence[memoryview], stream: Stream) -> None:
-        """Adds a frame, and gives the stream what it takes."""
+    def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
+        """Adds a frame, of ``nbytes`` altogether, and gives the stream what it takes."""
         if not self.waiting:
             taken = stream.send(frame)
-            if taken == sum(map(len, frame)):
+            if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
                 return
             self.waiting.extend(frame)
             self._drop(taken)
@@ -339,12 +343,15 @@ class FrameWriter:
     def flush(self, stream: Stream) -> int:
         """Gives the stream what it takes; returns how many bytes that was."""
         total = 0
-        while self.waiting:
-            taken = stream.send(self.waiting)
+        while waiting := self.waiting:
+            taken = stream.send(waiting)
             if not taken:
                 break
             total += taken
-            self._drop(taken)
+            if taken == sum(map(len, waiting)):
+                waiting.clear()
+            else:
+                self._drop(taken)
         return total
 
     def _drop(self, taken: int) -> None:
@@ -386,9 +393,9 @@ class FrameReader:
         self._restart()
 
     def _restart(self) -> None:
-        self._preamble: tuple[int, int, int, int, int] | None = None
         self._body_checksum: int | None = None
         self._header: Header | None = None
+        self._body = 0
         self._accepted = False
         self._tensors: Sequence[Tensor] | None = ()
         self._skip = 0
@@ -396,7 +403,7 @@ class FrameReader:
 
     def idle(self) -> bool:
         """Whether the reader stands between two frames, and has nothing of the next."""
-        return self._preamble is None and self._start == self._end
+        return self._header is None and self._start == self._end
 
     def holds_more(self) -> bool:
         """Whether bytes were received that belong to the next frame."""
@@ -421,48 +428,36 @@ class FrameReader:
             ProtocolError: the bytes are no frame, or break a limit; the stream is of no further use.
             ConnectionError: the stream has ended, or has damaged a body: a request or answer to be sent anew.
         """
-        if self._preamble is None:
-            while (came := self._end - self._start) < _PREAMBLE.size:
-                if came > _VERSION_AT:
-                    # Another version's preamble may be shorter, and its frame with it.
-                    self._check_version()
-                if not self._fetch(stream, _PREAMBLE.size):
-                    return None
-            self._read_preamble()
-        assert self._preamble is not None
-        kind, length, body, checksum, start = self._preamble
-        if self._header is None:
-            while self._end - self._start < length:
-                if not self._fetch(stream, length):
-                    return None
-            self._header = self._read_header(kind, length, body, checksum, start)
-        if not self._accepted and not self._place(self._header, body):
+        header = self._header
+        if header is None:
+            header = self._header = self._read_head(stream)
+            if header is None:
+                return None
+        if not self._accepted and not self._place(header):
             return None
         if (self._views or self._skip) and not self._fill(stream):
             return None
-        frame = Frame(self._header, self._tensors)
-        if self._body_checksum is not None and frame.tensors is not None:
-            self._check_body(frame.tensors, self._body_checksum)
-        for tensor in frame.tensors or ():
-            if tensor.dtype is torch.bool and not check_bools(tensor):
-                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
-        self._restart()
+        frame = Frame(header, self._tensors)
+        if frame.tensors:
+            self._check_content(frame.tensors)
+        # The rest is as it was when the frame began.
+        self._header, self._accepted, self._tensors, self._body_checksum = None, False, (), None
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
         """Receives what there is behind what lies ahead, in a buffer that takes ``least`` bytes at least."""
-        waiting = self._end - self._start
-        if not waiting and least <= len(self._ahead):
-            self._start = self._end = 0
-        elif self._start or least > len(self._ahead):
-            rest = bytes(self._view[self._start : self._end])
+        start, end = self._start, self._end
+        if start == end and least <= len(self._ahead):
+            start = end = 0
+        elif start or least > len(self._ahead):
+            rest = bytes(self._view[start:end])
             if least > len(self._ahead):
                 self._ahead = bytearray(max(least, _AHEAD))
                 self._view = memoryview(self._ahead)
-            self._view[:waiting] = rest
-            self._start, self._end = 0, waiting
-        count = stream.receive_into(self._view[self._end :])
-        self._end += count
+            start, end = 0, end - start
+            self._view[:end] = rest
+        count = stream.receive_into(self._view[end:] if end else self._view)
+        self._start, self._end = start, end + count
         self.received += count
         return count
 
@@ -474,79 +469,103 @@ class FrameReader:
         if version != VERSION:
             raise ProtocolError(f"the peer speaks version {version} of the protocol, this side {VERSION}; update one")
 
-    def _check_body(self, tensors: Sequence[Tensor], expected: int) -> None:
-        if _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()]) != expected:
-            raise ConnectionAbortedError("the body's checksum does not match: bytes were changed on the way")
+    def _check_content(self, tensors: Sequence[Tensor]) -> None:
+        if self._body_checksum is not None:
+            found = _checksum([bytes_of(tensor) for tensor in tensors if tensor.numel()])
+            if found != self._body_checksum:
+                raise ConnectionAbortedError("the body's checksum does not match: bytes were changed on the way")
+        for tensor in tensors:
+            if tensor.dtype is torch.bool and not check_bools(tensor):
+                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
-    def _read_preamble(self) -> None:
-        start = self._start
-        magic, version, kind, flags, header, body, own, checksum = _PREAMBLE.unpack_from(self._ahead, start)
+    def _read_head(self, stream: Stream) -> Header | None:
+        """The next frame's header, checked; ``None`` as long as it is not whole."""
+        while (came := self._end - self._start) < _PREAMBLE.size:
+            if came > _VERSION_AT:
+                # Another version's preamble may be shorter, and its frame with it.
+                self._check_version()
+            if not self._fetch(stream, _PREAMBLE.size):
+                return None
+        magic, version, kind, flags, length, body, own, checksum = _PREAMBLE.unpack_from(self._ahead, self._start)
         if magic != MAGIC or version != VERSION:
             self._check_version()
         if kind not in _DECODERS or flags & ~_BODY_CHECKSUM:
             raise ProtocolError(f"no frame is of kind {kind} with flags {flags:#x}")
-        if header > self._limits.header:
-            raise ProtocolError(f"a header of {header} bytes is over the limit of {self._limits.header}")
-        if body > self._limits.body:
-            raise ProtocolError(f"a body of {body} bytes is over the limit of {self._limits.body}")
-        if flags:
-            self._body_checksum = own
-        elif body and self.demands_checksums:
+        limits = self._limits
+        if length > limits.header:
+            raise ProtocolError(f"a header of {length} bytes is over the limit of {limits.header}")
+        if body > limits.body:
+            raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.body}")
+        if body and not flags and self.demands_checksums:
             raise ProtocolError("a body came without a checksum, which plain TCP demands")
-        begun = zlib.crc32(self._view[start : start + _CHECKED])
-        self._start = start + _PREAMBLE.size
-        self._preamble = kind, header, body, checksum, begun
-
-    def _read_header(self, kind: int, length: int, body: int, checksum: int, begun: int) -> Header:
-        packed = self._view[self._start : self._start + length]
-        if zlib.crc32(packed, begun) != checksum:
+        while self._end - self._start < _PREAMBLE.size + length:
+            if not self._fetch(stream, _PREAMBLE.size + length):
+                # What has come is read again with what is to come.
+                return None
+        start, view = self._start, self._view
+        begin = start + _PREAMBLE.size
+        packed = view[begin : begin + length]
+        if zlib.crc32(packed, zlib.crc32(view[start : start + _CHECKED])) != checksum:
             raise ProtocolError("the header's checksum does not match: bytes were lost or changed")
         try:
             header = _DECODERS[kind].decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the header of kind {Kind(kind).name} does not decode: {error}") from None
-        self._start += length
-        self._check_layout(header.tensors, body)
+        self._start = begin + length
+        if body or header.tensors:
+            self._check_layout(header.tensors, body)
+        self._body = body
+        if flags:
+            self._body_checksum = own
         return header
 
-    def _place(self, header: Header, body: int) -> bool:
+    def _place(self, header: Header) -> bool:
         """Asks where the body goes; whether it may come now."""
         tensors = self._accept(header)
+        body = self._body
         if self._postponed:
             self._postponed = False
             return False
         self._accepted = True
         self._tensors = tensors
+        if not body:
+            return True
         if tensors is None:
             self._skip = body
-        elif body and body <= self._end - self._start:
+        elif body <= self._end - self._start:
             for tensor in tensors:
                 if nbytes := tensor.nbytes:
                     bytes_of(tensor)[:] = self._view[self._start : self._start + nbytes]
                     self._start += nbytes
-        elif body:
+        else:
             self._views = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         return True
 
     def _fill(self, stream: Stream) -> bool:
         """Fills the places of the body; whether all of it has come."""
-        while self._views:
-            view = self._views[0]
-            if self._start != self._end or len(view) < _AHEAD:
-                if self._start == self._end and not self._fetch(stream, _AHEAD):
-                    return False
-                count = min(len(view), self._end - self._start)
-                view[:count] = self._view[self._start : self._start + count]
-                self._start += count
-            else:
+        views = self._views
+        while views:
+            view = views[0]
+            size = len(view)
+            start = self._start
+            ahead = self._end - start
+            if not ahead and size >= _AHEAD:
                 count = stream.receive_into(view)
                 if not count:
                     return False
                 self.received += count
-            if count == len(view):
-                del self._views[0]
+            elif ahead:
+                count = min(size, ahead)
+                view[:count] = self._view[start : start + count]
+                self._start = start + count
+            elif self._fetch(stream, _AHEAD):
+                continue
             else:
-                self._views[0] = view[count:]
+                return False
+            if count == size:
+                del views[0]
+            else:
+                views[0] = view[count:]
         while self._skip:
             if self._start == self._end and not self._fetch(stream, _AHEAD):
                 return False
@@ -559,20 +578,23 @@ class FrameReader:
         if len(headers) > self._limits.tensors:
             raise ProtocolError(f"{len(headers)} tensors are over the limit of {self._limits.tensors}")
         offset = 0
+        most = self._limits.dimensions
         for header in headers:
-            if header.code not in DTYPES:
+            shape, nbytes = header.shape, header.nbytes
+            dtype = DTYPES.get(header.code)
+            if dtype is None:
                 raise ProtocolError(f"{header.code} is the number of no dtype")
-            if len(header.shape) > self._limits.dimensions:
-                raise ProtocolError(f"{len(header.shape)} dimensions are over the limit of {self._limits.dimensions}")
-            nbytes = math.prod(header.shape) * DTYPES[header.code].itemsize
-            if nbytes != header.nbytes or header.offset != offset:
+            if len(shape) > most:
+                raise ProtocolError(f"{len(shape)} dimensions are over the limit of {most}")
+            expected = math.prod(shape) * dtype.itemsize
+            if nbytes != expected or header.offset != offset:
                 raise ProtocolError(
-                    f"a tensor of shape {header.shape} and {header.nbytes} bytes at {header.offset} "
-                    f"should be {nbytes} bytes at {offset}"
+                    f"a tensor of shape {shape} and {nbytes} bytes at {header.offset} "
+                    f"should be {expected} bytes at {offset}"
                 )
             offset += nbytes
             # Zero-size shapes of huge sizes overflow torch's strides though they hold nothing.
-            if not nbytes and math.prod(max(size, 1) for size in header.shape) > _MOST_BYTES:
-                raise ProtocolError(f"shape {header.shape} has strides that no tensor can have")
+            if not nbytes and math.prod(max(size, 1) for size in shape) > _MOST_BYTES:
+                raise ProtocolError(f"shape {shape} has strides that no tensor can have")
         if offset != body:
             raise ProtocolError(f"the tensors are {offset} bytes, the body {body}")

@@ -25,7 +25,9 @@ from anabranch.transport.streams import Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]
 
-_UNIX_BUFFER = 1 << 20
+# The kernel takes twice as much: two megabytes and their header leave in one go, so that neither side has to wait for
+# the other in between.
+_UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
@@ -112,7 +114,9 @@ class SocketStream:
         try:
             if self._secure:
                 return self._sock.send(buffers[0])
-            return socket.socket.sendmsg(self._sock, buffers[:_MOST_BUFFERS])
+            if len(buffers) > _MOST_BUFFERS:
+                buffers = buffers[:_MOST_BUFFERS]
+            return socket.socket.sendmsg(self._sock, buffers)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
         except ssl.SSLError as error:

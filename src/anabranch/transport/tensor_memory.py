@@ -65,9 +65,13 @@ def plain_bytes(tensor: Tensor) -> memoryview | None:
 
     numpy refuses what lies on a device, or is conjugated or negated, which need not be asked one by one.
     """
-    if tensor.dtype not in _PLAIN or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    if not tensor.is_contiguous():
+    if (
+        tensor.dtype not in _PLAIN
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+    ):
         return None
     try:
         return tensor.numpy().data.cast("B")
