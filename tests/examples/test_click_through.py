@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from anabranch.testing import LocalJob
+from example_jobs import run_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "click_through.py"
@@ -230,7 +231,7 @@ def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
     cache = ["--comm-mode", "Hybrid", "--cache-rows", "60"] if mode == "cached" else ["--comm-mode", mode]
     job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
-    two = job.run(SCRIPT, *SMALL, *cache, "--out", str(tmp_path / "two")).check().results[0]
+    two = run_example(job, SCRIPT, *SMALL, *cache, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     assert two["workers"] == 2
     assert two["log_loss"] == pytest.approx(one["log_loss"], rel=1e-5)

@@ -53,7 +53,7 @@ ONE_OF_A_KIND = ("momentum", "adam", "row_wise_adagrad")
 QUICK = [
     *(tried for tried in FIRST[: len(OPTIMIZERS)] if tried["optimizer"] in ONE_OF_A_KIND),
     *FIRST[len(OPTIMIZERS) :],
-    *CASES[-FROM_BOTH + 1 : -3],
+    CASES[-3],
     *CASES[-2:],
 ]
 OTHERS = [tried for tried in CASES if tried not in QUICK]
