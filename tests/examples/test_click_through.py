@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_jobs import run_example
 
 from anabranch.testing import LocalJob
-from example_jobs import run_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "click_through.py"

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_jobs import run_example
 
 import anabranch as ab
 from anabranch.testing import LocalJob
-from example_jobs import run_example
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "graph_sage.py"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_jobs import run_example
 
 from anabranch.checkpoint import read_newest
 from anabranch.testing import LocalJob
-from example_jobs import run_example
 from launched import start_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

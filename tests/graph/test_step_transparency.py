@@ -125,7 +125,7 @@ def train(
     torch.manual_seed(3)
     model = make_model()
     optimizers = make_optimizers(model)
-    schedulers = [SCHEDULERS[name](optimizer) for name, optimizer in zip(itertools.cycle(schedules), optimizers)]  # noqa: B905
+    schedulers = [SCHEDULERS[name](optimizer) for name, optimizer in zip(itertools.cycle(schedules), optimizers)]
     run = Trained(model, optimizers)
     program = StepProgram(model, loss_of, optimizers)
     for batch in data:
