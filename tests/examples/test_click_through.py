@@ -96,7 +96,8 @@ def test_a_crossing_multiplies_the_inputs_with_what_was_crossed():
     torch.testing.assert_close(model(ids, numbers), expected)
 
 
-@pytest.mark.parametrize("name", ["wide-deep", "deepfm", "dcn"])
+# DeepFM has the parts of wide-deep and more.
+@pytest.mark.parametrize("name", [pytest.param("wide-deep", marks=pytest.mark.slow), "deepfm", "dcn"])
 def test_the_graph_is_the_tape(name, tmp_path, capsys):
     results = {}
     for engine in ("tape", "graph"):
