@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from anabranch.launch import program
+from anabranch.launch import forks, program
 from anabranch.launch.conditions import why_no_fork_server
 from anabranch.launch.forks import ForkServer, kept_fork_server
 from anabranch.launch.orphans import adopt_orphans
@@ -28,6 +28,26 @@ from anabranch.launch.orphans import adopt_orphans
 __all__ = ["Program", "Programs", "start"]
 
 PIPE = subprocess.PIPE
+
+# The tests start hundreds of forks, so that their server imports more than a user's: what the first capture of a graph
+# and the first call of a kernel import, a second of a core in each process.
+_WARMED = """
+import anabranch.launch.fork_server as server
+
+def import_all(before=server._import_all):
+    before()
+    import torch._dynamo.repro.after_dynamo
+    try:
+        from numba.core.registry import cpu_target
+    except ModuleNotFoundError:
+        return
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+server._import_all = import_all
+server.main()
+"""
+forks._CODE = forks._CODE.replace("from anabranch.launch.fork_server import main; main()", _WARMED)
 
 
 class Program:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_jobs import run_example
 
 from anabranch.testing import LocalJob
 
@@ -95,7 +96,8 @@ def test_a_crossing_multiplies_the_inputs_with_what_was_crossed():
     torch.testing.assert_close(model(ids, numbers), expected)
 
 
-@pytest.mark.parametrize("name", ["wide-deep", "deepfm", "dcn"])
+# DeepFM has the parts of wide-deep and more.
+@pytest.mark.parametrize("name", [pytest.param("wide-deep", marks=pytest.mark.slow), "deepfm", "dcn"])
 def test_the_graph_is_the_tape(name, tmp_path, capsys):
     results = {}
     for engine in ("tape", "graph"):
@@ -230,7 +232,7 @@ def test_two_workers_end_where_one_ends_in_every_mode(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
     cache = ["--comm-mode", "Hybrid", "--cache-rows", "60"] if mode == "cached" else ["--comm-mode", mode]
     job = LocalJob(workers=2, servers=0 if mode == "AllReduce" else 2, timeout=110)
-    two = job.run(SCRIPT, *SMALL, *cache, "--out", str(tmp_path / "two")).check().results[0]
+    two = run_example(job, SCRIPT, *SMALL, *cache, "--out", tmp_path / "two").check().results[0]
     assert two is not None
     assert two["workers"] == 2
     assert two["log_loss"] == pytest.approx(one["log_loss"], rel=1e-5)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_jobs import run_example
 
 from anabranch.checkpoint import read_newest
 from anabranch.testing import LocalJob
@@ -21,6 +22,15 @@ SCRIPT = EXAMPLES / "language_model.py"
 TIMINGS = {"seconds", "steps_per_second", "resumed_from", "out"}
 SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512", "--engine", "tape")
 """On the tape, which is ready at once; the first test, and the example's default, capture a graph."""
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def _narrow(_importable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the width: the promises are the same, and each run is a fraction of a second."""
+    import language_model
+
+    monkeypatch.setattr(language_model, "WIDTH", WIDTH)
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object, said: str = "") -> dict[str, object]:
@@ -121,6 +131,8 @@ def test_killed_in_the_middle_the_same_command_ends_as_if_undisturbed(small_text
         sys.path.insert(0, {str(EXAMPLES)!r})
         import language_model
 
+        language_model.WIDTH = {WIDTH}
+
         def killed_before_the_second_save(executor, path, real_save=language_model.ab.Executor.save, calls=[]):
             calls.append(path)
             if len(calls) == 2:
@@ -199,8 +211,8 @@ def test_a_checkpoint_of_other_settings_is_refused_with_the_cure(small_text, tmp
 
 def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
-    job = LocalJob(workers=2, timeout=110).run(SCRIPT, *arguments, "--out", str(tmp_path / "two")).check()
-    two = job.results[0]
+    job = run_example(LocalJob(workers=2, timeout=110), SCRIPT, *arguments, "--out", tmp_path / "two", WIDTH=WIDTH)
+    two = job.check().results[0]
     one = run_here(capsys, *arguments, "--out", tmp_path / "one")
     assert two is not None
     assert two["comm_mode"] == "AllReduce"
@@ -217,8 +229,9 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
 
 def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, capsys):
     arguments = [*SMALL, "--text", str(small_text), "--evaluate-every", "2"]
-    job = LocalJob(workers=2, servers=2, timeout=110).run(SCRIPT, *arguments, "--out", str(tmp_path / "two")).check()
-    two = job.results[0]
+    launcher = LocalJob(workers=2, servers=2, timeout=110)
+    job = run_example(launcher, SCRIPT, *arguments, "--out", tmp_path / "two", WIDTH=WIDTH)
+    two = job.check().results[0]
     one = run_here(capsys, *arguments, "--out", tmp_path / "one")
     assert two is not None
     assert (two["comm_mode"], two["workers"], two["servers"]) == ("Hybrid", 2, 2)
@@ -229,8 +242,7 @@ def test_on_servers_the_memory_learns_what_it_learns_here(small_text, tmp_path, 
 def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path):
     arguments = [*SMALL, "--text", str(small_text), "--out", str(tmp_path / "out")]
     job = LocalJob(servers=1, experts=1, timeout=110)
-    first = job.run(SCRIPT, *arguments).check()
-    again = job.run(SCRIPT, *arguments).check()
+    first, again = (run_example(job, SCRIPT, *arguments, WIDTH=WIDTH).check() for _ in range(2))
     assert first.results[0] is not None
     assert again.results[0] is not None
     assert (first.results[0]["servers"], first.results[0]["experts"]) == (1, 1)

@@ -23,6 +23,8 @@ from anabranch.testing import LocalJob
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("auto_engine_job.py")
 SHARE = 1.0
+ADAM, SGD = torch.optim.Adam, torch.optim.SGD
+"""The second is captured in half the time."""
 
 
 @pytest.fixture
@@ -79,12 +81,13 @@ def train(
     change: Callable[[int, Any], object] = lambda step, model: None,
     rows: Callable[[int], int] = lambda step: 6,
     loss: Callable[..., Tensor] = classify,
+    optimize: Callable[..., torch.optim.Optimizer] = ADAM,
     **options: Any,
 ) -> tuple[list[Tensor], str]:
     """Everything that training leaves behind, random numbers included, and the engine of the last run."""
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = optimize(model.parameters(), lr=0.01)
     left: list[Tensor] = []
     step = ab.TrainStep(model, loss, optimizer, **options)
     with ab.Executor({"train": step}, engine=engine, capture_after=2) as executor:
@@ -113,6 +116,7 @@ def test_auto_is_the_graph_and_the_tape_bit_for_bit(options: dict[str, Any]) -> 
     assert (tape, used) == ("tape", "graph")
 
 
+@pytest.mark.slow
 def test_the_models_of_the_benchmarks_and_the_examples_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """All examples but ``unet.py``, whose model is a ``Pipe``."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -402,13 +406,21 @@ CHANGES: dict[str, Callable[[int, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_steps_is_noticed(change: str) -> None:
-    def later(step: int, model: Any) -> None:
-        CHANGES[change](max(step - 3, 0), model)  # after the graph was taken
+FOLLOWING = [[*reversed(CHANGES)][first::3] for first in range(3)]
+"""Each of them begins after the one before was captured; what would make each later capture two comes last."""
 
-    expected, _ = train("tape", steps=10, change=later)
-    found, used = train("auto", steps=10, change=later)
+
+@pytest.mark.parametrize(
+    "changes", [*FOLLOWING, *(pytest.param([one], marks=pytest.mark.slow) for one in CHANGES)], ids=str
+)
+def test_what_changes_between_steps_is_noticed(changes: list[str]) -> None:
+    def later(step: int, model: Any) -> None:
+        for place, change in enumerate(changes):
+            CHANGES[change](max(step - 3 - 2 * place, 0), model)  # after the graph was taken
+
+    steps = 8 + 2 * len(changes)
+    expected, _ = train("tape", steps=steps, change=later, optimize=SGD)
+    found, used = train("auto", steps=steps, change=later, optimize=SGD)
     assert_same(found, expected)
     assert used == "graph"
 
@@ -418,8 +430,8 @@ def test_a_gradient_hook_that_comes_later_is_called() -> None:
         if step == 5:
             model.last.weight.register_hook(lambda grad: grad * 2)
 
-    expected, _ = train("tape", steps=8, change=hook)
-    found, used = train("auto", steps=8, change=hook)
+    expected, _ = train("tape", steps=8, change=hook, optimize=SGD)
+    found, used = train("auto", steps=8, change=hook, optimize=SGD)
     assert_same(found, expected)
     assert used == "tape"
 
@@ -441,7 +453,7 @@ def test_variables_of_the_loss_and_of_its_helpers_are_noticed() -> None:
             share = 2.0 if step > 4 else 1.0
             config["smoothing"] = 0.1 if step > 6 else 0.0
 
-        return train(engine, steps=9, change=change, loss=loss)[0]
+        return train(engine, steps=9, change=change, loss=loss, optimize=SGD)[0]
 
     assert_same(run("auto"), run("tape"))
 
@@ -468,16 +480,19 @@ def test_a_number_that_changes_every_step_is_an_input_of_one_graph(captures: lis
     def anneal(step: int, model: Any) -> None:
         model.beta = 0.9**step
 
-    expected, _ = train("tape", steps=12, change=anneal)
-    found, used = train("auto", steps=12, change=anneal)
+    expected, _ = train("tape", steps=12, change=anneal, optimize=SGD)
+    found, used = train("auto", steps=12, change=anneal, optimize=SGD)
     assert_same(found, expected)
     assert used == "graph"
     assert len(captures) == 2, "once as a constant, then as a number"
 
 
 def test_ever_new_shapes_are_captured_a_few_times_and_then_left_to_the_tape(captures: list[object]) -> None:
-    expected, _ = train("tape", steps=20, rows=lambda step: 4 + step)
-    found, used = train("auto", steps=20, rows=lambda step: 4 + step)
+    def run(engine: Any) -> tuple[list[Tensor], str]:
+        return train(engine, lambda: nn.Linear(4, 3), steps=20, rows=lambda step: 4 + step, optimize=SGD)
+
+    expected, _ = run("tape")
+    found, used = run("auto")
     assert_same(found, expected)
     assert used == "tape"
     assert len(captures) <= 10

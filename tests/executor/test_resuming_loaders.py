@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from loader_kinds import LOADERS, Broken, Squares, numbers, plain, seed_all, seeded, take
 from torch import Tensor
 from torch.utils.data import (
@@ -22,7 +23,12 @@ from anabranch.executor.randomness import random_state, restore_random_state, sa
 pytestmark = pytest.mark.usefixtures("every_fetch_is_worth_a_thread")
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+def slow_if(slow: bool, *values: object) -> ParameterSet:
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
+
+
+# Forks of a large process, which take their time: one kind in each of the two tests is quick.
+@pytest.mark.parametrize("kind", [slow_if("workers" in kind and kind != "two_workers", kind) for kind in LOADERS])
 def test_batches_and_random_draws_are_those_of_a_plain_loop(kind: str, opened: Callable[..., BoundLoader]) -> None:
     seed_all(0)
     expected = plain(LOADERS[kind](), 14)
@@ -44,8 +50,12 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("kind", "steps"),
-    # Forked workers take their time, and where in an epoch it stops is the same to them.
-    [(kind, steps) for kind in LOADERS for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])],
+    # Where in an epoch it stops is the same to forked workers.
+    [
+        slow_if("workers" in kind and kind != "two_workers_iterable", kind, steps)
+        for kind in LOADERS
+        for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])
+    ],
 )
 def test_a_restart_goes_on_with_the_next_batch(
     kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path

@@ -53,7 +53,7 @@ ONE_OF_A_KIND = ("momentum", "adam", "row_wise_adagrad")
 QUICK = [
     *(tried for tried in FIRST[: len(OPTIMIZERS)] if tried["optimizer"] in ONE_OF_A_KIND),
     *FIRST[len(OPTIMIZERS) :],
-    *CASES[-FROM_BOTH + 1 : -3],
+    CASES[-3],
     *CASES[-2:],
 ]
 OTHERS = [tried for tried in CASES if tried not in QUICK]
@@ -73,8 +73,16 @@ def test_workers_with_servers_equal_one_loop_on_the_whole_batch(workers: int, ca
             assert unused_is_none, (rank, tried)
 
 
+# Graphs on servers are quick tests of a file of their own.
+ALONE = [tried for tried in OTHERS if tried["engine"] == "tape"]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("cases", [OTHERS, pytest.param(QUICK, marks=pytest.mark.slow)], ids=["others", "quick"])
+@pytest.mark.parametrize(
+    "cases",
+    [ALONE, pytest.param([tried for tried in CASES if tried not in ALONE], marks=pytest.mark.slow)],
+    ids=["others", "quick"],
+)
 def test_a_worker_alone_has_its_servers_in_memory(cases: list[dict[str, object]]) -> None:
     for tried in cases:
         expected, expected_losses = plain_loop(tried, rows=11)

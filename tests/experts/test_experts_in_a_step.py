@@ -120,16 +120,16 @@ class Mixed(nn.Module):
 
 
 def train(engine: Engine, grid: Grid, *, dead: str | None = None, **options: object) -> list[Tensor]:
-    """Four steps of unlike batches under a scheduler; the losses, and all state in the end, the experts' too."""
+    """Three steps under a scheduler; the losses, and all state in the end, the experts' too."""
     model = Mixed(grid.directory, **options)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     step = ab.TrainStep(model, loss, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     losses = []
     if dead is not None:
         grid.experts[dead].fault = ValueError("out of order")
     with ab.Executor({"train": step}, engine=engine) as executor:
-        for rows in (6, 6, 3, 6):
-            batch = torch.randn(rows, 4), torch.randn(rows, 1)
+        for _ in range(3):
+            batch = torch.randn(6, 4), torch.randn(6, 1)
             losses.append(executor.run("train", batch)["loss"])
         assert executor.engine("train") == engine
     theirs = [parameter for expert in grid.experts.values() for parameter in expert.parameters()]
@@ -152,7 +152,7 @@ def test_a_graph_with_a_mixture_is_the_tape_to_the_bit(switch: bool, dead: str |
         with grid() as there:
             found.append(train(engine, there, dead=dead, switch=switch, **options))
             updates = {uid: backend.updates for uid, backend in there.backends.items()}
-            assert max(updates.values()) in (3, 4)  # once a step, for those who were asked in it
+            assert max(updates.values()) in (2, 3)  # once a step, for those who were asked in it
             if dead is not None:
                 assert updates[dead] == 0
             found[-1].append(torch.tensor(list(updates.values())))
@@ -182,7 +182,7 @@ def failing(engine: Engine, grid: Grid, model: nn.Module, batch: tuple[Tensor, T
         return raised.value
 
 
-@pytest.mark.parametrize("kind", ["expert", "mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("expert", marks=pytest.mark.slow), "mixture"])
 def test_a_failing_expert_is_the_same_error_on_either_engine_and_the_next_run_goes_on(kind: str) -> None:
     batch = torch.randn(3, 4), torch.randn(3, 1)
     errors = []

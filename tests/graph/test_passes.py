@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.in_place import reuse_in_place
 from anabranch.graph.placement import place_nodes
+from covering import pairwise
 from programs import start
 
 
@@ -142,10 +144,11 @@ def test_a_product_with_ones_that_are_written_stays() -> None:
     assert all(map(torch.equal, graph(x), fn(x)))  # type: ignore[arg-type]
 
 
-def step_graph(count: int = 1, width: int = 8) -> Graph:
-    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
-    groups = [{"params": [p]} for p in model.parameters()] if count > 1 else model.parameters()
-    optimizer = torch.optim.Adam(groups, lr=0.1, fused=True)
+@functools.cache
+def step_graph() -> Graph:
+    """Shared by the tests, which put its state back: a capture each would take most of their time."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer])
     program.run(torch.ones(5, 4))
     return program.graph
@@ -311,9 +314,9 @@ def test_two_workers_average_over_rows_as_the_eager_loop_does_bit_for_bit(tmp_pa
             assert worker.returncode == 0, errors
 
 
-@pytest.mark.parametrize("hot", [40, 3])
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("kind", ["rows", "bags", "bags of two dimensions", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "width", "hot"), pairwise(["rows", "bags", "bags of two dimensions", "padded"], [1, 5], [40, 3])
+)
 def test_gradients_of_tables_are_the_same_bits_by_the_quicker_kernel(kind: str, width: int, hot: int) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, hot, (60, 4), generator=generator)

@@ -118,7 +118,7 @@ def train(engine: Any, model: Any, change: Callable[[int], object] = lambda step
     loss = loss or (lambda model, x: model(x).square().mean())
     generator = torch.Generator().manual_seed(1)
     seen = []
-    training = ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.05))
+    training = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     with ab.Executor(training, engine=engine, capture_after=1) as ex:
         for step in range(6):
             change(step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler
 }
 ALL = [("mlp", name) for name in OPTIMIZERS]
 ALL += [(model, name) for model in MODELS if model != "mlp" for name in ("adam", "fused adam")]
+QUICK = [("mlp", "adam"), ("norm and dropout", "fused adam"), ("transformer", "fused adam"), ("wide and deep", "adam")]
+"""Each model once. All optimizers, with all schedulers, are together in one step."""
 
 
 def loss_of(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,12 +119,13 @@ def train(
     make_model: Callable[[], nn.Module],
     make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
     data: list[Batch],
-    schedule: str = "exponential",
+    schedules: Sequence[str] = ("exponential",),
 ) -> Trained:
+    """Trains with schedulers that are dealt out to the optimizers in turn."""
     torch.manual_seed(3)
     model = make_model()
     optimizers = make_optimizers(model)
-    schedulers = [SCHEDULERS[schedule](optimizer) for optimizer in optimizers]
+    schedulers = [SCHEDULERS[name](optimizer) for name, optimizer in zip(itertools.cycle(schedules), optimizers)]
     run = Trained(model, optimizers)
     program = StepProgram(model, loss_of, optimizers)
     for batch in data:
@@ -141,15 +145,38 @@ def train(
     return run
 
 
-@pytest.mark.parametrize(("model", "optimizer"), ALL)
+class Together(nn.ModuleList):
+    """The sum of what its modules give: one capture for all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((module(x) for module in self), torch.zeros(()))
+
+
+def test_optimizers_and_schedulers_of_every_kind_in_one_step_are_the_plain_loop_bit_for_bit() -> None:
+    def model() -> nn.Module:
+        return Together(nn.Linear(8, 4) for _ in OPTIMIZERS)
+
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        parts = module.children()
+        return [make(part.parameters()) for part, make in zip(parts, OPTIMIZERS.values(), strict=True)]
+
+    data = batches(6, 6, 6, 6)
+    found, expected = (train(graph, model, optimizers, data, list(SCHEDULERS)) for graph in (True, False))
+    assert found.equals(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
+)
 def test_three_steps_under_a_scheduler_are_the_plain_loop_bit_for_bit(model: str, optimizer: str) -> None:
     def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
         return [OPTIMIZERS[optimizer](module.parameters())]
 
-    data = batches(6, 6, 6, 3, 6)
+    data = batches(6, 6, 6, 3, 6) if model == "mlp" else batches(6, 6, 6)
     assert train(True, MODELS[model], optimizers, data).equals(train(False, MODELS[model], optimizers, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["nesterov", "fused adam"])
 def test_schedulers_of_every_kind_reach_the_graph(schedule: str, optimizer: str) -> None:
@@ -157,7 +184,7 @@ def test_schedulers_of_every_kind_reach_the_graph(schedule: str, optimizer: str)
         return [OPTIMIZERS[optimizer](module.parameters())]
 
     data = batches(6, 6, 6, 6, 6)
-    found, expected = (train(graph, MODELS["mlp"], optimizers, data, schedule) for graph in (True, False))
+    found, expected = (train(graph, MODELS["mlp"], optimizers, data, [schedule]) for graph in (True, False))
     assert found.equals(expected)
 
 
@@ -238,6 +265,20 @@ SPARSE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def test_sparse_tables_of_several_optimizers_are_updated_as_eager_does() -> None:
+    def model() -> nn.Module:
+        return Together(WideAndDeep(sparse=True) for _ in SPARSE)
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        tables = [make([part.table.weight]) for part, make in zip(model, SPARSE.values(), strict=True)]  # type: ignore[arg-type]
+        dense = [p for name, p in model.named_parameters() if ".table." not in name]
+        return [*tables, torch.optim.Adam(dense, fused=True)]
+
+    data = batches(6, 6, 3)
+    assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", SPARSE)
 def test_sparse_tables_stay_sparse_and_are_updated_as_eager_does(optimizer: str) -> None:
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -251,29 +292,36 @@ def test_sparse_tables_stay_sparse_and_are_updated_as_eager_does(optimizer: str)
     assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("form", ["rows", "offsets", "twice", "padding"])
-def test_sparse_bags_and_repeated_lookups_are_updated_as_eager_does(mode: str, form: str) -> None:
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            padding = 0 if form == "padding" else None
-            self.table = nn.EmbeddingBag(5, 4, mode=mode, sparse=True, padding_idx=padding)
-            self.head = nn.Linear(4, 4)
+class Bags(nn.Module):
+    def __init__(self, form: str, mode: str) -> None:
+        super().__init__()
+        self.form = form
+        self.table = nn.EmbeddingBag(5, 4, mode=mode, sparse=True, padding_idx=0 if form == "padding" else None)
+        self.head = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
-            ids = (x[:, :3].abs() * 10).long() % 5
-            if form == "offsets":
-                starts = torch.arange(x.shape[0]) * 3
-                return self.head(self.table(ids.reshape(-1), starts))
-            pooled = self.table(ids)
-            return self.head(pooled * self.table(ids.flip(0))) if form == "twice" else self.head(pooled)
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, :3].abs() * 10).long() % 5
+        if self.form == "offsets":
+            starts = torch.arange(x.shape[0]) * 3
+            return self.head(self.table(ids.reshape(-1), starts))  # type: ignore[no-any-return]
+        pooled = self.table(ids)
+        return self.head(pooled * self.table(ids.flip(0)) if self.form == "twice" else pooled)  # type: ignore[no-any-return]
+
+
+FORMS = ("rows", "offsets", "twice", "padding")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("forms", [FORMS, *(pytest.param((form,), marks=pytest.mark.slow) for form in FORMS)], ids=str)
+def test_sparse_bags_and_repeated_lookups_are_updated_as_eager_does(mode: str, forms: Sequence[str]) -> None:
+    def model() -> nn.Module:
+        return Together(Bags(form, mode) for form in forms)
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(model.parameters(), lr=0.1)]
 
     data = batches(6, 6, 3)
-    assert train(True, Bags, optimizers, data).equals(train(False, Bags, optimizers, data))
+    assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
 
 
 def test_another_batch_size_is_a_new_graph() -> None:
@@ -575,13 +623,18 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("model", OTHERS)
-def test_other_kinds_of_modules_are_the_plain_loop_too(model: str) -> None:
+@pytest.mark.parametrize(
+    "models", [[*OTHERS], *(pytest.param([name], marks=pytest.mark.slow) for name in OTHERS)], ids=str
+)
+def test_other_kinds_of_modules_are_the_plain_loop_too(models: Sequence[str]) -> None:
+    def model() -> nn.Module:
+        return Together(OTHERS[name]() for name in models)
+
     def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)]
 
     data = batches(6, 6, 6)
-    assert train(True, OTHERS[model], optimizers, data).equals(train(False, OTHERS[model], optimizers, data))
+    assert train(True, model, optimizers, data).equals(train(False, model, optimizers, data))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

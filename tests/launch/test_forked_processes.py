@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -306,27 +307,45 @@ def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tm
         import os, pathlib, signal, sys, time
         here, server = pathlib.Path(sys.argv[1]), int(sys.argv[2])
         if os.environ.get("ANABRANCH_ROLE") == "expert":
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
             mark = here / f"expert-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-            mark.with_suffix(".new").write_text(str(os.getpid()))
-            import anabranch as ab, torch
+            mark.with_suffix(".new").write_text(f"{os.getpid()} {'torch' in sys.modules}")
             mark.with_suffix(".new").rename(mark)
-            ab.job().serve(lambda index, count: [
-                ab.ExpertBackend("e.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
-            ])
-        import anabranch as ab
-        ab.job().serve(lambda index, count: [])
+            time.sleep(600)
+        until = time.monotonic() + 60
+        while not (here / "expert-0").exists() and time.monotonic() < until:
+            time.sleep(0.005)
         os.kill(server, signal.SIGKILL)
-        os.kill(int((here / "expert-0").read_text()), signal.SIGKILL)
-        while not (here / "expert-1").exists():
+        os.kill(int((here / "expert-0").read_text().split()[0]), signal.SIGKILL)
+        while not (here / "expert-1").exists() and time.monotonic() < until:
             time.sleep(0.005)
         """
     )
-    told: list[str] = []
-    with ForkServer(os.environ) as server:
-        outcome = launch(
-            path, [str(tmp_path), str(server.pid)], experts=1, log_dir=tmp_path, server=server, tell=told.append
-        )
-    assert outcome.exit_code == 0, (tmp_path / "worker-0.log").read_text()
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        f"""
+import json, os, sys
+from pathlib import Path
+from anabranch.launch import launch
+from anabranch.launch.forks import ForkServer
+from anabranch.launch.rendezvous import Rendezvous
+
+Rendezvous.is_announced = lambda rendezvous, uid: True  # the expert counts as having served
+told = []
+with ForkServer(os.environ) as server:
+    outcome = launch(
+        Path({str(path)!r}), [sys.argv[1], str(server.pid)], experts=1, log_dir=Path(sys.argv[1]), server=server,
+        tell=told.append,
+    )
+print(json.dumps([outcome.exit_code, told]))
+"""
+    )
+    with start_launcher(launcher, tmp_path) as process:
+        said, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    code, told = json.loads(said)
+    assert code == 0, (tmp_path / "worker-0.log").read_text()
     assert "expert 0" in told[0]
     assert told[0].endswith("started again (1 of 3)")
     assert told[1].startswith("starting plain processes, which takes longer: the fork server ")
+    assert [(tmp_path / f"expert-{life}").read_text().split()[1] for life in range(2)] == ["True", "False"]

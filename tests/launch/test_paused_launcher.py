@@ -29,7 +29,10 @@ def state(pid: int) -> str:
 
 @pytest.mark.parametrize(
     ("number", "experts"),
-    [(signal.SIGTSTP, 0), (signal.SIGSTOP, 0), pytest.param(signal.SIGTSTP, 1, marks=pytest.mark.slow)],
+    [
+        (signal.SIGTSTP, 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((signal.SIGSTOP, 0), (signal.SIGTSTP, 1))),
+    ],
 )
 def test_a_job_goes_on_while_its_launcher_is_paused(
     script: Script, tmp_path: Path, number: signal.Signals, experts: int
