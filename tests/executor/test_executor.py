@@ -360,6 +360,20 @@ def test_parameters_may_join_an_optimizer_later_if_they_are_the_models() -> None
             executor.run(batch=torch.ones(3, 2))
 
 
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_what_a_step_returns_hangs_on_no_tape(engine: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 1))
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = model(batch)
+        return out.mean(), {"out": out}
+
+    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1)), engine=engine) as executor:
+        for fetch in (None, ["loss", "out", "0"], ["loss", "out", "0"]):
+            found = executor.run(batch=torch.ones(3, 2), fetch=fetch)
+            assert not any(value.requires_grad for value in found.values())
+
+
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_a_layer_replaced_together_with_its_optimizers_entry_trains_as_in_the_plain_loop(engine: Any) -> None:
     def losses(run_with: str | None) -> list[Tensor]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from anabranch.autodiff import record_outputs
-from anabranch.tensors import Structure
+from anabranch.tensors import Structure, map_structure
 
 __all__ = ["Fetch"]
 
@@ -79,9 +79,12 @@ class Fetch:
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
-        """The fetched values, once the step has run."""
+        """The fetched values, once the step has run, without the tape that they hang on: it was swept by then."""
+        return {name: _detached(value) for name, value in self._collect(returned).items()}
+
+    def _collect(self, returned: Mapping[str, Tensor]) -> Mapping[str, Structure]:
         if self.names is None:
-            return dict(returned)
+            return returned
         found: dict[str, Structure] = {}
         for name in self.names:
             if name in returned:
@@ -95,3 +98,9 @@ class Fetch:
             elif name in self._modules:
                 found[name] = self._outputs.get(name)
         return found
+
+
+def _detached(value: Structure) -> Structure:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return map_structure(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
