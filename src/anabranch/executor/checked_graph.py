@@ -41,7 +41,7 @@ class CheckedGraph(GraphEngine):
     """
 
     def __init__(self, step: TrainStep, *, name: str = "default") -> None:
-        super().__init__(step, name=name)
+        super().__init__(step, name=name, leaves_gradients=True)
         self.may_trace = False
         self._tape = TapeEngine(step)
         self._differs: str | None = None
@@ -63,7 +63,10 @@ class CheckedGraph(GraphEngine):
             return super().differentiate(batch, fetch, begin)
         except GuardMiss:
             pass
-        prepared = self.prepare(batch, fetch, whole=False)
+        try:
+            prepared = self.prepare(batch, fetch, whole=False)
+        except (ValueError, TypeError):  # the user's mistake, which the tape meets as well, after what came before it
+            return self._tape.differentiate(batch, fetch, begin)
         if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
@@ -80,7 +83,10 @@ class CheckedGraph(GraphEngine):
             return super().step(batch, fetch)
         except GuardMiss:
             pass
-        prepared = self.prepare(batch, fetch, whole=True)
+        try:
+            prepared = self.prepare(batch, fetch, whole=True)
+        except (ValueError, TypeError):
+            return self._tape.step(batch, fetch)
         if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).step(batch, fetch))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()

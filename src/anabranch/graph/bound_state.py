@@ -7,7 +7,7 @@ parameters lie in, and hooks on gradients.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.errors import CaptureError
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.hooks import refuse_hooks
+from anabranch.graph.optimizer_globals import OptimizerGlobals
 
 __all__ = ["BoundState"]
 
@@ -36,8 +36,8 @@ class BoundState:
         self._groups = list(chain.from_iterable(self._lists))
         self._sizes = self._grouped()
         self._code = WatchedCode(map(type, self._optimizers), ())
+        self._globals = OptimizerGlobals(self._optimizers)
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
-        self._hooks: list[tuple[Mapping[int, object], list[int]]] = []
         self._handles = -1
         self.note_optimizer_state()
 
@@ -67,7 +67,7 @@ class BoundState:
                 or vars(optimizer).get("step") is not step
             ):
                 return False
-        if not self._code.unchanged():
+        if not self._code.unchanged() or not self._globals.unchanged():
             return False
         if kept_by_optimizers and not self._state_is_the_same():
             return False
@@ -93,13 +93,7 @@ class BoundState:
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
             refuse_hooks(modules, self.parameters, self._optimizers)
-            hooks = [getattr(module, kind) for module in modules for kind in ("_forward_hooks", "_forward_pre_hooks")]
-            self._hooks = [(each, list(each)) for each in hooks if len(each) > 1]
             self._handles = number
-        for hooks_of_one, order in self._hooks:
-            if list(hooks_of_one) != order:
-                self._handles = -1
-                raise CaptureError("the forward hooks of a module were put in another order; use engine='tape'")
 
     def _grouped(self) -> list[int]:
         """How many parameters each group holds; ``add_param_group`` changes it."""

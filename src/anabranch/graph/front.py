@@ -218,6 +218,7 @@ class Front:
             compiled = _Compiled(self._function, _Backend(self))
         self.failure = None
         opaque.take_failure()
+        torch._dynamo.symbolic_convert._import_module.cache_clear()  # a name may have come to mean another module
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
@@ -635,6 +636,11 @@ def _guard_order() -> None:
 
 
 def _refuse_what_guards_miss() -> None:
+    if torch._C._is_any_autocast_enabled() and _autocast_depth() == 0:
+        raise CaptureError(
+            "autocast is switched on for the whole process (torch.set_autocast_enabled), and PyTorch then goes on with "
+            "the weights that it has cast once; use `with torch.autocast(...)` around each step or in the loss"
+        )
     if _len_torch_function_stack():
         raise CaptureError("a TorchFunctionMode is set around the step, which a graph would not ask; use engine='tape'")
     if any(_hooks_of_every_module):
@@ -651,6 +657,11 @@ def _refuse_what_guards_miss() -> None:
             "saved_tensors_hooks are set around the step, which a graph would not call; remove them, or use "
             "engine='tape'"
         )
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def _inside_dynamo(error: BaseException) -> bool:

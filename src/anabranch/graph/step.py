@@ -12,6 +12,7 @@ them apart, for a caller that has something to do in between that cannot be trac
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ Between: TypeAlias = Callable[
 Pass: TypeAlias = Callable[[Graph], Graph]
 
 _MOST_GRAPHS = 64
+_SMALLEST = sys.float_info.min
 _MOST_NUMBERS = 8
 
 
@@ -274,7 +276,7 @@ class StepProgram:
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
     ) -> tuple[dict[str, Structure], dict[str, Structure]]:
-        kind = (kind_of(batch), modules)
+        kind = (kind_of(batch), modules, _SMALLEST * 0.5 == 0.0)  # where tiny numbers are flushed, others are folded
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_GRAPHS:
                 raise CaptureError(

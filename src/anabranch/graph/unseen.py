@@ -54,6 +54,7 @@ _COMPARISONS = (
     "__format__",
 )
 _PLAIN_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
+_CALLS = ("_call_impl", "_wrapped_call_impl")
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
@@ -124,7 +125,7 @@ class Unseen:
             if node.op != "call_function":
                 continue
             name = getattr(node.target, "__name__", "")
-            if name == "scaled_dot_product_attention":
+            if "attention" in name:
                 self._watch("attention", _attention_switches)
             _refuse_unread(node.target)
 
@@ -146,6 +147,8 @@ class Unseen:
             if self._reads_dicts:
                 self.refused = f"{name}, which nobody can hold a weak reference to, and the __dict__ of some object"
             return
+        if isinstance(value, nn.Module):
+            self._watch(("call", id(value)), lambda: [getattr(kept(), "__dict__", {}).get(each) for each in _CALLS])
         if isinstance(value, ModuleType):
             self._watch_absence(held, self._names)
         elif isinstance(value, (FunctionType, functools.partial)) or _is_users(getattr(kind, "__getattr__", None)):
@@ -162,9 +165,9 @@ class Unseen:
             self._examine_class(value)
         elif isinstance(value, FunctionType):
             self._examine_function(value)
-        elif kind is OrderedDict and not _is_of_a_module(name):
+        elif isinstance(value, OrderedDict) and kind is OrderedDict and _has_order(name, value):
             kept = weakref.ref(value)
-            self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))  # type: ignore[call-overload]
+            self._watch(("order", id(value)), lambda: None if (now := kept()) is None else list(now))
         elif isinstance(value, ChainMap):
             self.refused = f"{name}, a ChainMap, in which a value may come to hide another"
         elif isinstance(value, dict) and _is_users(getattr(kind, "__missing__", None)):
@@ -239,8 +242,11 @@ def _is_users(method: object, inherits: bool = False) -> bool:
     return not code.co_filename.startswith((*_OURS, *_INSTALLED, "<attrs")) and "__create_fn__" not in code.co_qualname
 
 
-def _is_of_a_module(name: str) -> bool:
-    return any(f"_{kind}" in name for kind in ("modules", "parameters", "buffers", "hooks", "pre_hooks", "kwargs"))
+def _has_order(name: str, value: OrderedDict[Any, Any]) -> bool:
+    """False for the tables of a module, which the code reads by name; its hooks are called in their order."""
+    if "_hooks" in name:
+        return len(value) > 1
+    return not any(f"_{kind}" in name for kind in ("modules", "parameters", "buffers", "hooks", "pre_hooks", "kwargs"))
 
 
 def _refuse_identity(code: CodeType) -> None:

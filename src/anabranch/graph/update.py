@@ -17,6 +17,7 @@ from anabranch.graph.build import build
 from anabranch.graph.contents import Contents
 from anabranch.graph.graph import Graph
 from anabranch.graph.hooks import refuse_hooks
+from anabranch.graph.optimizer_globals import refuse_mutable_globals
 from anabranch.graph.silence import silent
 from anabranch.graph.tracing import Recorder, Source
 
@@ -140,6 +141,7 @@ def capture_update(
     """
     refuse_hooks({}, {}, optimizers)
     _refuse_wrappers(optimizers)
+    refuse_mutable_globals(optimizers)
     state: dict[int, Source] = {}
     taken: set[str] = set()
 

@@ -6,7 +6,7 @@ has no such weight and is refused.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from anabranch.tensors.structures import Structure, flatten, paths, unflatten
 __all__ = ["as_tensors", "count_rows"]
 
 
-@runtime_checkable
 class _SparseMatrix(Protocol):
     """The attributes that scipy.sparse matrices and arrays share; scipy itself is never imported."""
 
@@ -44,8 +43,8 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
                 continue
             leaves[index] = leaf.to(device, non_blocking=True)
             changed = True
-        elif isinstance(leaf, np.ndarray | _SparseMatrix):
-            tensor = _from_numpy(leaf) if isinstance(leaf, np.ndarray) else _from_scipy(leaf)
+        elif isinstance(leaf, np.ndarray) or type(leaf).__module__.startswith("scipy.sparse"):
+            tensor = _from_numpy(leaf) if isinstance(leaf, np.ndarray) else _from_scipy(cast(_SparseMatrix, leaf))
             leaves[index] = tensor if device is None else tensor.to(device)
             changed = True
     return unflatten(treedef, leaves) if changed else batch
