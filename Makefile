@@ -27,9 +27,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models and not matrix" $(ARGS)
 
-# Every way in which Python may change between two steps, against the plain loop; an hour, and not yet all of it holds.
+# Every way in which Python may change between two steps, against the plain loop.
 test-matrix: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests/matrix $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q -m matrix tests/matrix $(ARGS)
 
 # Models and optimizers of other libraries, in a virtual environment of their own that borrows torch from ours.
 $(MODELS)/.installed: $(STAMP)
@@ -41,7 +41,7 @@ $(MODELS)/.installed: $(STAMP)
 	@touch $@
 
 test-models: $(MODELS)/.installed
-	@PYTHONPATH=src $(MODELS)/bin/python -m pytest -n 2 --dist worksteal -m models tests/models $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= PYTHONPATH=src $(MODELS)/bin/python -m pytest -n 2 --dist worksteal -q -m models tests/models $(ARGS)
 
 # A random process of a training job is killed every 20 seconds; ends with a table, and with 1 if a promise was broken.
 soak: $(STAMP)

@@ -193,7 +193,7 @@ class Unseen:
         for value in (*cells, *(space[name] for name in function.__code__.co_names if name in space)):
             if isinstance(value, type):
                 self._examine_class(value)
-            elif getattr(value, "_dynamo_marked_constant", False):
+            elif getattr(value, "_dynamo_marked_constant", False) and not _is_installed(value):
                 self.refused = f"{getattr(value, '__qualname__', value)} (torch.compiler.assume_constant_result)"
 
     def _examine_class(self, value: type) -> None:
@@ -223,8 +223,9 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _is_installed(kind: type) -> bool:
-    return str(getattr(sys.modules.get(kind.__module__), "__file__", "")).startswith(_INSTALLED)
+def _is_installed(value: Any) -> bool:
+    """True for a class or a function of a library."""
+    return str(getattr(sys.modules.get(value.__module__), "__file__", "")).startswith(_INSTALLED)
 
 
 def _is_users(method: object, inherits: bool = False) -> bool:
