@@ -177,6 +177,91 @@ def test_a_number_that_no_guard_looks_at_is_never_stale(name: str, monkeypatch: 
     assert before == cases()[name][2]
 
 
+WARM = {"lr": 0.1}
+RATE = 0.1
+
+
+class ReadsDict(torch.optim.SGD):
+    """Takes its learning rate from a global dict."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = WARM["lr"]
+        return super().step(closure)
+
+
+class ReadsNumber(torch.optim.Optimizer):
+    """Takes its learning rate from a global number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-RATE)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], object]]] = {
+    "a dict": (lambda p: ReadsDict(p, lr=0.1), lambda patch: patch.setitem(WARM, "lr", 0.3)),
+    "a number": (ReadsNumber, lambda patch: patch.setitem(globals(), "RATE", 0.3)),
+    "a function of PyTorch's": (
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda patch: patch.setattr(sys.modules["torch.optim.sgd"], "sgd", lambda params, *_, **__: params[0].zero_()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_globals_that_an_optimizer_reads_are_never_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, change = OPTIMIZERS[name]
+
+    def run(engine: Any, patch: pytest.MonkeyPatch) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), make(model.parameters()))
+        losses = []
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for index in range(STEPS):
+                if index == CHANGED_AT:
+                    change(patch)
+                losses.append(executor.run(batch=torch.ones(2, 2))["loss"])
+        return losses
+
+    with pytest.MonkeyPatch.context() as patch:
+        expected = run("tape", patch)
+    assert all(map(torch.equal, run("auto", monkeypatch), expected))
+
+
+def reorder(module: nn.Module) -> None:
+    module._forward_hooks.move_to_end(next(iter(module._forward_hooks)))
+
+
+MODULES: dict[str, Callable[[nn.Module], object]] = {
+    "order of hooks": reorder,
+    "what a call does": lambda module: setattr(module, "_call_impl", lambda x: x * 3),
+}
+
+
+@pytest.mark.parametrize("change", MODULES)
+def test_a_module_that_is_called_otherwise_is_noticed(change: str) -> None:
+    def run(engine: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        model.register_forward_hook(lambda m, args, y: y * 2)
+        model.register_forward_hook(lambda m, args, y: y + 1)
+        whole = nn.Sequential(model)
+        step = ab.TrainStep(whole, lambda m, x: m(x).square().mean(), torch.optim.SGD(whole.parameters(), lr=0.1))
+        losses = []
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for index in range(STEPS):
+                if index == CHANGED_AT:
+                    MODULES[change](model)
+                losses.append(executor.run(batch=torch.ones(2, 2).requires_grad_())["loss"])
+        return losses
+
+    assert all(map(torch.equal, run("auto"), run("tape")))
+
+
 def test_the_kernel_of_attention_is_the_one_that_is_switched_on() -> None:
     def run(engine: Any) -> list[Tensor]:
         torch.manual_seed(0)

@@ -26,6 +26,11 @@ QUICK = {
     "parameter_tied",
     "dropout_probability",
     "own_optimizer",
+    "gradients_read_between_steps",
+    "gradients_off",
+    "attention_backend",
+    "autocast_enabled_for_ever",
+    "flush_denormal",
 }
 
 
