@@ -22,7 +22,6 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import networkx  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -175,6 +174,9 @@ def _minimum_cut(before: list[fx.Node], allowed: set[fx.Node], wanted: set[fx.No
     """The values to keep."""
     if not wanted:
         return set()
+    # Half a second, which processes that recompute nothing need not spend.
+    import networkx  # type: ignore[import-untyped]
+
     network = networkx.DiGraph()
     network.add_node("source")
     network.add_node("sink")
