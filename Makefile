@@ -20,12 +20,13 @@ $(STAMP): pyproject.toml constraints.txt tools/install.py
 demo: $(STAMP)
 	@$(BIN)/anabranch run --workers 2 --servers 1 --experts 2 --log-dir runs/demo/logs examples/language_model.py --out runs/demo
 
-# The empty variable: hundreds of processes would compile the same sources where the environment forbids to keep that.
+# Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
+# the same sources where the environment forbids to keep that.
 test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not slow and not models and not matrix" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow and not models and not matrix" $(ARGS)
 
 test-all: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 -m "not models and not matrix" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not models and not matrix" $(ARGS)
 
 # Every way in which Python may change between two steps, against the plain loop.
 test-matrix: $(STAMP)

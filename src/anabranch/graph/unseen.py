@@ -63,6 +63,7 @@ class Unseen:
 
     def __init__(self) -> None:
         self._looks: dict[object, tuple[Callable[[], object], object]] = {}
+        self._modules: dict[int, weakref.ref[Any]] = {}
         self._names: set[str] = set()  # that the user's code may look up in objects
         self._reads_dicts = False
         self.kinds: set[type] = set()
@@ -79,6 +80,15 @@ class Unseen:
 
     def _watch(self, key: object, look: Callable[[], object]) -> None:
         self._looks.setdefault(key, (look, look()))
+
+    def _own_calls(self) -> list[object]:
+        """The functions that modules have in place of their class's for a call; one look for all, for they are many."""
+        found: list[object] = []
+        for kept in self._modules.values():
+            held = getattr(kept(), "__dict__", ())
+            if "_call_impl" in held or "_wrapped_call_impl" in held:
+                found += [held.get(each) for each in _CALLS]  # type: ignore[union-attr]
+        return found
 
     def examine_code(self, codes: Collection[CodeType]) -> None:
         """Takes in the code that was traced.
@@ -148,7 +158,8 @@ class Unseen:
                 self.refused = f"{name}, which nobody can hold a weak reference to, and the __dict__ of some object"
             return
         if isinstance(value, nn.Module):
-            self._watch(("call", id(value)), lambda: [getattr(kept(), "__dict__", {}).get(each) for each in _CALLS])
+            self._modules[id(value)] = kept
+            self._looks["calls"] = (self._own_calls, self._own_calls())
         if isinstance(value, ModuleType):
             self._watch_absence(held, self._names)
         elif isinstance(value, (FunctionType, functools.partial)) or _is_users(getattr(kind, "__getattr__", None)):
