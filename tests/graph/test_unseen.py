@@ -296,6 +296,18 @@ def test_code_that_asks_whether_it_is_compiled_takes_the_tapes_step_and_is_refus
             executor.run(batch=x)
 
 
+def test_a_mistake_that_the_tape_does_not_meet_is_told_at_the_next_run() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        return 3.0 if torch.compiler.is_compiling() else model(x).square().mean()
+
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="graph") as executor:
+        executor.run(batch=torch.ones(3, 2))
+        with pytest.raises(CaptureError, match="got float; use engine='tape'"):
+            executor.run(batch=torch.ones(3, 2))
+
+
 @torch.library.custom_op("anabranch_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     return x * 2

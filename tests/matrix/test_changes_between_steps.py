@@ -38,6 +38,7 @@ QUICK = {
 @pytest.mark.parametrize("engine", ["tape", "auto", "graph"])
 def test_a_training_loop_changes_between_two_steps(engine: str, name: str, request: pytest.FixtureRequest) -> None:
     if name == "tensors_swapped" and engine != "tape":
+        # Of PyTorch's own making: see the reason.
         reason = "torch.utils.swap_tensors refuses tensors that Dynamo's guards hold weakly, as after torch.compile"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     check(PLAYS[name], engine)

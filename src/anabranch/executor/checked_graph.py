@@ -44,7 +44,7 @@ class CheckedGraph(GraphEngine):
         super().__init__(step, name=name, leaves_gradients=True)
         self.may_trace = False
         self._tape = TapeEngine(step)
-        self._differs: str | None = None
+        self._refused: str | None = None
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on, whoever computes them."""
@@ -58,15 +58,15 @@ class CheckedGraph(GraphEngine):
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
-        self._refuse_what_differed()
+        self._raise_refusal()
         try:
             return super().differentiate(batch, fetch, begin)
         except GuardMiss:
             pass
         try:
             prepared = self.prepare(batch, fetch, whole=False)
-        except (ValueError, TypeError):  # the user's mistake, which the tape meets as well, after what came before it
-            return self._tape.differentiate(batch, fetch, begin)
+        except (ValueError, TypeError) as error:
+            return self._told_by_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin))
         if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
@@ -78,15 +78,15 @@ class CheckedGraph(GraphEngine):
 
     def step(self, batch: Structure, fetch: Fetch) -> Ran:
         """The whole step as one graph; on the tape where the graph is new."""
-        self._refuse_what_differed()
+        self._raise_refusal()
         try:
             return super().step(batch, fetch)
         except GuardMiss:
             pass
         try:
             prepared = self.prepare(batch, fetch, whole=True)
-        except (ValueError, TypeError):
-            return self._tape.step(batch, fetch)
+        except (ValueError, TypeError) as error:
+            return self._told_by_the_tape(error, lambda: self._tape.step(batch, fetch))
         if prepared.talks():
             return self._at_once(lambda: super(CheckedGraph, self).step(batch, fetch))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
@@ -100,6 +100,12 @@ class CheckedGraph(GraphEngine):
         self._program.finish(prepared)
         return ran
 
+    def _told_by_the_tape(self, mistake: Exception, run: Callable[[], Ran]) -> Ran:
+        """Let the tape meet the user's mistake, after what comes before it; if it does not, the next run is refused."""
+        ran = run()
+        self._refused = f"the step cannot be captured: {mistake}; use engine='tape'"
+        return ran
+
     def _at_once(self, run: Callable[[], Ran]) -> Ran:
         """Runs a graph that was not compared: its collectives would be one more than the other workers expect."""
         self.may_trace = True
@@ -108,12 +114,9 @@ class CheckedGraph(GraphEngine):
         finally:
             self.may_trace = False
 
-    def _refuse_what_differed(self) -> None:
-        if self._differs is not None:
-            raise CaptureError(
-                f"on the last batch {self._differs} of the graph had other bits than the tape's, whose step was taken: "
-                "what the code does while it is captured is not what it does in Python; use engine='tape'"
-            )
+    def _raise_refusal(self) -> None:
+        if self._refused is not None:
+            raise CaptureError(self._refused)
 
     def _compare(
         self,
@@ -136,4 +139,7 @@ class CheckedGraph(GraphEngine):
         try:
             repeat(before, after, answers, prepared.differentiate, check, most=1)
         except Differs as error:
-            self._differs = str(error)
+            self._refused = (
+                f"on the last batch {error} of the graph had other bits than the tape's, whose step was taken: "
+                "what the code does while it is captured is not what it does in Python; use engine='tape'"
+            )

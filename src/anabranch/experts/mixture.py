@@ -14,6 +14,8 @@
 Whoever does not answer is left out of the softmax, so what comes out is what a mixture of the responders alone gives,
 and so are its gradients. Whom it asks depends on the gate's values, so all of that lies behind one boundary: the tape
 and a captured graph see one operation whose outputs have the form that the experts' schema says.
+
+The file is long because the two mixtures share one asker and one boundary, which are of no use to anybody else.
 """
 
 from __future__ import annotations

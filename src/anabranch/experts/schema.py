@@ -82,17 +82,17 @@ class Schema:
 
     @cached_property
     def takes_as_is(self) -> bool:
-        """Whether each input travels as one tensor, and as it is."""
+        """True if each input travels as one tensor, and as it is."""
         return _travels_as_is(self.inputs)
 
     @cached_property
     def gives_as_is(self) -> bool:
-        """Whether each output travels as one tensor, and as it is."""
+        """True if each output travels as one tensor, and as it is."""
         return _travels_as_is(self.output_specs)
 
     @cached_property
     def gives_gradients(self) -> bool:
-        """Whether every output may have a gradient."""
+        """True if every output may have a gradient."""
         return all(spec is None or spec.requires_grad for spec in self.output_specs)
 
     @cached_property

@@ -10,6 +10,8 @@ are made by others: ``make`` gets the calls and returns what is to be called in 
 
 Dynamo's defaults leave out guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
 What no guard can see is refused: hooks on all modules, anomaly mode, hooks on saved tensors.
+
+The file is long because everything that depends on Dynamo's insides is in it: another PyTorch is one file's matter.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _Read: TypeAlias = "tuple[dict[str, Any], str, FunctionType]"
 
 
 class OptimizerGlobals:
-    """What each global name stands for that the methods of some optimizers read."""
+    """The values of the global names that the methods of some optimizers read."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         reads = {(id(space), name): (space, name) for space, name, _ in _reads(optimizers)}

@@ -12,6 +12,8 @@ records in the same order gives the same bits, which is what the log relies on. 
 (or sum) of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it
 comes. Who reads too early waits: under ``bsp`` for the pushes of the steps before, under ``ssp:K`` for workers that are
 more than K steps behind.
+
+The file is long because it is one state machine under one lock: each verb's check, its record and what the record does.
 """
 
 from __future__ import annotations

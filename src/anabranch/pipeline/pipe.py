@@ -1,4 +1,8 @@
-"""``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was."""
+"""``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was.
+
+The file is long because it is the whole surface of a pipe: a module's methods, a step's, and the checks of what a user
+gives; stages, schedules and messages are in the files beside it.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@
 A connection carries one request at a time and a pool keeps the idle ones, so cancelling a request is closing its
 connection. A server that waits or computes beats; one that has been silent for two beats is lost, and one that beats on
 meets the deadline.
+
+The file is long because it is one state machine: a connection, an exchange on it, and the loop that drives many.
 """
 
 from __future__ import annotations
