@@ -18,10 +18,16 @@ __all__ = ["WatchedCode"]
 _TAG_AT = 384
 """The place of ``tp_version_tag`` in CPython's ``PyTypeObject`` on 64 bits, from 3.8 on."""
 _code_of = operator.attrgetter("__code__")
+_value_of = operator.attrgetter("value")
+
+
+def _tag_of(kind: type) -> ctypes.c_uint:
+    """The tag's memory, valid while the class lives."""
+    return ctypes.c_uint.from_address(id(kind) + _TAG_AT)
 
 
 def _tag(kind: type) -> int:
-    return int(ctypes.c_uint.from_address(id(kind) + _TAG_AT).value)
+    return int(_tag_of(kind).value)
 
 
 def _tags_work() -> bool:
@@ -58,19 +64,20 @@ class WatchedCode:
             if value is not None and value.__code__ in codes
         ]
         self._codes = list(map(_code_of, self._functions))
+        self._tag_memory = list(map(_tag_of, self._kinds)) if _has_tags else []
         self._tags = self._now()
         self._contents = list(map(_contents, self._kinds))
 
     def _now(self) -> list[int]:
         for kind in self._kinds:  # a class that nobody has asked anything since its last change has no tag
             getattr(kind, "__init__", None)
-        return list(map(_tag, self._kinds)) if _has_tags else []
+        return list(map(_value_of, self._tag_memory))
 
     def unchanged(self) -> bool:
         """True if no class and no code has changed since."""
         if list(map(_code_of, self._functions)) != self._codes:
             return False
-        if _has_tags and list(map(_tag, self._kinds)) == self._tags:
+        if _has_tags and list(map(_value_of, self._tag_memory)) == self._tags:
             return True
         # Changed, and perhaps changed back, as PyTorch's own tracers do to nn.Module while they trace.
         for kind, contents in zip(self._kinds, self._contents, strict=True):

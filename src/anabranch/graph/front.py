@@ -70,6 +70,7 @@ _SOUND: Mapping[str, object] = {
     "automatic_dynamic_shapes": True,  # for numbers that change; the shapes within one kind of batch do not
     "automatic_dynamic_local_pgo": False,  # what is dynamic must not depend on an earlier process
     "automatic_dynamic_remote_pgo": False,
+    "record_runtime_overhead": False,  # two calls of Python in each run, for profilers
     "verbose": False,
 }
 
@@ -241,11 +242,11 @@ class Front:
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:
-            return compiled.full(*args)  # type: ignore[no-untyped-call]
+            return compiled.full(*args)
         except RuntimeError as error:
             if "symbolically trace" not in str(error):  # of another thread, which uses make_fx without our lock
                 raise
-        return compiled.full(*args)  # type: ignore[no-untyped-call]
+        return compiled.full(*args)
 
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Asked by Dynamo for what to call in place of ``module``."""
@@ -286,6 +287,7 @@ class Front:
                     front.failure = error
                 raise
 
+        run.program = program  # type: ignore[attr-defined]
         return run
 
     def _explained(self, error: BaseException, kind: object) -> BaseException:
@@ -434,8 +436,27 @@ class _Compiled:
         front = _copy_of(_front_of(function))
         self._front, self._set_eval_frame = front, set_eval_frame
         options: dict[str, Any] = {"guard_filter_fn": backend.look_at_guards}
-        self.full = torch.compile(front, backend=backend, fullgraph=True, options=options)
+        self._compile = torch.compile(front, backend=backend, fullgraph=True, options=options)
+        self._wrapped: dict[str, Callable[..., Any]] = {}
         weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
+
+    def full(self, *args: object) -> Any:
+        """Runs the program whose guards hold, or makes one."""
+        self._front.__globals__.update(self._wrapped)
+        try:
+            return self._compile(*args)  # type: ignore[no-untyped-call]
+        finally:
+            self._unwrap()
+
+    def _unwrap(self) -> None:
+        """Lets ``quick`` call programs without Dynamo's two wrappers and ours, which are for compilations."""
+        space = self._front.__globals__
+        for name in [name for name in space if name.startswith("__compiled_fn")]:
+            wrapped = space[name]
+            program = getattr(getattr(wrapped, "_torchdynamo_orig_callable", None), "program", None)
+            if program is not None:
+                self._wrapped[name] = wrapped
+                space[name] = _unhooked(program, self._set_eval_frame)
 
     def quick(self, *args: object) -> Any:
         """Runs the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
@@ -448,6 +469,18 @@ class _Compiled:
             return self._front(*args)
         finally:
             self._set_eval_frame(prior)
+
+
+def _unhooked(program: Callable[..., Any], set_eval_frame: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``program``, whose calls Dynamo does not look at; ``quick`` puts back what was set."""
+    from torch._dynamo.eval_frame import skip_code
+
+    def run(*args: Any) -> Any:
+        set_eval_frame(None)
+        return program(*args)
+
+    skip_code(run.__code__)
+    return run
 
 
 def _let_go(code: types.CodeType, space: dict[str, Any]) -> None:

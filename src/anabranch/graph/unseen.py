@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import weakref
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, KeysView
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -63,6 +63,8 @@ class Unseen:
 
     def __init__(self) -> None:
         self._looks: dict[object, tuple[Callable[[], object], object]] = {}
+        self._absent: dict[int, tuple[KeysView[str], set[str]]] = {}  # from dicts
+        self._lacking: dict[int, tuple[weakref.ref[Any], frozenset[str]]] = {}  # objects
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._names: set[str] = set()  # that the user's code may look up in objects
         self._reads_dicts = False
@@ -73,6 +75,13 @@ class Unseen:
 
     def changed(self) -> object | None:
         """The first thing that is not what it was; ``None`` where all is."""
+        for held, absent in self._absent.values():
+            if not held.isdisjoint(absent):
+                return "a name that came to hide another"
+        for kept, lacked in self._lacking.values():
+            own = getattr(kept(), "__dict__", None)
+            if own and not lacked.isdisjoint(own):
+                return "an attribute that was not there"
         for key, (look, seen) in self._looks.items():
             if look() != seen:
                 return key
@@ -140,9 +149,9 @@ class Unseen:
             _refuse_unread(node.target)
 
     def _watch_absence(self, held: dict[str, Any], names: Collection[str]) -> None:
-        absent = frozenset(names).difference(held)
+        absent = set(names).difference(held)
         if absent:
-            self._watch(("absent", id(held), absent), lambda: held.keys().isdisjoint(absent))
+            self._absent.setdefault(id(held), (held.keys(), set()))[1].update(absent)
 
     def _examine_absences(self, name: str, value: object) -> None:
         """Takes in what an object has not, and the code would find if it had."""
@@ -163,8 +172,7 @@ class Unseen:
         if isinstance(value, ModuleType):
             self._watch_absence(held, self._names)
         elif isinstance(value, (FunctionType, functools.partial)) or _is_users(getattr(kind, "__getattr__", None)):
-            absent = frozenset(self._names).difference(held)
-            self._watch(("absent", id(value), absent), lambda: absent.isdisjoint(getattr(kept(), "__dict__", ())))
+            self._lacking[id(value)] = kept, frozenset(self._names).difference(held)
         if self._reads_dicts and not isinstance(value, (type, ModuleType)):
             self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
 
