@@ -1,11 +1,11 @@
-"""Which ranks of a job are still there, asked by whoever is waiting for them.
+"""Liveness of a job's ranks, checked by a rank while it waits for the others.
 
 A frozen peer keeps its sockets open and acknowledges what it is sent, so gloo waits its whole timeout for it. Ranks
 therefore watch one another beside the collectives::
 
     a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
     a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
-                             heartbeats is a peer that is lost
+                             heartbeats means that the peer is lost
 
 A peer on this host that merely holds its interpreter's lock (a long import, a compilation) is seen running and is
 waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. That two ranks share a host is known
@@ -29,7 +29,7 @@ _GONE = frozenset("ZXx")
 
 
 class Store(Protocol):
-    """What is needed of a ``torch.distributed`` store."""
+    """The methods of a ``torch.distributed`` store that are used here."""
 
     def set(self, key: str, value: str) -> None:
         """Stores ``value`` under ``key``."""
@@ -40,7 +40,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of ``keys`` have been set."""
+        """True if all of ``keys`` have been set."""
         ...
 
 
@@ -155,7 +155,7 @@ class Beats:
             try:
                 self._beat(count)
             except RuntimeError:
-                # The store is gone, and with it every rank's beats: the peers that wait will say who is missing.
+                # The store is gone, and with it every rank's beats: ranks that wait will name the missing ones.
                 return
 
     def _beat(self, count: int) -> None:

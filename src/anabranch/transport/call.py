@@ -1,4 +1,4 @@
-"""What a server can be asked (``Verb``), and one request being served (``Call``)."""
+"""A kind of request that a server accepts (``Verb``), and one request being served (``Call``)."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ class Verb:
 
 
 class Recipient(Protocol):
-    """Who waits for an answer: a connection."""
+    """The connection that waits for an answer."""
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
         """Takes the answer to ``call``."""
 
 
 class Books(Protocol):
-    """What a call needs of its server: who has been answered, and how much is in flight."""
+    """The interface of a server that a call needs: requests already answered, and bytes in flight."""
 
     once: OnceTable[Call]
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Records that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
 
     def count_error(self, failure: Failure) -> None:
-        """An answer was an error."""
+        """Counts an answer that was an error."""
 
 
 class Call:
@@ -119,7 +119,7 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """True if nobody waits for the answer any more."""
         return not self.recipients
 
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:

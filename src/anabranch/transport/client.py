@@ -56,27 +56,27 @@ __all__ = ["Answer", "Client", "Outcome", "Request"]
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
-# Seconds between two looks for idle connections whose servers have gone.
+# Seconds between two checks for idle connections to servers that have gone.
 _PRUNE = 5.0
 # Requests that are made before the first of them is sent: sent one right after the other they wake their server once.
 _SENT_TOGETHER = 8
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """What to ask, and whom.
+    """One request: the server, the verb, and the tensors to send.
 
     Attributes:
         endpoint: the server.
-        verb: what it is to do.
-        target: the name of what it is to do it to.
-        tensors: sent as they are; they must not change before the answer is there.
+        verb: the operation asked for.
+        target: the name of the object that the verb acts on.
+        tensors: sent without a copy; they must not change before the answer has arrived.
         payload: further facts, packed with ``pack``.
-        schema: a hash of what the asker believes the target looks like; the verb's check may compare it.
-        once: numbered, so that the server does it exactly once however often it is retried.
+        schema: a hash of the schema that the client expects of the target; the verb's check may compare it.
+        once: numbered, so that the server performs it exactly once however often it is retried.
         step: the step of the program, for error messages.
-        allocate: sees what tensors the answer has, before memory is taken for them, and says where they go.
-        role: the role that the server's certificate must name; ``None`` for any. Who serves a Unix socket is known by
-            its user instead, which must be this process's.
+        allocate: called with the specs of the answer's tensors before memory is taken; returns the memory to fill.
+        role: the role that the server's certificate must name; ``None`` for any. A server on a Unix socket has no
+            certificate: it must run as this process's user.
     """
 
     endpoint: str
@@ -92,14 +92,14 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
-    """What the server answered."""
+    """A server's answer to one request."""
 
     tensors: Sequence[Tensor]
     payload: bytes = b""
 
 
 Outcome = Answer | Exception | None
-"""What became of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
+"""The end of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
 
 
 class Client:
@@ -421,10 +421,10 @@ class _Channel:
         self.allocate = allocate
 
     def stale(self) -> bool:
-        """Whether a connection that was idle for long has something to say, which can only be its end.
+        """True if a connection that was idle for long has become readable, which can only mean that it has ended.
 
-        One that was used just now need not be asked: should it be stale all the same, the request finds out, and goes
-        out again on a fresh one.
+        A connection used just now need not be checked: if it is stale all the same, the request fails on it and is sent
+        again on a fresh one.
         """
         poller = select.poll()
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
@@ -465,7 +465,7 @@ class _Exchange(msgspec.Struct, eq=False):
     polled: int = -1
     last_error: Exception | None = None
     done: bool = False
-    """Whether there is an outcome, or will never be one."""
+    """True once there is an outcome, or there will never be one."""
 
     def fileno(self) -> int:
         """The descriptor to poll; only with an interest in it."""
@@ -574,7 +574,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self.channel.connected = True
             peer = self.channel.stream.peer()
             self.channel.role, self.channel.reader.demands_checksums = peer.role, peer.plain
-            # The question follows the greeting at once: who is not welcome is told so all the same.
+            # The request follows the greeting at once: an unwelcome client is refused all the same.
             self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
             self._put_request(self.channel)
 
@@ -672,7 +672,7 @@ class _Exchange(msgspec.Struct, eq=False):
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
         channel = self.channel
-        # A connection whose question was not answered, or not sent to its end, is good for no other.
+        # A connection is reusable only if its request was sent in full and answered.
         self._let_go(
             reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
         )

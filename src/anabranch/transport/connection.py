@@ -54,7 +54,7 @@ _SMALL = 64 << 10
 
 
 class Fate(Enum):
-    """What becomes of a connection after a step."""
+    """The state of a connection after a step."""
 
     STAYS = auto()
     NEEDS_THREAD = auto()
@@ -71,14 +71,14 @@ class Driver(Protocol):
 
 
 class Doorkeeper(Books, Protocol):
-    """What a connection needs of its server: whether a request may come in."""
+    """The interface of a server that a connection needs: it decides whether a request may come in."""
 
     heartbeat: float
     limits: Limits
     max_connections: int
 
     def recognise(self, connection: Connection) -> bool:
-        """``connection`` has greeted; whether there is room for it."""
+        """Registers ``connection``, which has greeted; false if there is no room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
         """Tell whether an answer of so many bytes may wait."""
@@ -87,7 +87,7 @@ class Doorkeeper(Books, Protocol):
         """The answer has left, or nobody will read it."""
 
     def may_wait(self, verb: str) -> bool:
-        """Whether serving ``verb`` may take a thread's time."""
+        """True if serving ``verb`` may block a thread."""
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
@@ -96,7 +96,7 @@ class Doorkeeper(Books, Protocol):
         """A request or a connection was turned away."""
 
     def gathered(self) -> list[Answer] | None:
-        """Where this thread's answers are put aside, if they are."""
+        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
 
     def forget(self, connection: Connection) -> None:
         """``connection`` has ended."""
@@ -183,7 +183,7 @@ class Connection:
             self._lock.release()
 
     def _account(self) -> None:
-        """What was reserved for an answer is free once it has left."""
+        """Release the bytes reserved for an answer once it has been sent."""
         if self._waiting_bytes and not self._writer.waiting:
             self._server.release_answer(self._waiting_bytes)
             self._waiting_bytes = 0
@@ -233,11 +233,11 @@ class Connection:
         return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer.waiting else 0)
 
     def sending(self) -> bool:
-        """Whether bytes of an answer have not left yet."""
+        """True if bytes of an answer have not left yet."""
         return bool(self._writer.waiting) and not self.closed
 
     def resting(self) -> bool:
-        """Whether nothing is on its way in either direction, nor being served."""
+        """True if nothing is on its way in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None
         return serving and not self._writer.waiting and self._reader.idle()
 
@@ -380,7 +380,7 @@ class Connection:
             call.fail(error)
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
-        """What serves the call: its verb's handler, or nothing if the same was asked before and is taken care of."""
+        """The handler that serves the call; ``None`` if the same request was asked before and is already dealt with."""
         once = self._server.once
         with once.lock:
             found = once.begin(call, settled)
@@ -444,4 +444,4 @@ def _say_done(call: Call) -> None:
 
 
 Answer = tuple[Connection, Call, Sequence[memoryview]]
-"""What is to be written, and to whom."""
+"""A connection, the call to be answered on it, and the answer's frame."""

@@ -1,4 +1,4 @@
-"""Who polls connections: one loop for all that ask small things, and a thread for each that needs one.
+"""Drivers that poll connections: one loop for all with small requests, and a thread for each that needs one.
 
 ::
 
@@ -7,13 +7,13 @@
      v └─ a connection that has rested for a while comes back, and its thread ends
     thread ── one connection: its requests are large, or are served by a handler that may wait
 
-A thread for every connection costs a switch between threads for each request, and as many threads fight for the
+A thread for every connection costs a switch between threads for each request, and as many threads compete for the
 interpreter as there are clients; on one loop 64 clients' requests are read in a few wake-ups and reach the queue of
-their expert together. A thread of its own is right for what takes long anyway: large bodies are then copied, and
-decrypted, side by side.
+their expert together. A separate thread is right for requests that take long anyway: large bodies are then copied, and
+decrypted, in parallel.
 
 A server has at most ``max_connections`` connections (and a few more that are only told ``Overloaded``), so it has at
-most as many threads, and those that rest give theirs back.
+most as many threads, and the thread of an idle connection ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Host", "Loop", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
 
-# Between two looks at who has stalled, in seconds.
+# Seconds between two checks for stalled connections.
 _SWEEP = 1.0
 # Out of descriptors, most likely, or of room for strangers: seconds to let some end rather than spin.
 _ACCEPT_PAUSE = 0.05
@@ -52,21 +52,21 @@ _REST = 10.0
 
 
 class Host(Protocol):
-    """What a driver needs of its server: who is there, and when it ends."""
+    """The interface of a server that a driver needs: its connections, and whether it is stopping."""
 
     threads_of: dict[Connection, threading.Thread]
 
     def connect(self, stream: Stream, loop: Loop) -> Connection:
-        """A newcomer."""
+        """Registers a new connection."""
 
     def crowd(self) -> list[Connection]:
-        """Those who have not greeted yet, the oldest first, if they are too many."""
+        """The connections that have not greeted yet, the oldest first, if they are too many."""
 
     def round_over(self) -> None:
-        """All that had come was handed to its handlers."""
+        """Called when all requests that had come were handed to their handlers."""
 
     def stopping(self) -> bool:
-        """Whether connections are to end."""
+        """True if connections are to end."""
 
 
 class Loop:
@@ -105,7 +105,7 @@ class Loop:
             self._ring()
 
     def has_answers(self) -> bool:
-        """Whether answers wait to be written."""
+        """True if answers wait to be written."""
         return bool(self._answers)
 
     def start(self) -> threading.Thread:
@@ -117,11 +117,11 @@ class Loop:
         return thread
 
     def is_here(self) -> bool:
-        """Whether the calling thread drives the connections."""
+        """True if the calling thread drives the connections."""
         return threading.get_ident() == self._ident
 
     def away(self, now: float) -> bool:
-        """Whether the thread has gone to run what its requests asked for, and has been there for suspiciously long."""
+        """True if the thread has been running its requests' handlers for suspiciously long."""
         return now - self._away_since > _AWAY and not self._stopped
 
     def stop(self) -> None:

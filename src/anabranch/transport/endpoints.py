@@ -1,4 +1,4 @@
-"""Where a server is found: ``unix:PATH`` or ``tcp://HOST:PORT``, and how a path is claimed so that nobody steals it."""
+"""Addresses of servers, ``unix:PATH`` or ``tcp://HOST:PORT``; a path is claimed under a lock so that none is stolen."""
 
 from __future__ import annotations
 

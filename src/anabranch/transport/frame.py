@@ -78,7 +78,7 @@ _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a reader takes from a peer.
+    """Upper bounds on what a reader accepts from a peer.
 
     Attributes:
         header: bytes of a header.
@@ -97,7 +97,7 @@ _LIMITS = Limits()
 
 
 class Kind(IntEnum):
-    """What a frame is; numbers are never given another meaning."""
+    """The kinds of frame; a number is never given another meaning."""
 
     HELLO = 1
     REQUEST = 2
@@ -132,11 +132,11 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 
 class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a client asks.
+    """The header of a client's request.
 
-    ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; everything of this epoch
-    below ``settled`` will never be asked again. An empty epoch asks for something that may as well be done twice. The
-    answer repeats ``sequence``: one that comes twice is not taken for the next one's.
+    ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; no request of this epoch
+    below ``settled`` will ever be asked again. An empty epoch marks a request that may safely be done twice. The answer
+    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request.
     """
 
     verb: _Word
@@ -159,7 +159,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Why a server does not answer; ``failures.py`` turns errors into it and back.
+    """The reason why a server does not answer; ``failures.py`` turns errors into it and back.
 
     Without a ``sequence`` it is about the connection, and its last frame.
     """
@@ -322,7 +322,7 @@ class FrameWriter:
 
     def __init__(self) -> None:
         self.waiting: list[memoryview] = []
-        """What has not left yet; for others to look at."""
+        """The bytes not sent yet; other classes only read it."""
 
     def put(self, frame: Sequence[memoryview]) -> None:
         """Adds a frame behind those that wait."""
@@ -402,11 +402,11 @@ class FrameReader:
         self._views: list[memoryview] = []
 
     def idle(self) -> bool:
-        """Whether the reader stands between two frames, and has nothing of the next."""
+        """True if the reader stands between two frames, with no bytes of the next."""
         return self._header is None and self._start == self._end
 
     def holds_more(self) -> bool:
-        """Whether bytes were received that belong to the next frame."""
+        """True if bytes were received that belong to the next frame."""
         return self._start != self._end
 
     def drop(self) -> None:

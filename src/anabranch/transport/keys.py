@@ -1,9 +1,9 @@
-"""Who may speak to whom over TCP: a private authority, a certificate for each role, and TLS 1.3 on both sides.
+"""Certificates for TCP: a private authority, a certificate for each role, and TLS 1.3 checked on both sides.
 
 Host names say nothing in a job whose machines come and go, so a certificate names a job and a role instead (a URI such
-as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority are strangers; the job ``*``
-is every one. The authority's private key is needed again only to make more certificates; keep ``authority.key`` where
-no server runs.
+as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority do not trust each other; the
+job ``*`` stands for all of them. The authority's private key is needed again only to make more certificates; keep
+``authority.key`` where no server runs.
 """
 
 from __future__ import annotations

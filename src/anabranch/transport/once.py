@@ -1,4 +1,4 @@
-"""What has been done already, so that a request that comes again is not done again.
+"""The table of requests already done, so that a retry is not done again.
 
 A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and says with
 each one below which number it will never ask again. The table keeps what lies above: requests being served, to which a
@@ -70,7 +70,7 @@ class OnceTable(Generic[_Call]):
         return self._kept_bytes
 
     def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
-        """What to do with a request that came: the call itself if it is new, the call it joins, or its old answer.
+        """Decide on a request that came: returns the call itself if it is new, the call it joins, or its old answer.
 
         ``None`` means that it was done and that its answer is not kept.
 

@@ -46,7 +46,7 @@ _GLANCE = 0.002
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """What a server has done since it started, and holds now.
+    """Counters of a server since it started, and its present load.
 
     Attributes:
         connections: open now.
@@ -172,7 +172,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where clients find this server."""
+        """The address at which clients find this server."""
         return self._listener.endpoint
 
     def __enter__(self) -> Server:
@@ -267,24 +267,24 @@ class Server:
     # What connections and calls ask of their server.
 
     def gathered(self) -> list[Answer] | None:
-        """Where this thread's answers are put aside, if they are."""
+        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
         return getattr(self._gathering, "answers", None)
 
     def round_over(self) -> None:
-        """All that had come was handed to its handlers."""
+        """Called when all requests that had come were handed to their handlers."""
         if self._after_round is not None:
             self._after_round()
 
     def on_loop(self) -> bool:
-        """Whether this is the one thread that reads all connections without a thread of their own."""
+        """True on the one thread that reads all connections without a thread of their own."""
         return self._loop.is_here()
 
     def stopping(self) -> bool:
-        """Whether connections are to end."""
+        """True if connections are to end."""
         return self._closed
 
     def may_wait(self, verb: str) -> bool:
-        """Whether serving ``verb`` may take a thread's time."""
+        """True if serving ``verb`` may block a thread."""
         known = self._verbs.get(verb)
         return known is not None and not known.quick
 

@@ -69,11 +69,11 @@ class SocketStream:
         return 0.0
 
     def wants_write(self) -> bool:
-        """Whether the handshake waits to write."""
+        """True if the handshake waits to write."""
         return self._want == "write"
 
     def peer(self) -> Peer:
-        """Who is on the far side."""
+        """The identity of the far side."""
         assert self._peer is not None, "the handshake is not done"
         return self._peer
 
@@ -208,7 +208,7 @@ class SocketListener:
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
         try:
-            # wrap_socket leaves a socket open whose far side has gone.
+            # Raises if the far side has gone: wrap_socket would leave the socket open.
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
@@ -372,7 +372,7 @@ def _same_user(owner: int) -> Recognise:
 
 
 def _trusted_users() -> frozenset[int]:
-    """Who may serve a Unix socket that this process asks: its own user, and root, who can read its memory anyway."""
+    """The users that may serve a Unix socket to this process: its own, and root, who can read its memory anyway."""
     return frozenset({os.geteuid(), 0})
 
 

@@ -16,15 +16,15 @@ __all__ = ["Listener", "Peer", "Stream", "Transport"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is on the far side, as the certificate or the kernel says.
+    """Identity of the far side, from its certificate or from the kernel.
 
     Attributes:
         name: for messages and counts.
         role: the role in its certificate; ``None`` for the owner of a Unix socket's directory, who has every role.
-        job: the job it acts in: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
+        job: the job that it belongs to: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
             ``None`` without certificates.
-        certificate: tells its certificate from every other; ``None`` without one.
-        plain: whether it came over TCP without TLS, where nothing but a checksum notices a changed bit.
+        certificate: its certificate's SHA-256; ``None`` without one.
+        plain: true if it came over TCP without TLS, where only a checksum notices a changed bit.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Peer:
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
-        """Whether the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        """True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
         return roles is None or self.role is None or self.role in roles
 
 
@@ -56,13 +56,13 @@ class Stream(Protocol):
         """The ``time.monotonic`` moment before which polling is of no use; 0.0 on a network that is not simulated."""
 
     def handshake(self) -> bool:
-        """Goes on with connecting and recognising the peer; whether that is done."""
+        """Goes on with connecting and recognising the peer; true once that is done."""
 
     def wants_write(self) -> bool:
-        """Whether the handshake waits until the descriptor can be written to, rather than read."""
+        """True if the handshake waits until the descriptor can be written to, rather than read."""
 
     def peer(self) -> Peer:
-        """Who is on the far side; known after the handshake."""
+        """The identity of the far side; known after the handshake."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Takes bytes from the start of ``buffers`` and says how many; 0 if it would block."""
@@ -81,10 +81,10 @@ class Stream(Protocol):
 
 
 class Listener(Protocol):
-    """Where streams come in.
+    """A socket that accepts streams.
 
     Attributes:
-        endpoint: where clients find it.
+        endpoint: the address at which clients find it.
         job: the job in our certificate, ``"*"`` for every one; ``None`` without.
     """
 

@@ -94,5 +94,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def check_bools(tensor: Tensor) -> bool:
-    """Whether a bool tensor that came from outside holds only the bytes 0 and 1; others break torch's kernels."""
+    """True if a bool tensor from outside holds only the bytes 0 and 1; other bytes break torch's kernels."""
     return tensor.numel() == 0 or bool(tensor.reshape(-1).view(torch.uint8).max() <= 1)
