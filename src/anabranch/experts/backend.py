@@ -33,7 +33,7 @@ _SAMPLE_ROWS = 3
 
 
 class ExpertInfo(TypedDict):
-    """What a caller must know of an expert; see ``ExpertBackend.get_info``."""
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
 
     forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
     outputs_schema: Structure
@@ -149,7 +149,7 @@ class ExpertBackend:
     # What callers see.
 
     def get_info(self) -> ExpertInfo:
-        """What the expert takes and gives."""
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         keywords = dict(self.schema.keywords)
         return {
             "forward_schema": (self.schema.arguments, keywords),

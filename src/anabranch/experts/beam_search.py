@@ -20,12 +20,12 @@ __all__ = ["Choices", "beam_search"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Which experts are chosen for which rows.
+    """The experts chosen for each row.
 
     Attributes:
         uids: the chosen experts, each once.
         slots: of shape (rows, k): an index into ``uids``, best first; -1 where there are fewer than k.
-        coordinates: of shape (rows, k, dimensions): the indices in the experts' uids; 0 where there is none.
+        coordinates: of shape (rows, k, dimensions): the indices in the experts' uids; 0 where ``slots`` is -1.
     """
 
     uids: list[str]

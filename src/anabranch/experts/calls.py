@@ -160,7 +160,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
 
 
 def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
-    """What an expert of this schema answers to inputs like these."""
+    """The forms of the outputs with which an expert of this schema answers ``inputs``."""
     first = next(tensor for tensor in inputs if tensor is not None)
     return [
         Form((first.shape[0], *spec.shape), spec.dtype, first.device, spec.requires_grad)
@@ -265,7 +265,7 @@ def ask_gradients(
         if calls.check_backward is not None:
             calls.check_backward([call for call, _ in asked])
     finally:
-        # The graph would hold an error whose traceback holds the graph.
+        # Else a cycle: the graph holds the error, its traceback the graph.
         for call, _ in asked:
             call.gradient_error = None
     return answers
@@ -277,7 +277,7 @@ def _gather_gradients(
     gradients: Sequence[Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
 ) -> list[Outcome]:
-    """What came back; inputs are sent to those that have not kept the activations, or not any more."""
+    """Ask for gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
     if not asked:
         return []
     deadline = Deadline.after(calls.backward_timeout)

@@ -1,7 +1,7 @@
-"""How a tensor of a spec travels: as it is, rounded to half precision, or as 8-bit integers with a scale a block.
+"""Tensors on the wire: unchanged, rounded to half precision, or as 8-bit integers with a scale for each block.
 
-Rounding is a choice of the ``TensorSpec`` that both sides know, so nothing on the wire says how to read it, and ids,
-which are no floats, cannot be rounded. Gradients travel as the tensor they belong to does.
+Rounding is set in the ``TensorSpec``, which both sides know, so a message does not describe it. Ids are integers and
+cannot be rounded. A gradient travels in the form of the tensor that it belongs to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int
 
 
 def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
-    """What to send for rows of ``spec``."""
+    """The tensors to send for rows of ``spec``."""
     if spec.compression is None:
         return [tensor]
     tensor = tensor.detach()

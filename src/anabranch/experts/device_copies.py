@@ -47,7 +47,7 @@ class DeviceCopies:
                 tensor.record_stream(computing)
 
     def take(self, outputs: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
-        """What this thread has computed, in main memory."""
+        """Copy the outputs computed on this thread to pinned main memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             here = [[None if tensor is None else self._to_pinned(tensor) for tensor in one] for one in outputs]

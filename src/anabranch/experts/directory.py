@@ -1,12 +1,12 @@
-"""Who serves which expert, until when: announced with a time to live, looked up by uid, searched by prefix.
+"""The directory of experts: announced with a time to live, looked up by uid, searched by prefix.
 
-An expert's server announces its uids again and again; what is not announced any more is forgotten when its time is
-over, so a server that dies needs nobody to notice. The table is one process's memory; ``DirectoryServer`` serves it to
-others.
+An expert's server announces its uids again and again; a uid that is no longer announced is forgotten when its time is
+over, so nobody needs to notice that a server died. The table lives in one process's memory; ``DirectoryServer`` serves
+it to others.
 
-Over a network nobody is taken at his word: a role announces its own kind alone, at an endpoint that others reach; a uid
-belongs to the certificate that announced it first, until its time is over; and each job sees its own uids, besides
-those of servers that serve every job.
+Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
+reach; a uid belongs to the certificate that announced it first, until its time is over; and each job sees its own uids
+and those of servers that serve every job.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Table:
 
 
 class Directory:
-    """Who serves which expert: this process's own table, or the one that a ``DirectoryServer`` serves.
+    """Endpoints of experts by uid: this process's own table, or the one that a ``DirectoryServer`` serves.
 
     >>> directory = Directory()
     >>> directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/run/experts", ttl=30.0)
@@ -129,12 +129,12 @@ class Directory:
 
     Args:
         endpoint: of a ``DirectoryServer``; ``None`` for a table of this process.
-        timeout: seconds that a question to a server may take.
+        timeout: seconds that a request to a server may take.
         clock: seconds for times to live, of a table of this process.
-        client: asks the server; one of its own by default, with ``keys`` and ``insecure``.
+        client: sends the requests to the server; a new one by default, with ``keys`` and ``insecure``.
 
     Raises:
-        ValueError: from every method, for what is no uid, prefix or time to live.
+        ValueError: from every method, for an invalid uid, prefix or time to live.
         BoundaryError: from every method, if the server does not answer.
     """
 
@@ -301,7 +301,7 @@ class DirectoryServer:
 
     @property
     def endpoint(self) -> str:
-        """Where ``Directory(endpoint)`` finds it."""
+        """The address for ``Directory(endpoint)``."""
         return self._server.endpoint
 
     @property

@@ -1,4 +1,4 @@
-"""Where a mixture's experts are, what they take, and which of them are left alone for a while."""
+"""Endpoints and schemas of a mixture's experts, and the experts that are avoided for a while after failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_BREAK = 10.0
 
 
 class Avoidance:
-    """Experts that failed twice in a row are left alone for half a second, doubling to ten, until they answer again."""
+    """Avoids experts that failed twice in a row: for half a second, doubling to ten, until they answer again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class Avoidance:
             self._until.pop(uid, None)
 
     def now(self) -> set[str]:
-        """Who is left alone now."""
+        """The uids that are avoided now."""
         with self._lock:
             now = self._clock()
             return {uid for uid, until in self._until.items() if until > now}

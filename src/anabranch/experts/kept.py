@@ -101,7 +101,7 @@ class Kept:
 
 
 class KeptActivations:
-    """What is kept for backwards to come, by the tickets that callers gave.
+    """Activations kept for later backwards, by the tickets that callers gave.
 
     >>> kept = KeptActivations(4)
     >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
@@ -133,7 +133,7 @@ class KeptActivations:
             self._rows -= self._entries.popitem(last=False)[1].rows
 
     def get(self, ticket: bytes) -> Kept | None:
-        """What is kept under ``ticket``."""
+        """The activations kept under ``ticket``; ``None`` if they are gone."""
         return self._entries.get(ticket)
 
     def drop(self, ticket: bytes) -> None:

@@ -65,7 +65,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def find_factory(name: str) -> Factory:
-    """What makes the modules that ``name`` stands for: ``ffn``, ``nop``, or ``package.module:function``.
+    """Return the factory of the modules that ``name`` stands for: ``ffn``, ``nop``, or ``package.module:function``.
 
     >>> find_factory("ffn")(8).__class__.__name__
     'Feedforward'

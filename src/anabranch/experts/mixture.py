@@ -56,7 +56,7 @@ _RETRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class MixtureStatistics:
-    """What a mixture has asked since it was made.
+    """Counters of a mixture's calls since it was made.
 
     Attributes:
         calls: calls of experts.
@@ -64,7 +64,7 @@ class MixtureStatistics:
         failed: those that failed, by the name of the error.
         cancelled: stragglers that were not waited for.
         rows: rows that each expert was asked for, by uid: how evenly the experts are used.
-        avoided: experts that are left alone at the moment.
+        avoided: experts that are avoided at the moment.
     """
 
     calls: int
@@ -77,7 +77,7 @@ class MixtureStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """How long to wait, and for whom; as the modules' arguments say."""
+    """Timeouts and the experts that must answer, from the modules' arguments."""
 
     k_min: int
     forward_timeout: float
@@ -104,7 +104,7 @@ class _Chosen:
 
 
 class _Asker:
-    """What both mixtures do: find the chosen experts, ask each once for all its rows, sort the answers by row."""
+    """Finds the chosen experts, asks each once for all its rows, and sorts the answers by row, for both mixtures."""
 
     def __init__(self, finder: ExpertFinder, terms: _Terms) -> None:
         self.finder = finder
@@ -566,7 +566,7 @@ class RemoteMixtureOfExperts(nn.Module):
         return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves)
 
     def statistics(self) -> MixtureStatistics:
-        """What was asked since the module was made."""
+        """Counters since the module was made."""
         return self._asker.statistics()
 
 
@@ -710,5 +710,5 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return torch.stack(losses).mean()
 
     def statistics(self) -> MixtureStatistics:
-        """What was asked since the module was made."""
+        """Counters since the module was made."""
         return self._asker.statistics()

@@ -28,7 +28,7 @@ __all__ = ["RemoteExpert", "fetch_schema"]
 
 
 def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
-    """What the expert ``uid`` at ``endpoint`` takes and gives."""
+    """Fetch the schema of the expert ``uid`` at ``endpoint``."""
     return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid, role="experts"), deadline).payload)
 
 
@@ -107,7 +107,7 @@ class RemoteExpert(nn.Module):
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
 
     def get_info(self) -> ExpertInfo:
-        """What the expert takes and gives."""
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         _, schema = self._find(Deadline.after(self.forward_timeout))
         keywords = dict(schema.keywords)
         return {
@@ -155,12 +155,12 @@ class RemoteExpert(nn.Module):
             return found.known
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
+        """True if the expert has moved, or came back with another schema, so that one more request may succeed."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
             return False
-        # Who was silent for two beats, and is still said to be there, would be silent for two more.
+        # A peer that missed two beats and is still announced at the same endpoint would miss two more.
         return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
 
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
@@ -171,7 +171,7 @@ class RemoteExpert(nn.Module):
 
 
 class _Found:
-    """Where the expert is, and its schema, once that was asked; not the module's own, for a graph outlives it."""
+    """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -224,7 +224,7 @@ class _There:
             deadline=deadline,
         )
         crossed = ask(calls, keep=wants is not None)
-        error, call.error = call.error, None  # held by nobody but who raises it
+        error, call.error = call.error, None  # held only by the code that raises it: no cycle
         return crossed, error
 
     def backward(

@@ -1,4 +1,4 @@
-"""What runs the most urgent batch on its device: one at a time, all experts on it taking turns.
+"""Runs the most urgent batch of a device's experts, one at a time, the experts taking turns.
 
 ::
 
@@ -7,8 +7,8 @@
                            └── else ──> device thread
 
 Handing a batch to a thread and its answers back costs tens of microseconds each, and more where both want the
-interpreter: as much as a small batch takes to compute. So whoever has read a quick one runs it where it is. How long
-one takes is known from those before it; what has never run, or not so quickly, is the device thread's.
+interpreter: as much as a small batch takes to compute. So the thread that has read a quick batch runs it. The time of a
+batch is estimated from earlier ones; a batch of a size that has never run, or not quickly, goes to the device thread.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Runtime:
             return self._sleeps_until > 0 and not self._helped
 
     def healthy(self) -> bool:
-        """Whether no batch has overrun the last of its tasks' deadlines: then the device is stuck, or far too slow."""
+        """True unless the running batch has overrun all its tasks' deadlines: the device is stuck, or far too slow."""
         running = self._running
         return running is None or not running.expired()
 
@@ -152,7 +152,7 @@ class Runtime:
                 self._help(quick, now + _QUICK)
 
     def _find_quick(self, now: float) -> TaskPool | None:
-        """What this thread is to run; then the device thread leaves it alone, and nobody pauses it."""
+        """Reserve a pool whose batch this thread may run, safe from the device thread and pauses; else ``None``."""
         if self._stopped or self._helped or not self._sleeps_until:
             return None
         pool = self._most_urgent(now)

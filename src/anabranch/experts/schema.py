@@ -1,4 +1,4 @@
-"""What an expert takes and gives: nested ``TensorSpec``s, packed for the wire, and checked against what comes.
+"""Schemas of experts: nested ``TensorSpec``s of inputs and outputs, packed for the wire, and checked on arrival.
 
 Structures are dicts with text keys, lists, tuples, specs and ``None``; packing them needs no pickle and unpacking them
 runs no code. Two sides agree on a schema by its hash, so a request carries tensors only.
@@ -38,12 +38,12 @@ Layout = list[tuple[str, TensorSpec]]
 
 @dataclass(frozen=True)
 class Schema:
-    """What an expert takes and gives; what follows from it is worked out once, for every call asks for it.
+    """The specs of an expert's inputs and outputs; derived values are cached, because every call needs them.
 
     Attributes:
         arguments: the specs of positional arguments, each nested as the argument is.
         keywords: the specs of keyword arguments.
-        outputs: the specs of what comes back, nested as it is.
+        outputs: the specs of the outputs, nested as they are.
     """
 
     arguments: tuple[Structure, ...]
@@ -67,17 +67,17 @@ class Schema:
 
     @cached_property
     def input_layout(self) -> Layout:
-        """What a forward request carries."""
+        """The layout of a forward request."""
         return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
 
     @cached_property
     def output_layout(self) -> Layout:
-        """What a forward's answer carries."""
+        """The layout of a forward's answer."""
         return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
     def takes_one(self) -> bool:
-        """Whether it takes one tensor and nothing else, as most do: then there is nothing to flatten."""
+        """True if the only input is one tensor, as is common: then there is nothing to flatten."""
         return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
 
     @cached_property
@@ -97,12 +97,12 @@ class Schema:
 
     @cached_property
     def gives_one(self) -> bool:
-        """Whether it returns a tensor, and no nesting of them."""
+        """True if the output is one tensor, not a nested structure."""
         return isinstance(self.outputs, TensorSpec)
 
     @cached_property
     def input_structure(self) -> PyTreeSpec:
-        """How inputs nest."""
+        """The nesting of the inputs."""
         return flatten((self.arguments, dict(self.keywords)))[1]
 
     def output_form(self) -> Structure:
@@ -112,7 +112,7 @@ class Schema:
 
     @cached_property
     def output_structure(self) -> PyTreeSpec:
-        """How outputs nest."""
+        """The nesting of the outputs."""
         return flatten(self.outputs)[1]
 
     @cached_property
@@ -263,7 +263,7 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf; integers always do not."""
+    """True if a tensor holds neither NaN nor Inf; always true for integers."""
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True

@@ -51,10 +51,10 @@ _RENEWALS = 3
 
 @dataclass(frozen=True, slots=True)
 class ExpertServerStatistics:
-    """What a server of experts has done since it started.
+    """Counters of an expert server since it started.
 
     Attributes:
-        pools: of each pool, by name.
+        pools: statistics of each pool, by name.
         not_finite: requests refused for NaN or Inf, by peer.
         updates: updates of each expert, by uid.
         transport: requests, errors, bytes.
@@ -176,7 +176,7 @@ class ExpertServer:
 
     @property
     def endpoint(self) -> str:
-        """Where ``RemoteExpert`` finds it."""
+        """The address for ``RemoteExpert``."""
         return self._server.endpoint
 
     def __enter__(self) -> ExpertServer:

@@ -86,7 +86,7 @@ ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """What a pool has done since it was made, and holds now."""
+    """Counters of a pool since it was made, and its present queue."""
 
     tasks: int
     batches: int
@@ -150,9 +150,9 @@ class TaskPool:
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
         self.copies: DeviceCopies | None = None
-        """To and from the device on which ``process`` computes, if its memory is not this one's."""
+        """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
         self.tasks_in_batch = 1
-        """How many tasks the running batch is made of, for ``process``."""
+        """Number of tasks in the running batch, for ``process``."""
         self._queue: deque[Task] = deque()
         self.share(RLock(), {})
         self._rows = self._bytes = 0
@@ -244,11 +244,11 @@ class TaskPool:
         return float("inf") if self.timeout is None else self._queue[0].arrived + self.timeout
 
     def oldest(self) -> float:
-        """When the oldest waiting task arrived."""
+        """Arrival time of the oldest waiting task, infinity if none waits."""
         return self._queue[0].arrived if self._queue else float("inf")
 
     def expected_seconds(self) -> float:
-        """How long the next batch will take, going by those of its size or, before there were any, of larger ones."""
+        """Seconds that the next batch will take, estimated from batches of its size or, without any, of larger ones."""
         size = min(self._rows, self.max_batch_size).bit_length()
         return self._took.get(size) or min(
             (seconds for larger, seconds in self._took.items() if larger > size), default=float("inf")

@@ -1,10 +1,10 @@
-"""What callers and servers of experts say to each other: three verbs, and how tensors are laid into a request.
+"""Messages between callers and servers of experts: three verbs, and the layout of tensors in a request.
 
     expert.info       -> the schema
     expert.forward    inputs -> outputs
     expert.backward   inputs, gradients of outputs -> gradients of inputs; done exactly once
 
-Tensors come in the schema's order. A gradient that is not there is left out, and the payload says which are. A forward
+Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
 """
 
@@ -50,12 +50,12 @@ _unpack_present = unpacker(list[bool])
 
 
 def output_layout(schema: Schema) -> Layout:
-    """What a forward's answer carries."""
+    """The layout of a forward's answer."""
     return schema.output_layout
 
 
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
-    """What carries the gradients of ``specs``, of which those ``present`` are sent.
+    """The layout of the gradients of ``specs``, of which those ``present`` are sent.
 
     Raises:
         SchemaError: a gradient is present where none can be, or the count differs.
@@ -72,7 +72,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
-    """What a forward or backward request with ``header`` has to carry."""
+    """The layout that a forward or backward request with ``header`` must have."""
     layout = schema.input_layout
     if header.verb == BACKWARD:
         present, ticket = read_backward(header.payload)
@@ -129,21 +129,21 @@ def read_ticket(payload: bytes) -> bytes:
 
 
 def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
-    """Which of ``gradients`` are there, and the ticket of the kept activations, empty if the inputs are sent."""
+    """Pack which of ``gradients`` are present, and the ticket of kept activations, empty if the inputs are sent."""
     return pack(([gradient is not None for gradient in gradients], ticket))
 
 
 def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
-    """What ``pack_backward`` said."""
+    """Unpack the payload that ``pack_backward`` made."""
     present, ticket = _unpack_backward(payload)
     return present, read_ticket(ticket)
 
 
 def read_present(payload: bytes) -> list[bool]:
-    """What ``pack_present`` said."""
+    """Unpack the payload that ``pack_present`` made."""
     return _unpack_present(payload)
 
 
 def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
-    """Which of ``tensors`` are there."""
+    """Pack which of ``tensors`` are present."""
     return pack([tensor is not None for tensor in tensors])
