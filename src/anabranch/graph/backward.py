@@ -25,10 +25,10 @@ __all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "check_loss"
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What forward and backward of one batch yield.
+    """Results of the forward and backward of one batch.
 
     Attributes:
-        outputs: ``"loss"``, the loss's further tensors, and what Python is to keep.
+        outputs: ``"loss"``, the loss's further tensors, and the values that Python keeps.
         dense: the gradient of each reached parameter, by name.
         sparse: for each table looked up sparsely, its lookups in the order of the forward.
     """
@@ -39,14 +39,14 @@ class Gradients:
 
 
 class Arrivals(Protocol):
-    """What is told of the results of a backward graph while it runs."""
+    """Receives the results of a backward graph while it runs."""
 
     def begin(self, outputs: Sequence[str]) -> None:
-        """A run begins that yields these outputs."""
+        """Called before a run that yields these outputs."""
         ...
 
     def loss(self, value: Tensor) -> None:
-        """The loss is there; no gradient is yet."""
+        """Called with the loss, before any gradient."""
         ...
 
     def gradient(self, name: str, value: Tensor) -> None:

@@ -42,7 +42,7 @@ class BoundState:
         self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
-        """The optimizers' state is what it is now."""
+        """Records the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._spaces = [kept for state in self._states for kept in state.values()]
         self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
@@ -96,7 +96,7 @@ class BoundState:
             self._handles = number
 
     def _grouped(self) -> list[int]:
-        """How many parameters each group holds; ``add_param_group`` changes it."""
+        """The number of parameters in each group; ``add_param_group`` changes it."""
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _moved_alike(self) -> bool:

@@ -69,7 +69,7 @@ def _is_all_reduce(node: fx.Node) -> bool:
 
 
 def _is_movable(node: fx.Node, effects: Effects) -> bool:
-    """Whether only its inputs say when the node may run."""
+    """True if the node may run anywhere after its inputs."""
     if node.op != "call_function" or effects.written_by(node):
         return False
     if effects.must_stay(node) and not is_collective(node):

@@ -224,7 +224,7 @@ def _reachable(fn: object) -> dict[str, object]:
 
 
 def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
-    """What captures ``fn`` for other shapes of its tensor inputs."""
+    """A function that captures ``fn`` for other shapes of its tensor inputs."""
     leaves, structure = flatten(inputs)
     forms = [torch.empty(0, dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in leaves]
 

@@ -317,7 +317,7 @@ def _is_counter(tensor: Tensor | None) -> bool:
 
 
 def _advance(counters: list[memoryview], by: float) -> None:
-    """What ``_foreach_add_`` does to single numbers, without a kernel a number; rounded alike, for the sum is exact."""
+    """Add ``by`` to each number as ``_foreach_add_`` would, without a kernel each; exact sums, so the same bits."""
     for counter in counters:
         counter[0] += by  # type: ignore[call-overload]
 

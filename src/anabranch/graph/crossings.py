@@ -30,7 +30,7 @@ __all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
 
 
 class Crossing(ABC):
-    """What both are: a boundary, and a name under which graphs show it."""
+    """A graph node's call of one direction of a boundary, with the name under which graphs show it."""
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
         self.boundary = boundary
@@ -99,5 +99,5 @@ class BackwardCrossing(Crossing):
 
 
 def crossing_of(node: fx.Node) -> Crossing | None:
-    """What the node crosses, if it does."""
+    """The node's crossing; ``None`` for any other node."""
     return node.target if isinstance(node.target, Crossing) else None

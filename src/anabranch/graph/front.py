@@ -541,7 +541,7 @@ def _allow_marks() -> None:
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)
-            # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
+            # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
 

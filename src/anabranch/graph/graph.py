@@ -136,11 +136,11 @@ class Graph:
         return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
 
     def effects(self) -> Effects:
-        """What each operation writes, aliases and draws."""
+        """The arguments that each operation writes and aliases, and whether it draws random numbers."""
         return Effects(self.fx, self.shared())
 
     def examples(self) -> tuple[object, ...]:
-        """What the outputs look like: a fake tensor for each tensor."""
+        """Examples of the outputs: a fake tensor for each tensor."""
         return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
 
     def copy(self) -> Graph:
@@ -170,9 +170,9 @@ class Graph:
         return graph
 
     def memory_plan(self) -> MemoryPlan:
-        """When each value is alive in a run, what is reused in place, and the most bytes alive at once.
+        """The lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
 
-        Counted is what a run allocates: not the inputs, nor the state.
+        Only memory that a run allocates is counted: neither the inputs nor the state.
         """
         from anabranch.graph.memory import plan_memory
 

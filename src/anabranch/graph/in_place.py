@@ -40,7 +40,7 @@ def reuse_in_place(graph: Graph) -> Graph:
 
 
 def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], constant: set[fx.Node]) -> bool:
-    """Whether the argument has the result's form and memory that ends here, of which no other argument is part."""
+    """True if the argument has the result's form, and its memory ends here and belongs to no other argument."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False
@@ -51,7 +51,7 @@ def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.No
 
 
 def _constants(graph: Graph, effects: Effects) -> set[fx.Node]:
-    """What depends on no input and no state: generated code computes it once, and all runs share it."""
+    """Nodes that depend on no input and no state: generated code computes them once, and all runs share them."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         if node.op != "call_function" or effects.must_stay(node) or effects.root[node] in effects.writers:

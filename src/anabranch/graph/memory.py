@@ -1,4 +1,4 @@
-"""When each value of a run is alive, and how many bytes are alive at once."""
+"""Lifetimes of a run's values, and the number of bytes alive at once."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def call_recurrent(*args: object, **kwargs: object) -> object:
 
 
 def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
-    """What the node's operation makes of these arguments."""
+    """Run the node's operation on the values that ``look`` gives for its arguments."""
     assert callable(node.target)
     args, kwargs = resolved(node, look)
     if node.target is RECURRENT:

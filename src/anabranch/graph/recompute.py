@@ -74,7 +74,7 @@ def recompute_marked(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What may be recomputed: cheap operations or all, in how many segments, of which the first ``used`` are."""
+    """A recomputation plan: cheap operations only or all, the number of segments, and how many of the first to use."""
 
     cheap_only: bool
     segments: int
@@ -119,7 +119,7 @@ def _recomputed(graph: Graph, peak: str, choice: _Choice) -> Graph:
 
 
 def _bounds(before: list[fx.Node], segments: int) -> list[int]:
-    """Where the segments begin, so that each computes about as many bytes."""
+    """Split ``before`` into segments that compute about equally many bytes; returns where each begins, and the end."""
     sizes = [storage_bytes(node.meta.get("val")) for node in before]
     total, done, bounds = sum(sizes), 0, [0]
     for index, size in enumerate(sizes):

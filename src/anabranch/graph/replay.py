@@ -27,14 +27,14 @@ __all__ = ["Replayed", "can_replay"]
 _log = logging.getLogger("anabranch")
 
 _WARM_UP = 3
-"""Runs before the recording: kernels choose their algorithms, and a kind of batch shows that it comes again."""
+"""Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
 
 _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
-"""What replays, and where the results lie after it."""
+"""A function that replays, and the results, which it overwrites in place."""
 
 
 def can_replay(graph: Graph) -> bool:
-    """Whether all of the graph happens on one CUDA device, in kernels that Python need not be asked about."""
+    """True if the whole graph runs on one CUDA device, in kernels that need no Python."""
     devices: set[torch.device] = set()
     for node in graph.fx.nodes:
         if node.op == "output":

@@ -447,7 +447,7 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if not isinstance(result, Tensor):
             text = f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(result).__name__}"
             return mistake("type", text)
-        # Detached, for Dynamo lets nothing leave that hangs on a tensor whose gradient was asked for in the middle.
+        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
         marked = mark("loss", result).detach()
         if extras is None:
             return marked, None

@@ -28,7 +28,7 @@ __all__ = ["copy_beside_compute", "crosses_from_cuda", "launch_before_crossings"
 
 
 def crosses_from_cuda(graph: Graph) -> bool:
-    """Whether a tensor on a CUDA device crosses a boundary."""
+    """True if a tensor on a CUDA device crosses a boundary."""
     return any(
         source.meta["val"].is_cuda
         for node in graph.fx.nodes

@@ -442,7 +442,7 @@ def _explained() -> Iterator[None]:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is torch's or ours, not the user's."""
+    """True if a file belongs to torch or to this package, not to the user."""
     return filename.startswith(_LIBRARIES)
 
 

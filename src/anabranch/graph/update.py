@@ -110,7 +110,7 @@ def _hashable(value: object) -> object:
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-    """Whether the optimizers have stepped on all these parameters, so that whatever state they keep exists."""
+    """True if the optimizers have stepped on all these parameters, so that all the state they keep exists."""
     wanted = set(map(id, parameters))
     return all(
         parameter in optimizer.state or _keeps_nothing(optimizer, group)
