@@ -1,7 +1,7 @@
-"""Where to cut: stages whose dearest is as cheap as can be, by measured time or by size, boundaries included.
+"""Balancing: cuts that make the costliest stage as cheap as possible, by time or by size, boundaries included.
 
-Layers are measured one by one on a copy of the module, each forward and backward on what the one before gave it. The
-copy draws its random numbers from a stream of its own, so neither buffers nor the process's generator are touched.
+Layers are measured one by one on a copy of the module, each forward and backward on the output of the one before. The
+copy draws its random numbers from a separate stream, so neither buffers nor the process's generator are touched.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_REPEATS = 20
 
 
 def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
-    """How many layers to give each of ``n`` stages so that the slowest is as fast as can be.
+    """Return the number of layers for each of ``n`` stages so that the slowest is as fast as possible.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     >>> sum(balance_by_time(2, model, torch.randn(8, 64)))
     4
 
     Args:
-        n: how many stages.
+        n: the number of stages.
         module: the ``nn.Sequential`` to split; nested ones count as the layers inside.
         sample: a batch of the size that a microbatch will have.
 
@@ -52,14 +52,14 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
 
 def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
-    """How many layers to give each of ``n`` stages so that the largest is as small as can be.
+    """Return the number of layers for each of ``n`` stages so that the largest is as small as possible.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8))
     >>> balance_by_size(2, model, torch.randn(2, 8))
     [3, 1]
 
     Args:
-        n: how many stages.
+        n: the number of stages.
         module: the ``nn.Sequential`` to split; nested ones count as the layers inside.
         sample: a batch of the size that a microbatch will have.
 
@@ -76,7 +76,7 @@ def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """What one layer was seen to take in and hand on."""
+    """The measured input, outputs and kept memory of one layer."""
 
     value: Structure
     kept_bytes: int
@@ -130,7 +130,7 @@ class _Profile:
         self.seconds = fastest
 
     def boundaries(self, cost: Callable[[int], float]) -> list[float]:
-        """What crossing the cut before each layer costs, from the bytes of the value and of the skips over it."""
+        """The cost of the cut before each layer, from the bytes of the value and of the skips that cross it."""
         crossing = [0] + [seen.out_bytes for seen in self._seen[:-1]]
         for name, (first, last) in self._store.spans(self._layers).items():
             for cut in range(first + 1, last + 1):
@@ -139,7 +139,7 @@ class _Profile:
 
     @staticmethod
     def copy_seconds(size: int) -> float:
-        """How long a copy of ``size`` bytes takes, there and, as a gradient, back."""
+        """Seconds for a copy of ``size`` bytes, there and, as a gradient, back."""
         source = torch.zeros(size, dtype=torch.uint8)
         target = source.clone()
         started = time.perf_counter()
@@ -159,7 +159,7 @@ class _Recording(SkipStore):
         super().put(name, _leaf(value), shared=True)
 
     def values_for(self, layer: Layer) -> dict[SkipName, Structure]:
-        """What the layer is about to pop."""
+        """The skips that the layer is about to pop."""
         declarations = filter(None, map(declaration_of, layer.module.modules()))
         names = [name for declaration in declarations for name in declaration.pops]
         return {name: self.take(name, shared=True) for name in names if name in self}

@@ -32,7 +32,7 @@ __all__ = ["Call", "Engine", "Inputs", "Outcome", "Turn", "deliver", "open_porta
 
 
 class Inputs:
-    """What the caller gives: the batch for the first stage and keyword inputs, cut into microbatches."""
+    """The caller's inputs: the batch for the first stage and keyword inputs, cut into microbatches."""
 
     def __init__(self, value: Structure, keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -96,7 +96,7 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Outcome:
-    """What a run of actions left: output packets, gradients for the inputs, and what was observed."""
+    """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
 
     def __init__(self) -> None:
         self.observed = Observed()
@@ -111,7 +111,7 @@ class Turn(Protocol):
         """The facts of the call, made on the first stage's rank."""
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """What each of ``ranks`` gives under ``index``, this one included."""
+        """The tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
 
     def run(
         self,
@@ -124,13 +124,13 @@ class Turn(Protocol):
         """Carries out the actions of this process's ranks, returns what came of them, or raises what a stage did."""
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What rank ``source`` gives, on every rank."""
+        """The value that rank ``source`` gives, on every rank."""
 
     def say(self, word: object) -> None:
         """Leaves a plain value for all ranks; it travels with the end of the turn."""
 
     def heard(self) -> dict[int, object]:
-        """What each rank said, once the turn has ended."""
+        """The word that each rank said, once the turn has ended."""
 
 
 class Engine(Protocol):
@@ -190,17 +190,17 @@ class Call:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the call is differentiable in: the inputs that require grad, the parameters, and the anchor."""
+        """The call's differentiable inputs: the inputs that require grad, the parameters, and the anchor."""
         return [*self.inputs.leaves, *self._parameters, *self._anchor]
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient can reach anything through it."""
+        """True if a gradient can reach anything through the call."""
         return self.records and bool(self.leaves)
 
     @property
     def has_output(self) -> bool:
-        """Whether the last stage is in this process."""
+        """True if the last stage is in this process."""
         return any(OUTSIDE in run.stage.targets for run in self._runs.values())
 
     def loss(self) -> Tensor | None:

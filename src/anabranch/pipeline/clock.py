@@ -15,7 +15,7 @@ __all__ = ["Clock", "Interval"]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When a computing action ran, in the units of its costs."""
+    """Start and end of a computing action, in the units of its costs."""
 
     action: Action
     start: float

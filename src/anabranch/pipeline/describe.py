@@ -15,7 +15,7 @@ __all__ = ["Observed", "describe"]
 
 @dataclass(slots=True)
 class Observed:
-    """What the last call showed of the stages.
+    """Measurements of the stages in the last call.
 
     Attributes:
         seconds: of computing, by (stage, phase), all microbatches together.
@@ -26,7 +26,7 @@ class Observed:
     sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, other: Observed) -> None:
-        """Takes over what ``other`` knows."""
+        """Takes over the measurements of ``other``."""
         self.seconds |= other.seconds
         self.sent_bytes |= other.sent_bytes
 
@@ -39,7 +39,7 @@ class Observed:
 
     @classmethod
     def from_plain(cls, lists: object) -> Observed:
-        """What ``as_plain`` gave."""
+        """Rebuild the measurements from the lists that ``as_plain`` gave."""
         seconds, sizes = cast("tuple[list[tuple[int, str, float]], list[tuple[int, int, int]]]", lists)
         return cls(
             {(stage, phase): second for stage, phase, second in seconds},

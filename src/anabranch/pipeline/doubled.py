@@ -53,7 +53,7 @@ class Watch:
             self._watched += [(what, t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
     def addresses(self) -> set[int]:
-        """Where the watched tensors' memory starts."""
+        """Start addresses of the watched tensors' memory."""
         return {tensor.data_ptr() for _, tensor, _ in self._watched}
 
     def check(self, stage: int) -> None:

@@ -25,7 +25,7 @@ _IDLE_SECONDS = 60.0
 _FAREWELL_SECONDS = 0.5
 
 _Outgoing = list[Tensor] | threading.Event | None
-"""What a sending thread is given: the tensors of a message, an event to set when it gets there, or its end."""
+"""An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
 
 
 class GlooPost:
@@ -74,7 +74,7 @@ class GlooPost:
                     break
 
     def is_stuck(self) -> bool:
-        """Whether a thread waits for a peer, and gloo lets nobody end it."""
+        """True if a thread waits for a peer, which gloo lets nobody interrupt."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
     def settle(self, seconds: float) -> None:

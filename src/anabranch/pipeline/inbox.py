@@ -1,4 +1,4 @@
-"""What has arrived from the other ranks in the current turn, however it travelled."""
+"""Messages that have arrived from the other ranks in the current turn, over any kind of link."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Post(Protocol):
         """Waits until what was sent is on its way: the process may end after this."""
 
     def is_stuck(self) -> bool:
-        """Whether something waits for a peer, and nobody can end that."""
+        """True if a wait for a peer is under way that nobody can end."""
 
     def settle(self, seconds: float) -> None:
         """Waits for peers that are on their way to the end of a failed turn, so that they are not taken for stuck."""

@@ -58,11 +58,11 @@ class LocalEngine:
         return make()
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """The shares in a tied gradient of ranks in other processes, of which there are none."""
+        """The share given, alone: there are no ranks in other processes."""
         return [tensor]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What the only process gives."""
+        """The value itself: only one process gives it."""
         return value
 
     def say(self, word: object) -> None:
@@ -70,7 +70,7 @@ class LocalEngine:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """What was said."""
+        """The word that this process said."""
         return {0: self._word}
 
     def run(
@@ -96,7 +96,7 @@ class LocalEngine:
             try:
                 self._workers.run(tasks, deadline, on_interrupt=exchange.abort, step=self._step)
             except DeadlineExceeded:
-                attempt.raise_failure()  # a stage that waited in vain says for whom
+                attempt.raise_failure()  # a stage that waited names the one it waited for
                 raise
             attempt.raise_failure()
         except BaseException:

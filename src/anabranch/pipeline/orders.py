@@ -61,7 +61,7 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
 
 
 def default_ranks(name: str, stages: int) -> int:
-    """How many ranks ``stages`` stages lie on when nobody says."""
+    """The default number of ranks for ``stages`` stages."""
     return stages // 2 if name == "ZBV" or (name == "Interleaved1F1B" and stages % 2 == 0) else stages
 
 
@@ -181,7 +181,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], _Made]] = {
 
 @dataclass(slots=True)
 class _Rank:
-    """What an arranged rank has done so far."""
+    """An arranged rank's actions so far, counted by kind."""
 
     index: int
     forwards: int = 0

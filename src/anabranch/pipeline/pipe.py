@@ -41,10 +41,10 @@ from anabranch.tensors import Structure, map_structure
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
 
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
-"""Which microbatches keep no activations and run forward again before backward."""
+"""The microbatches that keep no activations and run forward again before backward."""
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""What the loss is over the rows it gets."""
+"""Reduction of the loss over the rows of a batch."""
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """From output and target to one number."""
@@ -52,11 +52,11 @@ Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 
 @dataclass(slots=True)
 class StepResult:
-    """What a scheduled step found; ``None`` on ranks without the last stage.
+    """Results of a scheduled step; ``None`` on ranks without the last stage.
 
     Attributes:
         loss: the whole batch's loss, a tensor of no dimensions, without a graph.
-        output: the model's output for the whole batch, without a graph; put together when it is first asked for.
+        output: the model's output for the whole batch, without a graph; concatenated when it is first read.
     """
 
     loss: Tensor | None
@@ -72,11 +72,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all ranks know after a step made together.
+    """Results that all ranks have after a step made together.
 
     Attributes:
         loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
-        rows: how many rows the batch had.
+        rows: the number of rows in the batch.
         words: what the callers on the ranks said, in the order of ranks.
     """
 
@@ -459,7 +459,7 @@ class Pipe(nn.Module):
 
 
 _NORMS = -1
-"""Where shares of the gradients' norm stand among those of tied parameters, which count from 0."""
+"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
 
 
 def _values_of_gradient(parameter: Tensor) -> Tensor:
@@ -570,7 +570,7 @@ class _Schedules:
 
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
-    """How many ranks there are to lie on; ``None`` if nobody says."""
+    """The number of ranks for the stages; ``None`` if neither argument is given."""
     if isinstance(devices, str):
         raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
     if group is None:
@@ -584,7 +584,7 @@ def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGro
 
 
 def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
-    """What every rank must make alike: messages would go astray, or layers run twice or nowhere."""
+    """The facts that must be equal on every rank: else messages would go astray, or layers run twice or not at all."""
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 

@@ -163,7 +163,7 @@ def _takes_generator(func: torch._ops.OpOverload) -> bool:
 
 
 def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether this call of an operation that may draw does; attention without dropout does not."""
+    """True if this call of an operation that may draw does; attention without dropout does not."""
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs

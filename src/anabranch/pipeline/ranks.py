@@ -175,10 +175,10 @@ class RankEngine:
 
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
-        """What all ranks do together; ends when all have done it, or with an error on each.
+        """A turn of all ranks together; ends when all have finished it, or with an error on each.
 
         Raises:
-            BaseException: what a stage here raised, with a note of where.
+            BaseException: the error that a stage here raised, with a note of the place.
             PipelineError: another rank failed.
             PeerLost: another rank is gone or stopped.
             DeadlineExceeded: the turn took longer than the timeout.
@@ -268,7 +268,7 @@ class RankEngine:
 
     @property
     def inbox(self) -> Inbox:
-        """What has arrived."""
+        """The messages that have arrived."""
         return self._inbox
 
     @property
@@ -389,7 +389,7 @@ class RankTurn:
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What rank ``source`` gives, on every rank; tensors come without a graph."""
+        """The value that rank ``source`` gives, on every rank; tensors come without a graph."""
         engine = self._engine
         if engine.rank == source:
             packet, _ = cut(value)
@@ -406,7 +406,7 @@ class RankTurn:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """What each rank said, once the turn has ended."""
+        """The word that each rank said, once the turn has ended."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}
 

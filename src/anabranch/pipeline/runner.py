@@ -22,12 +22,12 @@ _PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "rec
 
 
 def phase_of(action: Action) -> str:
-    """What a computing action is called in errors and events: forward, backward, weight or recompute."""
+    """The name of a computing action in errors and events: forward, backward, weight or recompute."""
     return _PHASES[action.kind]
 
 
 class Failure(Exception):
-    """What a stage raised, and where; carries the original as its cause."""
+    """An error raised by a stage, with its action; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
         super().__init__()  # without the error's own words: asked for them, it may raise

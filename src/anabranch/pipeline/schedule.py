@@ -57,12 +57,12 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks that it takes."""
         return len(self.actions)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of the weights have actions of their own."""
+        """True if gradients of the weights have separate actions."""
         return any(action.kind is Kind.W for action in self.all_actions())
 
     def all_actions(self) -> Iterator[Action]:

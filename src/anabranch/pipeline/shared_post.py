@@ -71,7 +71,7 @@ class _Slot:
             at += _aligned(part.numel())
 
     def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
-        """What was put there, as views; the slot is free when the last of them is."""
+        """The tensors written there, as views; the slot is free once the last of them is."""
         hold = _Hold()
         weakref.finalize(hold, _set_free, self._memory).atexit = False
         found, at = [], _ALIGNED
@@ -93,7 +93,7 @@ class _Slot:
 
 
 class _Hold:
-    """What every tensor in a slot holds on to."""
+    """An object that every tensor in a slot keeps alive; its end frees the slot."""
 
     __slots__ = ("__weakref__",)
 
@@ -266,7 +266,7 @@ class SharedPost:
         self.wait_for(lambda: not any(line.unsent for peer, line in lines.items() if peer not in lost), seconds)
 
     def is_stuck(self) -> bool:
-        """Whether a rank was lost, for whom the process group would wait at the end."""
+        """True if a rank was lost, for which the process group would wait at the end."""
         return bool(self._inbox.lost)
 
     def settle(self, seconds: float) -> None:
@@ -279,10 +279,10 @@ class SharedPost:
 
 
 class Meeting:
-    """How the ranks of one host come to have sockets to one another; a context manager.
+    """Connects the ranks of one host by sockets; a context manager.
 
     Args:
-        rank: this one's.
+        rank: this process's rank.
     """
 
     def __init__(self, rank: int) -> None:

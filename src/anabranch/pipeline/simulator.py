@@ -17,7 +17,7 @@ __all__ = ["Interval", "Simulation", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of a schedule.
+    """Results of simulating a schedule.
 
     Attributes:
         intervals: the computing actions of each rank, in order.

@@ -235,7 +235,7 @@ def _namespaces(module: nn.Module) -> dict[str, Namespace]:
 
 
 def declaration_of(module: nn.Module) -> Declaration | None:
-    """What ``module`` declares, with the namespaces it was isolated into; ``None`` if it is not skippable."""
+    """The declaration of ``module``, with the namespaces it was isolated into; ``None`` if it is not skippable."""
     declared = getattr(type(module), "_skip_declaration", None)
     if declared is None:
         return None
@@ -342,7 +342,7 @@ def verify_skippables(module: nn.Module) -> None:
 
 
 class _Ledger:
-    """Who stashes and who pops each skip, in the order that modules run, and what is wrong with that."""
+    """The modules that stash and pop each skip, in the order that they run, and the faults found."""
 
     def __init__(self) -> None:
         self._stashed_by: dict[SkipName, str] = {}

@@ -44,10 +44,10 @@ OUTSIDE = -1
 
 @dataclass(slots=True)
 class Habits:
-    """What a stage has been seen to do.
+    """Observed properties of a stage.
 
     Attributes:
-        changes_inputs: whether its layers work in place on what it gets, so that running it again takes a copy;
+        changes_inputs: true if its layers change their inputs in place, so that running it again needs a copy;
             ``None`` before its first forward.
     """
 
@@ -81,7 +81,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows the last layer in ``step``: the loss, its weight a microbatch, and the targets."""
+    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets."""
 
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
@@ -91,7 +91,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What holds for all of a call: the caller's modes, the random stream, which microbatches keep no activations."""
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
 
     ambient: Ambient
     seed: int
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def records(self) -> bool:
-        """Whether a backward may follow."""
+        """True if a backward may follow."""
         return self.ambient.grad and not self.ambient.inference
 
 

@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 
 class Facts(msgspec.Struct, array_like=True, frozen=True):
-    """What all ranks must know of a call before they start, as the first stage's rank says it."""
+    """Facts of a call that all ranks must know before they start, sent by the first stage's rank."""
 
     step: int
     seed: int
@@ -37,7 +37,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """What ended a call on the rank that sends this, or on the one it heard of first."""
+    """The error that ended a call, on the rank that sends this or on the one that it heard of first."""
 
     rank: int
     type_name: str
@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """What a message is: data of a sending action, the facts of a call, shares of tied gradients, or the turn's end."""
+    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end."""
 
     turn: int
     operation: str

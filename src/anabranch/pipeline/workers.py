@@ -113,7 +113,7 @@ class _Round:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Whether all tasks have ended within ``timeout`` seconds."""
+        """Wait for all tasks to end; false if ``timeout`` seconds pass first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._left, timeout)
 
