@@ -224,9 +224,9 @@ def _feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
 
 @_kernel
 def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> None:
-    """Where a keyed permutation of ``range(rows)`` puts each id; or, not ``forward``, which id it puts there.
+    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place.
 
-    The bijection is of the next power of four; a value outside the range walks on along its cycle until it is inside.
+    The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
     """
     bits, mask, end = U(half), (U(1) << U(half)) - U(1), U(rows)
     for i in range(ids.size):
@@ -559,7 +559,7 @@ def _row(adam: bool, storage: Any, base: Any, wide: Any, stateful: bool, zeros: 
 
 @_inline
 def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: int) -> bool:
-    """Whether no move after step ``now`` can change a weight, given that none from ``quiet_since`` on has.
+    """True if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
 
     A move at ``quiet_since`` was at most half a unit in the last place of its weight. Without a gradient a move shrinks
     by momentum (Adam: by beta1 / sqrt(beta2)) a step, times what the schedule does; decoupled decay shrinks the weight

@@ -107,7 +107,7 @@ def ahead(
     asked: Any,
     ask_starts: Any,
 ) -> None:
-    """Which ids of the next step to ask about, as ``ask`` says it; ``waits`` says whether own gradients do."""
+    """Choose ids of the next step to ask about, in the form of ``ask``; ``waits``: own gradients are held back."""
     count = 0
     others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -375,7 +375,7 @@ def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
 
 @_kernel
 def count_due(due_at: Any, members: Any, limit: int) -> int:
-    """How many rows wait that are due by the step ``limit``."""
+    """Count the waiting rows that are due by the step ``limit``."""
     count = 0
     for k in range(members.size):
         due = due_at[U(members[k])]

@@ -189,10 +189,10 @@ def changed_all(
     first: int,
     last: int,
 ) -> None:
-    """Whether each of a table's last ``since_starts[t + 1] - since_starts[t]`` rows has changed after ``since``.
+    """Mark which of a table's last ``since_starts[t + 1] - since_starts[t]`` rows have changed after ``since``.
 
-    Tables of which one row is below ``needed`` are marked in ``behind`` and left. ``steps`` has the step of those whose
-    rows all move in every one, else -1. ``counts`` takes how many have changed.
+    Tables with a row below ``needed`` are marked in ``behind`` and skipped. ``steps`` holds the step of a table whose
+    rows all move in every step, else -1. ``counts`` receives the number of changed rows.
     """
     for t in range(first, last):
         stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
@@ -356,7 +356,7 @@ def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, gr
 def foresee(
     kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
 ) -> None:
-    """What ``squares.foresee`` does to one row."""
+    """Do for one row what ``squares.foresee`` does."""
 
 
 @_inline
@@ -415,7 +415,7 @@ def _least(storage: Any) -> float:
 def _merged_squares(
     head: int, following: Any, begin: int, grads: Any, grads_at: int, apart: int, wide: Any, squares: Any
 ) -> float:
-    """What ``squares.merged_squares`` says of one row, whose lookups are chained from ``head`` on."""
+    """``squares.merged_squares`` of one row, whose lookups are chained from ``head`` on."""
     every = own = 0.0
     i = head
     while i >= 0:

@@ -21,7 +21,7 @@ _AHEAD = 12  # ids
 
 @_inline
 def _place(keys: Any, slots: Any, wanted: Any) -> Any:
-    """Where ``wanted`` lies, or would lie."""
+    """The place of ``wanted`` in the hash table, or the free place where it would go."""
     mask = U(keys.size - 1)
     at = _mix(U(wanted)) & mask
     while slots[at] >= 0 and keys[at] != wanted:

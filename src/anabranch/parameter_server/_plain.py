@@ -62,7 +62,7 @@ def merge(rows: Array, buckets: Array, unique: Array, inverse: Array) -> int:
 
 
 def place(ids: Array, rows: int, half: int, key: int, out: Array, forward: bool) -> None:
-    """Where a keyed permutation of ``range(rows)`` puts each id; or, not ``forward``, which id it puts there."""
+    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
     out[:] = ids
     pending = np.arange(ids.size)
     while pending.size:

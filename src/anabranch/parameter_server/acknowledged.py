@@ -27,7 +27,7 @@ class _Client:
 
 
 class Acknowledged:
-    """What was done, of the clients that were heard last.
+    """The last requests done for each client, and the number of its pushes; the client silent longest is forgotten.
 
     >>> done = Acknowledged()
     >>> client = b"c" * 16

@@ -1,4 +1,4 @@
-"""How a shard tells a directory that it is there: one in this process, or one that is served at an endpoint."""
+"""Announcing a shard to a directory, in this process or served at an endpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Announces", "ServedDirectory"]
 
 
 class Announces(Protocol):
-    """What a server needs of a directory."""
+    """The interface of a directory that a server needs."""
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Says that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Says that ``endpoint`` does not serve ``uids`` any more."""
 
 
 class ServedDirectory:

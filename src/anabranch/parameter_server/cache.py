@@ -54,14 +54,15 @@ SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 _LONG_AGO = -(1 << 40)
 _NEVER = 1 << 40
 Move = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""What own gradients do to rows here, until the servers' are known: ``(rows, gradients, squares) -> rows``."""
+"""A local estimate of a gradient's effect on cached rows, until the servers' rows are known:
+``(rows, gradients, squares) -> rows``."""
 Due = tuple[Tensor, Tensor, Tensor | None]
-"""What goes to the servers: ids, a gradient of each, and its squares (``None``: they are those of one step)."""
+"""Gradients for the servers: ids, a gradient of each, and its squares (``None`` for gradients of one step)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """How each table is cached on the workers.
+    """Configuration of the workers' cache of each table.
 
     >>> Cache(policy="LFU", capacity=10_000, pull_bound=5).pull_bound
     5
@@ -70,7 +71,7 @@ class Cache:
     ValueError: capacity=0 must be a number of rows, at least 1
 
     Attributes:
-        policy: who leaves: ``"LRU"`` the row unused longest, ``"LFU"`` the one used in the fewest steps; under
+        policy: the row to evict: ``"LRU"`` the one unused longest, ``"LFU"`` the one used in the fewest steps; under
             ``"LFUOpt"`` a row used in 10 steps stays for good, and once all have, no other comes in.
         capacity: rows, of each table.
         pull_bound: steps that a row may be behind the servers.
@@ -114,14 +115,14 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What a cache has done: rows.
+    """Counters of a cache, in rows.
 
     Attributes:
-        hits: read without a row coming over: checked lately, or asked about and unchanged.
+        hits: read without a transfer: checked lately, or asked about and unchanged.
         misses: read and pulled.
-        refreshed: of the misses, rows that were here and too old, and had changed.
-        evictions: rows that left for others.
-        pushed: gradients of rows that went to the servers.
+        refreshed: misses on rows that were cached but too old, and had changed.
+        evictions: rows evicted to make room.
+        pushed: gradients of rows sent to the servers.
     """
 
     hits: int

@@ -32,13 +32,13 @@ Ids = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a read must ask the servers about before it can be answered.
+    """The request to the servers that a read needs before it can be answered.
 
     Attributes:
-        ids: by table, those to ask about; a table of which nothing is asked may be left out.
-        known: by table, the version to ask with of each.
-        leaving: by table, gradients of rows that left, which go to the servers.
-        state: what ``answer`` needs to know.
+        ids: by table, the ids to ask about; tables without any may be missing.
+        known: by table, the cached version of each id.
+        leaving: by table, gradients of evicted rows, which go to the servers.
+        state: private data for ``answer``.
     """
 
     ids: dict[str, Tensor]
@@ -57,7 +57,7 @@ class Caches(Protocol):
         """The second half: the rows of all that was wanted, and what has left meanwhile."""
 
     def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        """What to ask about during ``step`` so that the next one, which wants these ids, need not."""
+        """The request to make during ``step`` so that the next one, which wants these ids, need not."""
 
     def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
         """Takes in what ``ahead`` asked about, and says what left for it."""
@@ -90,7 +90,7 @@ class _Far:
         self.leaving.append((ids, grads, squares))
 
     def left(self) -> Due | None:
-        """What has left since the last call; there is no more than one, for every call takes it."""
+        """The gradients evicted since the last call; at most one set, because every call takes it."""
         parts, self.leaving = self.leaving, []
         assert len(parts) <= 1
         return parts[0] if parts else None
@@ -187,7 +187,7 @@ class CachesOneByOne:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What ``CacheGroup.ask`` has found out."""
+    """The state that ``CacheGroup.ask`` hands to ``answer``."""
 
     names: list[str]
     members: Array
@@ -203,7 +203,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What ``CacheGroup.ahead`` has found out."""
+    """The state that ``CacheGroup.ahead`` hands to ``take_in``."""
 
     names: list[str]
     members: Array
@@ -457,7 +457,7 @@ class CacheGroup:
         )
 
     def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
-        """What goes to the servers with the push of ``step``."""
+        """The gradients that go to the servers with the push of ``step``, by table."""
         if room.starts[-1]:
             self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
         ids, grads, squares = (
@@ -468,7 +468,7 @@ class CacheGroup:
 
 
 def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:
-    """What is each table's of ``whole``; without the ``empty`` ones unless they are asked for."""
+    """Split ``whole`` by table; tables without rows are left out unless ``empty``."""
     parts = zip(names, torch.split(whole, np.diff(starts).tolist()), strict=True)
     return {name: part for name, part in parts if empty or len(part)}
 

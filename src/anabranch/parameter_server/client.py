@@ -87,12 +87,12 @@ class Worker:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one client has asked about one table or parameter.
+    """Counters of one client's messages about one table or parameter.
 
     Attributes:
-        pulls, pushes: messages that read and moved it, those to several shards at once counted as one.
+        pulls, pushes: messages that read and changed it; one to several shards at once counts as one.
         bytes: of ids, versions, rows and gradients, both ways.
-        wait_seconds: that the caller waited for answers; a message about several is shared between them.
+        wait_seconds: time that the caller waited for answers; a message about several is shared between them.
     """
 
     pulls: int = 0
@@ -103,7 +103,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What the client knows of one name: a table with its placement, or a dense parameter."""
+    """The client's record of one name: a table with its placement, or a dense parameter."""
 
     placement: Placement | None
     dtype: torch.dtype
@@ -205,7 +205,7 @@ class ParameterClient:
 
     @property
     def shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self._endpoints)
 
     @property
@@ -215,7 +215,7 @@ class ParameterClient:
 
     @property
     def worker(self) -> Worker | None:
-        """Which worker of a job this is; ``None`` for a bare client."""
+        """This worker of a job; ``None`` for a bare client."""
         return self._worker
 
     @property
@@ -492,7 +492,7 @@ class ParameterClient:
             traffic.wait_seconds += waited
 
     def traffic(self) -> dict[str, Traffic]:
-        """What this client has asked so far, by table and parameter."""
+        """Counters of this client so far, by table and parameter."""
         with self._counting:
             return {name: replace(traffic) for name, traffic in self._traffic.items()}
 
@@ -608,7 +608,7 @@ class ParameterClient:
         self._in_turn([self._request(0, "barrier", pack(message))], Deadline.after(self._timeout))
 
     def statistics(self) -> list[ShardStatistics]:
-        """What each shard has done since it started."""
+        """Statistics of each shard since it started."""
         answers = self._all([self._request(shard, "statistics", once=False) for shard in range(self.shards)])
         return [unpack(answer.payload, ShardStatistics) for answer in answers]
 
@@ -623,9 +623,9 @@ class ParameterClient:
         checkpoint.write(path, groups, state, step=step)
 
     def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
-        """What ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
+        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
 
-        A group asks for its tensors when it is called: a dense parameter, or so many rows that they fit a worker.
+        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
         """
         wanted = None if names is None else set(names)
         tables: dict[str, dict[str, Any]] = {}
@@ -718,7 +718,7 @@ class ParameterClient:
         answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
         return [unpack(answer.payload, dict[str, Any]) for answer in answers]
 
-    # --- who holds what ---------------------------------------------------------------------------------------------
+    # --- names and placements ---------------------------------------------------------------------------------------
 
     def _holding(self, name: str, *, rows: bool = False) -> _Holding:
         if name not in self._holdings:
@@ -850,10 +850,10 @@ class ParameterClient:
         return self._gather(requests, deadline)
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
-        """What a call of this client on another thread has come to; looks meanwhile whether all workers are there.
+        """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
 
         Raises:
-            PeerLost: another worker is not.
+            PeerLost: another worker is gone.
             DeadlineExceeded: the call has overrun its own deadline.
         """
         deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
@@ -877,7 +877,7 @@ class ParameterClient:
 
 
 def _at_once(table: Mapping[str, Any]) -> int:
-    """How many rows of a table that a shard describes a checkpoint holds at once."""
+    """The number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
     spec = TableSpec.from_dict(table["spec"])
     row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
     return max(1, min(_CHUNK, _AT_ONCE // row))

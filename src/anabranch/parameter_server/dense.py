@@ -43,7 +43,7 @@ class DenseParameter:
             kind = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
         self.bounds = Bounds.of(rule, self.value, self.states)
-        """How large its numbers can be at most."""
+        """Upper bounds on the magnitude of its numbers."""
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
 
     def bounds_after(self, peak: float) -> Bounds:

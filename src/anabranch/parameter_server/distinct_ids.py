@@ -34,7 +34,7 @@ class Distinct:
     inverse: Tensor | None
 
     def is_of(self, ids: Tensor) -> bool:
-        """Whether ``ids`` are the given ones, in whatever form."""
+        """True if ``ids`` equal the given ones, whatever their shape, dtype and device."""
         return ids.numel() == len(self.given) and torch.equal(self.given, ids.detach().cpu().long().reshape(-1))
 
     def of(self, ids: Tensor) -> Tensor | None:

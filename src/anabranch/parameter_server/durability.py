@@ -1,4 +1,4 @@
-"""What a shard keeps on disk, so that one that was killed comes back: nothing, checkpoints, or every change.
+"""State of a shard on disk, from which it restarts after being killed: nothing, checkpoints, or every change.
 
 ::
 
@@ -6,11 +6,11 @@
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
     checkpoint: begin log n+1 and copy the state under the lock; write and sync; forget the logs of the one before
 
-Under ``"checkpoint"`` the log holds what makes and drops tables, which is little, and none of their pushes: those since
-the last checkpoint are gone when the process is killed. How many, the shard knows by the count in the directory's
-``owner`` file, and each client is told of its own (``acknowledged.py``).
+Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and none of their pushes:
+those since the last checkpoint are lost when the process is killed. The shard knows their number from the count in the
+directory's ``owner`` file, and each client is told of its own (``acknowledged.py``).
 
-A table that lies in a file has no copy: it is written under the lock, a few rows at a time, and requests wait for that.
+A table in a file is not copied: it is written under the lock, a few rows at a time, and requests wait for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Durability", "Keeper"]
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: Identity = (b"", 0)
-# What a shard cannot be asked for again by anybody who goes on pushing: logged under "checkpoint" too.
+# Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 
 
@@ -162,7 +162,7 @@ class Keeper:
 
     @contextmanager
     def asked_by(self, identity: Identity) -> Iterator[None]:
-        """What this thread journals in the block was asked for by ``identity``."""
+        """Attribute changes that this thread journals in the block to the request ``identity``."""
         self._asking.identity, self._asking.place = identity, 0
         try:
             yield

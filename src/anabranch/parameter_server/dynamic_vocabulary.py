@@ -44,7 +44,7 @@ class DynamicVocabulary:
 
     @property
     def rows(self) -> int:
-        """How many rows have been handed out."""
+        """The number of rows handed out."""
         return self._index.rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:

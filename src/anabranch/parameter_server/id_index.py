@@ -1,6 +1,6 @@
-"""From ids to rows, in a bounded number of rows: who has one, who gets one, and whose it was.
+"""From ids to rows, in a bounded number of rows: lookup, allocation and eviction.
 
-What dynamic vocabularies and caches have in common. The compiled index is checked against the plain one, a dictionary.
+Shared by dynamic vocabularies and caches. The compiled index is checked against the plain one, a dictionary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class IdIndex(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows have been given."""
+        """The number of rows handed out."""
 
     def find(self, ids: Ids) -> Ids:
         """The row of each id, -1 for one that has none."""

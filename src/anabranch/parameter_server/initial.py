@@ -54,7 +54,7 @@ class Normal:
 
 
 Initial = Constant | Uniform | Normal
-"""How rows start."""
+"""The initial value of rows."""
 
 
 def _check_finite(kind: str, **numbers: float) -> None:

@@ -1,7 +1,7 @@
-"""Which kernels run: the compiled ones where Numba is installed, else the plain ones, said once.
+"""Selection of kernels: the compiled ones where Numba is installed, else the plain ones, reported once.
 
-Both are modules of the same functions; the compiled module's docstring has the conventions they share. ``Crew`` runs
-one of them on several threads of ours.
+Both are modules of the same functions; the compiled module's docstring has the conventions that they share. ``Crew``
+runs one of them on several threads of this package.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What arithmetic on rows of ``dtype`` is done in: bfloat16 in float32, others in their own."""
+    """The dtype of arithmetic on rows of ``dtype``: float32 for bfloat16, else the same."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 

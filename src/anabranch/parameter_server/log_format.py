@@ -110,7 +110,7 @@ def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
 
 
 def frame_of(body: bytes, number: int, chain: int) -> tuple[bytes, int]:
-    """What stands before a body, and its checksum, which is the next one's chain."""
+    """The frame before a body, and its checksum, which is the next frame's chain."""
     start = _FRAME.pack(_MARK, len(body), number, chain, 0)[:-4]
     checksum = zlib.crc32(body, zlib.crc32(start))
     return start + checksum.to_bytes(4, "little"), checksum
@@ -160,7 +160,7 @@ class Frames:
                 self.chain = 0 if self._old else checksum
 
     def _length(self, frame: bytes) -> tuple[int, int, int] | str:
-        """How long the body is, the checksum so far and the whole one; or what is wrong."""
+        """The body's length, the checksum so far and the expected one; or a description of the damage."""
         if len(frame) < _FRAME.size:
             return f"a record's frame ends after {len(frame)} bytes"
         mark, length, number, chain, checksum = _FRAME.unpack(frame)
@@ -185,7 +185,7 @@ class Frames:
         return length, 0, checksum
 
     def behind(self) -> int:
-        """How many whole records the rest of the file holds, behind the one that does not read."""
+        """The number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:

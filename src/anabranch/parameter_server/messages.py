@@ -1,19 +1,19 @@
-"""What workers and shards say to one another: the payload of each verb, beside the tensors.
+"""Messages between workers and shards: the payload of each verb, beside the tensors.
 
-A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
-ids travel in one tensor, of int32 where every id of all its tables fits and else of int64, and their numbers as
-``packing.py`` has it, each part's one after the other, so the count of tensors never grows with the count of tables.
+A message covers several tables and parameters at once, so that all requests of a step to a shard are one message. Their
+ids travel in one tensor, of int32 where every id of all its tables fits and else of int64. Their numbers are laid out
+by ``packing.py``, one part after the other, so the number of tensors never grows with the number of tables.
 
-Ids of one part that differ in kind are ordered by it, and the part says how many there are of each, so nothing is said
-of an id that its kind does not need::
+Ids of one part that differ in kind are ordered by kind, and the part gives the number of each, so no id carries fields
+that its kind does not need::
 
     pull   with state │ not known │ known        ages of the known ones only
     push   of one step │ sums over several       squares of the sums only
 
-Whether a known row has changed is found by steps, not by versions of rows: rows are read as of the table's step, and
-whoever has them asks again with that step. A row has changed if its last step is later. Steps say nothing where a shard
-did not go on from where it was: one that was started anew, or that took rows or let tables go. It then has another
-``generation``, and under another than the asker's every known row has changed.
+A known row is found to have changed by steps, not by versions of rows: rows are read as of the table's step, and a
+client that holds them asks again with that step. A row has changed if its last step is later. Steps are not comparable
+where a shard did not continue from its earlier state: one that was started anew, or that loaded rows or dropped tables.
+It then has another ``generation``, and for a client with an older one every known row has changed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def knows(self) -> int:
-        """How many ids are known."""
+        """The number of known ids."""
         return sum(part.known for part in self.parts)
 
 
@@ -192,7 +192,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def sums(self) -> int:
-        """How many gradients are sums over several steps."""
+        """The number of gradients that are sums over several steps."""
         return sum(part.sums for part in self.parts)
 
 

@@ -39,7 +39,7 @@ class Kept:
 
 
 def to_torch(rule: RowOptimizer, kept: Kept) -> dict[str, object]:
-    """What ``optimizer.state[parameter]`` would be.
+    """Convert to the form of ``optimizer.state[parameter]``.
 
     >>> rule = RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     >>> to_torch(rule, Kept(torch.zeros(2), [torch.ones(2)], 3))

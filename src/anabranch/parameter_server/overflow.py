@@ -126,7 +126,7 @@ def _ratio(rule: RowOptimizer) -> float:
 
 
 def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> bool:
-    """Whether ``_ratio`` holds for moments that came from elsewhere; those below 1e-15 move nothing."""
+    """True if ``_ratio`` holds for loaded moments; first moments below 1e-15 are too small to matter."""
     return bool((first.abs().float() <= _ratio(rule) * second.float().clamp(min=0).sqrt() + 1e-15).all())
 
 

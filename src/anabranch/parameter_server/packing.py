@@ -1,9 +1,9 @@
-"""How the numbers of a message travel: one flat tensor a dtype, rows rounded if the sender asks for it.
+"""Packing of a message's numbers: one flat tensor for each dtype, rows rounded if the sender asks for it.
 
-Each table's and parameter's share lies behind that of the one before it. Under ``"bfloat16"`` rows and their gradients
-are rounded to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17
-bytes instead of 64. What an optimizer keeps for a row has a range that 8 bits do not: it travels as bfloat16 under
-either. Dense parameters, ids and versions are never rounded.
+Each table's and parameter's share follows the one before it. Under ``"bfloat16"`` rows and their gradients are rounded
+to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17 bytes instead
+of 64. An optimizer's state of a row has too wide a range for 8 bits: it travels as bfloat16 under either. Dense
+parameters, ids and versions are never rounded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
 _SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) / 2), torch.tensor([torch.nan])])
-"""What a scale's byte means: powers of the root of 2, from 3e-22 to 4e16; 0; and a block that holds NaN or Inf."""
+"""Value of a scale's byte: powers of the root of 2, from 3e-22 to 4e16; 0; and NaN for a block with NaN or Inf."""
 _MOST = torch.finfo(torch.bfloat16).max
 
 
@@ -51,7 +51,7 @@ class Share:
         return torch.int8 if compression == "int8" and self.kind == "rows" else torch.bfloat16
 
     def bytes(self, compression: Compression | None) -> int:
-        """How many of the message's bytes are its numbers."""
+        """The number of bytes that its numbers take in the message."""
         kind, count = self.travels_as(compression), math.prod(self.shape)
         return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
 
@@ -80,7 +80,7 @@ def expected(shares: Iterable[Share], compression: Compression | None = None) ->
 
 
 def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
-    """What to send for ``tensors``, whose shares these are."""
+    """Join ``tensors``, with these shares, into the tensors to send."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor, share in zip(tensors, shares, strict=True):
         kind = share.travels_as(compression)
@@ -118,7 +118,7 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
 
 
 def all_finite(flat: Sequence[Tensor]) -> bool:
-    """Whether the numbers that travel as ``flat`` are finite."""
+    """True if the numbers that travel as ``flat`` are finite."""
     for tensor in flat:
         if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
             return False

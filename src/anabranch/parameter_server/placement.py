@@ -1,4 +1,4 @@
-"""Which shard holds which row, so that the rows asked for most do not all lie on one.
+"""Placement of rows on shards, such that the rows asked for most do not all lie on one.
 
 Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
 permutation of the ids comes first, then ``% shards``. It is a bijection, so a fixed table needs no index: shard and
@@ -60,7 +60,7 @@ class Placement:
         return places if self.shards == 1 else self._permuted(places * self.shards + shard, forward=False)
 
     def count(self, shard: int) -> int:
-        """How many rows of a fixed table ``shard`` holds."""
+        """The number of rows of a fixed table that ``shard`` holds."""
         assert self.rows is not None
         return (self.rows - shard + self.shards - 1) // self.shards
 

@@ -1,4 +1,4 @@
-"""What kinds of tensors tables and parameters take, and one sentence for every other kind."""
+"""The kinds of tensors that tables and parameters accept, and one error message for every other kind."""
 
 from __future__ import annotations
 

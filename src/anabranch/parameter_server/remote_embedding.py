@@ -142,7 +142,7 @@ class RemoteEmbedding(nn.Module):
 
 
 class _Link:
-    """What the module reads from; not the module's own, for connecting is no change of the model."""
+    """The source that the module reads from; apart from the module, because connecting does not change the model."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None

@@ -99,11 +99,11 @@ class RemoteTables:
 
     @property
     def prefetching(self) -> bool:
-        """Whether rows of the next step have been asked for: they are on their way, or wait for it to begin."""
+        """True if rows of the next step have been requested: they are on their way, or wait for it to begin."""
         return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
-        """What the servers know of one table."""
+        """The servers' spec of one table."""
         return self._sources[name].spec
 
     # --- taking over ------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class RemoteTables:
         return self._caches
 
     def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
-        """What is each cache's of ``some``, by table; nothing without caches."""
+        """Split ``some``, by table, into each cache's part; empty without caches."""
         if self._cache is None:
             return []
         parts = [
@@ -224,11 +224,11 @@ class RemoteTables:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, *, training: bool = True, between: Callable[[], None] | None = None) -> None:
-        """What follows belongs to ``step``.
+        """Begin ``step``.
 
         Args:
             step: counts pushes.
-            training: else it only reads, and admits no ids.
+            training: false if it only reads, and admits no ids.
             between: called once the step has read as often as the one before it: a good time to ``prefetch``.
         """
         self._collect()
@@ -288,7 +288,7 @@ class RemoteTables:
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
-        """What left the caches goes with the rest of the step, so that a step stays one message."""
+        """Send gradients evicted from the caches with the rest of the step, so that a step stays one message."""
         for name, due in leaving.items():
             self._sources[name].leaving.append(due)
 
@@ -374,7 +374,7 @@ class RemoteTables:
             self.abandon()
 
     def take(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What backward has left since ``begin``: by table, distinct ids and their gradients; empty if it left none."""
+        """The gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if none."""
         taken = {name: source.take() for name, source in self._sources.items()}
         return {name: given for name, given in taken.items() if given is not None}
 
@@ -467,7 +467,7 @@ class RemoteTables:
         if due:
             self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
-            # Under bsp it waits for the other workers, who may be lost meanwhile: so it is waited for like any push.
+            # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
             self._leaves = _Push(
                 partial(
                     self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
@@ -492,17 +492,17 @@ class RemoteTables:
         ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
-            with suppress(Exception):  # raised by who needs it, if anybody does
+            with suppress(Exception):  # raised again where the result is needed
                 self._client.wait_for(future, "come to rest", step=self._step)
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """What each table's cache has done; nothing without caches."""
+        """Statistics of each table's cache; empty without caches."""
         return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
 
     def _sender(
         self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
     ) -> Callable[[], None]:
-        """What sends gradients with the numbers that optimizers have now."""
+        """A function that sends the gradients, with the optimizers' hyperparameters of this moment."""
         rules = {name: self._sources[name].rule() for name in due}
         rules |= {name: rule for name, (_, _, rule) in beside.items()}
         given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}

@@ -30,23 +30,23 @@ __all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
 
 class RowSource(Protocol):
-    """Where a stand-in gets its rows, and leaves their gradients."""
+    """The source of a stand-in's rows, which also takes their gradients."""
 
     name: str
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each of ``ids`` once, ascending, and where each is among them; on their device."""
+        """Each of ``ids`` once, ascending, and the place of each among them; on their device."""
 
     def read(self, ids: Tensor) -> Tensor:
         """The rows of distinct ids, on the CPU."""
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        """The gradients of the rows of distinct ids."""
+        """Takes the gradients of the rows of distinct ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What must be known of a table before its rows come."""
+    """The facts of a table that are needed before its rows come."""
 
     name: str
     width: int
@@ -108,7 +108,7 @@ class _Rows:
 
 
 _merge = torch.ops.aten.embedding_dense_backward.default
-"""What torch does for a dense table: the gradients of one row added up in the order of its places."""
+"""Torch's gradient for a dense table: the gradients of one row are added in the order of its places."""
 
 
 def look_up_bags(
@@ -231,7 +231,7 @@ class RemoteWeight(Tensor):
         return made
 
     def read_from(self) -> RowSource:
-        """Where rows are read when a step runs."""
+        """The source from which rows are read when a step runs."""
         return self.source
 
     @classmethod

@@ -1,10 +1,10 @@
-"""Which shard each id of a message goes to, and in what order: of all tables at once.
+"""Routing of a message's ids to shards, and their order in it: for all tables at once.
 
 ::
 
     ids of all tables ──owners──> the shard of each ──arrange──> shard by shard, table by table, kind by kind
 
-A message has dozens of tables, and what a call costs beside the ids is paid once.
+A message has dozens of tables, so costs that do not depend on the number of ids are paid once for all.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _Kind = Literal["compiled", "plain"] | None
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Where the rows of several tables lie, as arrays.
+    """Placements of the rows of several tables, as arrays.
 
     Attributes:
-        each: of each table.
+        each: the placement of each table.
         limits: its rows, -1 where any int64 is an id.
         halves, keys: as ``Placement`` has them.
     """

@@ -31,7 +31,7 @@ __all__ = ["Clock", "Layout", "Pull", "Pulled", "Push", "Routed"]
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of ids that are asked about, in the order in which they travel
 _ONE = 0x3F80  # the bits of 1 in bfloat16
-_SHORT = 1 << 31  # rows of a table whose ids fit into 32 bits
+_SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Pulled:
 
 @dataclass(slots=True)
 class Clock:
-    """How the versions that a client hands out follow from one shard's steps: in each generation from a base on.
+    """Turns one shard's steps into versions that only grow: each generation counts from a base after the one before.
 
-    What was handed out before the base is of a generation that has ended, and counts as unknown.
+    A version below the base belongs to a generation that has ended, and counts as unknown.
 
     >>> clock = Clock()
     >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
@@ -146,7 +146,7 @@ class Routed:
         self._edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
 
     def of(self, shard: int) -> slice:
-        """Where in the order a shard's ids are."""
+        """The slice of the order that holds a shard's ids."""
         return slice(self._edges[shard], self._edges[shard + 1])
 
     def ids_of(self, shard: int) -> Tensor:
@@ -212,7 +212,7 @@ class Pull:
         self._since, self._ages = since.reshape(self._since.shape), ages.astype(np.int16)
 
     def parts(self, shard: int) -> list[PullPart]:
-        """What is asked of the tables that have ids on a shard."""
+        """The parts of a shard's message: one for each table that has ids there."""
         counts, since = self._routed.counts[shard].tolist(), self._since[shard].tolist()
         return [
             PullPart(name, stated + unknown + known, stated, known, step)
@@ -301,7 +301,7 @@ class Pull:
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
-        """What has come, by table and parameter."""
+        """The rows that have come, by table and parameter."""
         routed, none = self._routed, torch.empty(0, dtype=torch.int64)
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
         for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
@@ -377,7 +377,7 @@ class Push:
             self._groups.append((side_by_side(some), numbers))
 
     def parts(self, shard: int, rules: Sequence[int]) -> list[Part]:
-        """What the message says of each table; all have a part, for a table's step is counted on every shard."""
+        """The part of each table in the message; none is left out, because a table's step is counted on every shard."""
         counts = self._routed.counts[shard].tolist()
         return [
             Part(name, single + sums, rule, sums)
@@ -440,7 +440,11 @@ def _flat(tensors: Sequence[Tensor]) -> Array:
 
 
 def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
-    """Which of a shard's known ids have changed, if ``places`` says so for each part."""
+    """The positions of a shard's known ids that have changed, from the ``places`` it gives for each part.
+
+    Raises:
+        ProtocolError: the places are not ascending positions within each part.
+    """
     if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
         raise ProtocolError(f"shard {shard} says {tuple(places.shape)} {places.dtype} for {changed.tolist()} places")
     own = places.numpy().astype(np.int64)

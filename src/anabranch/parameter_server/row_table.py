@@ -119,7 +119,7 @@ class RowTable:
         self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
         self._measure_from = 0
         self.bounds = Bounds(self._first_value, 0.0, rule.initial_state)
-        """How large its numbers can be at most."""
+        """Upper bounds on the magnitude of its numbers."""
         self.width = spec.width
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
         if spec.rows is None:

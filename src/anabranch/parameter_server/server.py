@@ -158,11 +158,11 @@ class ParameterServer:
 
     @property
     def endpoint(self) -> str:
-        """Where clients find this shard."""
+        """The address at which clients find this shard."""
         return self._server.endpoint
 
     def statistics(self) -> ShardStatistics:
-        """What the shard has done since it started."""
+        """Statistics of the shard since it started."""
         return self._shard.statistics()
 
     def transport_statistics(self) -> ServerStatistics:
@@ -223,7 +223,7 @@ class ParameterServer:
         assert self._directory is not None
         try:
             ask(self._directory)
-        except BoundaryError as error:  # the shard serves on; who knows its endpoint finds it
+        except BoundaryError as error:  # the shard serves on, to clients that know its endpoint
             report(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """How the steps of a job's workers are ordered.
+    """The order of the steps of a job's workers.
 
     >>> Consistency.parse("ssp:3").lag, Consistency.parse("bsp").merges, Consistency.parse("asp").lag
     (3, True, None)
@@ -114,7 +114,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class TableStatistics:
-    """What was asked of one table or parameter: messages, rows, and how many rows it holds and has lost."""
+    """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted."""
 
     pulls: int
     pushes: int
@@ -128,12 +128,12 @@ class TableStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatistics:
-    """What a shard has done since it started.
+    """Statistics of a shard since it started.
 
     Attributes:
         tables: by name.
         refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
-        replayed: records done again from the log.
+        replayed: records replayed from the log.
     """
 
     tables: dict[str, TableStatistics]
@@ -143,7 +143,7 @@ class ShardStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where the numbers of an answer go: flat tensors as they are sent, and each part's share of them."""
+    """Memory for the numbers of an answer: flat tensors as they are sent, and each part's share of them."""
 
     flat: list[Tensor]
     parts: list[Tensor]
@@ -502,7 +502,7 @@ class Shard:
         return split(tensors[1 + (message.sums() > 0) :], self._shares_of(message), message.compression)
 
     def _shares_of(self, message: PullMessage | PushMessage) -> list[Share]:
-        """What each part's numbers are."""
+        """Dtype and shape of each part's numbers."""
         shares: list[Share] = []
         for part in message.parts:
             self._check_name(part.name)
@@ -525,7 +525,7 @@ class Shard:
     def _admits(self, name: str) -> bool:
         return name in self._tables and self._tables[name].spec.rows is None
 
-    # --- whose turn it is -------------------------------------------------------------------------------------------
+    # --- order of the workers' steps --------------------------------------------------------------------------------
 
     def _joined(self, rank: int) -> _Job:
         if self._job is None or rank >= self._job.world:
@@ -755,7 +755,7 @@ class Shard:
                 group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
 
     def _read(self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None) -> tuple[PullReply, list[Tensor]]:
-        """What is asked for, less the known rows that have not changed."""
+        """Read the rows asked for, except known rows that have not changed."""
         for part in message.parts:
             self._counts[part.name].pulls += 1
         if ages is not None or any(part.stated for part in message.parts):
@@ -1080,7 +1080,7 @@ def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Ten
 
 
 def _without_kinds(message: PullMessage) -> PullMessage:
-    """What a pull admits, which does not depend on what its asker knows."""
+    """The pull as journaled: ids only."""
     return PullMessage([PullPart(part.name, part.count) for part in message.parts], message.training)
 
 

@@ -1,9 +1,9 @@
-"""Where rows lie: in memory, or in a file that is mapped as far as the address space allows.
+"""Storage of rows: in memory, or in a file that is mapped as far as the address space allows.
 
-A table in memory, or mapped whole, is three arrays that kernels work on as they are. A file larger than the address
-space may hold (``RLIMIT_AS``) is mapped a window at a time: the rows of one request are copied out into arrays of their
-own, worked on there, and copied back. The files have no names: they are memory that is not taken from the machine's,
-not a form of keeping.
+A table in memory, or mapped whole, is three arrays that kernels work on directly. A file larger than the address space
+may hold (``RLIMIT_AS``) is mapped a window at a time: the rows of one request are copied out into separate arrays,
+processed there, and copied back. The files have no names: they extend the machine's memory, and hold nothing that
+outlasts the process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RowStorage:
 
     @property
     def rows(self) -> int:
-        """How many rows there is room for."""
+        """The number of rows that there is room for."""
         return len(self.stamps)
 
     @property

@@ -257,7 +257,7 @@ class TableGroup:
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts, shape
 
     def _layout(self, starts: Array, side_by_side: bool) -> tuple[Array, int]:
-        """Where each table's first row lies among all numbers, and how far apart its rows are."""
+        """The offset of each table's first row among all numbers, and the distance between its rows."""
         if side_by_side:
             return np.arange(len(self.tables)) * self._width, len(self.tables) * self._width
         return starts[:-1] * self._width, self._width
@@ -274,7 +274,7 @@ class TableGroup:
         return rows
 
     def _constants(self) -> Array:
-        """What the next step of each table needs; tables that stand at the same step with one rule share it."""
+        """Constants of each table's next step; tables at the same step with the same rule share them."""
         found: dict[tuple[int, int], Array] = {}
         each = []
         for table in self.tables:
@@ -305,7 +305,7 @@ class TableGroup:
 
 
 class Grouping:
-    """Which of a shard's tables are worked on together; remembers what it has found out of a message's names."""
+    """Groups of a shard's tables that are processed together, remembered by the names in a message."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -365,5 +365,5 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def balanced(counts: Sequence[int], threads: int) -> bool:
-    """Whether sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
+    """True if sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)

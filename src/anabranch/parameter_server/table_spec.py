@@ -101,7 +101,7 @@ class TableSpec:
 
     @property
     def stays(self) -> bool:
-        """Whether a row, once there, never leaves."""
+        """True if a row, once admitted, is never evicted."""
         return self.rows is not None or self.capacity is None
 
     def to_dict(self) -> dict[str, object]:

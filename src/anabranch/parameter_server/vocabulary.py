@@ -1,4 +1,4 @@
-"""Which row of a table an id has. A fixed vocabulary computes it; a dynamic one looks it up and admits new ids."""
+"""The row of each id in a table. A fixed vocabulary computes it; a dynamic one looks it up and admits new ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Vocabulary(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows on this shard; of a dynamic vocabulary, those handed out."""
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
         """The row of each id, -1 for one that has none; and the rows that ids admitted in ``training`` took over."""
@@ -56,7 +56,7 @@ class FixedVocabulary:
 
     @property
     def rows(self) -> int:
-        """How many rows this shard holds."""
+        """The number of rows on this shard."""
         return self._rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:

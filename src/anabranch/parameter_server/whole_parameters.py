@@ -91,7 +91,7 @@ class WholeParameters:
         self._held[name] = _Held(parameter, rule, spec)
 
     def spec(self, name: str) -> TableSpec:
-        """What the servers know of one table."""
+        """The servers' spec of one table."""
         spec = self._held[name].spec
         assert spec is not None
         return spec
@@ -109,7 +109,7 @@ class WholeParameters:
                 self._held[name].parameter.copy_(pulled.rows)
 
     def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
-        """What a push carries for these gradients, dense or sparse ones."""
+        """The contents of a push for these gradients, dense or sparse ones."""
         return {
             name: (*self._as_pushed(name, gradient), self._held[name].rule()) for name, gradient in gradients.items()
         }
