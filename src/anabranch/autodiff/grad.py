@@ -108,7 +108,7 @@ class Grad:
                 check_differentiable(tensor)
                 tensor.requires_grad_()
                 self._leaves.append(tensor)
-            # An edge keeps the node, not the tensor, whose id may be used again; a leaf's node holds the leaf anyway.
+            # An edge keeps the node, not the tensor, so the tensor's id may be reused; a leaf's node holds the leaf.
             node, key = tensor.grad_fn, id(tensor)
             before = given.get(key)
             if before is tensor or (isinstance(before, weakref.ref) and before() is tensor):
