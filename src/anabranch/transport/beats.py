@@ -8,8 +8,8 @@ therefore watch one another beside the collectives::
                              heartbeats means that the peer is lost
 
 A peer on this host that merely holds its interpreter's lock (a long import, a compilation) is seen running and is
-waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. That two ranks share a host is known
-by the kernel's boot id and pid namespace, not by a name.
+waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. Two ranks share a host if they have
+the same kernel boot id and pid namespace; names are not compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, told apart from any other that ever had its number: where it runs, its pid, and when it started."""
+    """A process, distinct from any other that ever had its pid: its host, its pid, and its start time."""
 
     host: str
     pid: int
@@ -61,7 +61,7 @@ class Identity:
         return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
 
     def encode(self) -> str:
-        """As text, for another rank to ``decode``."""
+        """The identity as text, for another rank to ``decode``."""
         return f"{self.host} {self.pid} {self.started}"
 
     @classmethod
@@ -123,10 +123,10 @@ class Beats:
             self._thread.start()
 
     def lost(self) -> dict[int, str]:
-        """The ranks known to be lost, each with what became of it.
+        """The ranks known to be lost, each with the reason.
 
-        A rank that froze is named alone: those that have ended meanwhile may have ended because of it. While one is
-        stopped and it is open whether it has frozen, nobody is named, for a heartbeat at most.
+        A rank that froze is reported alone: those that ended meanwhile may have ended because of it. While a rank is
+        stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
         """
         now = self._clock()
         frozen = self._stopped_here(now)

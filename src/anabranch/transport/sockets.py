@@ -1,6 +1,6 @@
-"""Streams on sockets: Unix on one host, TCP under mutual TLS between hosts, plain TCP only when that is spelled out.
+"""Streams on sockets: Unix on one host, TCP under mutual TLS between hosts, plain TCP only on explicit request.
 
-OpenSSL forbids two threads in one connection at once, so a stream belongs to whoever holds its owner's lock; only
+OpenSSL forbids two threads in one connection at once, so a stream is used under its owner's lock; only
 ``abort`` may be called from anywhere.
 """
 
@@ -31,7 +31,7 @@ _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-# What OpenSSL says when the far side turned our certificate down, by the alert it sent.
+# OpenSSL's words when the far side refused our certificate, by the alert it sent.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
@@ -65,7 +65,7 @@ class SocketStream:
         return self._sock.fileno()
 
     def ready_at(self) -> float:
-        """Always now."""
+        """Always ready."""
         return 0.0
 
     def wants_write(self) -> bool:
@@ -135,7 +135,7 @@ class SocketStream:
         return count
 
     def abort(self) -> None:
-        """Shuts the connection down, which wakes whoever polls it."""
+        """Shuts the connection down, which wakes the thread that polls it."""
         with suppress(OSError, ValueError):
             # On the plain socket below: SSLSocket.shutdown would drop the TLS state under the reader's feet.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -212,7 +212,7 @@ class SocketListener:
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
-            # Who has left already is no reason to keep the others waiting.
+            # A client that has left already must not keep the others waiting.
             sock.close()
             return None
 
@@ -267,7 +267,7 @@ class SocketTransport:
         self._certified = _certified(self._job or EVERY_JOB)
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens at ``endpoint``; ``None`` is a new Unix socket in a directory of its own.
+        """Listens at ``endpoint``; ``None`` is a new Unix socket in a new directory.
 
         Raises:
             ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
@@ -305,7 +305,7 @@ class SocketTransport:
         )
 
     def connect(self, endpoint: str) -> SocketStream:
-        """Begins to connect to ``endpoint``; a host's name is looked up at once, which may take the resolver's time."""
+        """Begins to connect to ``endpoint``; a host name is resolved at once, which may take the resolver's time."""
         parsed = parse_endpoint(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -387,7 +387,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user on the far side: who connected, or who listens."""
+    """The process and the user on the far side, of the client or of the listener."""
     found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(found[0]), int(found[1])
 
