@@ -19,13 +19,13 @@ from anabranch.transport.tensor_memory import DTYPES
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
 
 BLOCK = 256
-"""Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils no more than its block."""
+"""Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of each tensor that ``rows`` rows of ``spec`` travel as.
+    """The dtype and shape of each tensor that carries ``rows`` rows of ``spec``.
 
     >>> wire_parts(TensorSpec(512, compression="int8"), 3)
     [(torch.int8, (3, 512)), (torch.float32, (6,))]
@@ -62,10 +62,10 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
 
 
 def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, TensorSpec]]) -> int:
-    """The rows of a message whose tensors have these headers, by their names and specs; the bodies need not be there.
+    """Check the headers of a message's tensors against names and specs; returns the number of rows.
 
     Raises:
-        SchemaError: the tensors are not rows of the specs; says what was expected and what came.
+        SchemaError: the tensors are not rows of the specs; the message shows the expected and the given.
     """
     rows = headers[0].shape[0] if headers and headers[0].shape else 0
     if len(headers) == len(layout):
@@ -83,7 +83,7 @@ def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, Ten
 
 
 def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
-    """The rows of an answer that holds these tensors; a ``SchemaError`` as from ``check_parts``."""
+    """Check the tensors of an answer and return its number of rows; a ``SchemaError`` as from ``check_parts``."""
     return _check([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], specs, names)
 
 

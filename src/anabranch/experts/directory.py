@@ -30,10 +30,10 @@ from anabranch.transport.keys import EVERY_JOB
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
-# So many names, at the most characters a name has, fit into a header.
+# So many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
 _SERVICES = frozenset({"experts", "parameters"})
-# What shards are announced under; any other name is of experts.
+# The prefixes of shards; any other name is an expert's.
 _SHARDS = "parameters"
 LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
@@ -85,14 +85,14 @@ class _Table:
         with self._lock:
             for prefix in prefixes:
                 below = self._below.get(check_prefix(prefix), {})
-                # Copies, because whoever is found not to be alive is removed.
+                # Copies, because servers found dead are removed meanwhile.
                 found[prefix] = sorted(
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
         return found
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
-        """Without an owner it is the user of this host who asks, and may do as he likes."""
+        """Refuse a uid announced by another owner; ``None`` is the user of this host, who may replace any."""
         if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
             left = self._entries[uid].expires - self._clock()
             raise Unauthorized(f"{uid} was announced under another certificate, which has it for {left:.0f} s yet")
@@ -160,7 +160,7 @@ class Directory:
         self._client = client
 
     def within(self, deadline: Deadline) -> Directory:
-        """The same directory, whose answers are not waited for beyond ``deadline``."""
+        """The same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
         same._within = deadline
         return same
@@ -183,7 +183,7 @@ class Directory:
             self._ask("directory.withdraw", (some, endpoint), type(None))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """The endpoint of each of ``uids`` that somebody serves; the others are left out."""
+        """The endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
             return self._table.lookup(uids)
         found: dict[str, str] = {}
@@ -192,7 +192,7 @@ class Directory:
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """For each prefix the indices, in order, that follow it in the uids that somebody serves."""
+        """For each prefix the indices, in order, that follow it in the announced uids."""
         if self.endpoint is None:
             return self._table.active(prefixes)
         found: dict[str, list[int]] = {}
@@ -215,7 +215,7 @@ def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryL
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
-    """``directory``, which keeps to ``deadline`` if it is one of ours."""
+    """``directory``, bounded by ``deadline`` if it is a ``Directory``."""
     return directory.within(deadline) if isinstance(directory, Directory) else directory
 
 
@@ -225,7 +225,7 @@ def _check_ttl(ttl: float) -> None:
 
 
 def _check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """A shard is announced by role parameters, an expert by role experts; the user of this host announces both."""
+    """Role parameters may announce shards, role experts experts; the user of this host may announce both."""
     for uid in uids if peer.role is not None else ():
         of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
         if of_shard != (peer.role == "parameters"):
@@ -234,7 +234,7 @@ def _check_kind(uids: Iterable[str], peer: Peer) -> None:
 
 
 def _check_reachable(endpoint: str, peer: Peer) -> None:
-    """A peer from elsewhere may name no file of this host, and nobody an address that stands for all."""
+    """Refuse a file of this host from a peer elsewhere, and from every peer an address that stands for all."""
     if peer.on_this_host and endpoint.startswith("memory:"):
         return
     parsed = parse_endpoint(endpoint)
@@ -268,7 +268,7 @@ class DirectoryServer:
         clock: seconds for times to live.
 
     Raises:
-        ValueError: an endpoint that is none or is taken; TCP without keys.
+        ValueError: an endpoint that is malformed or taken; TCP without keys.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class DirectoryServer:
 
     @property
     def directory(self) -> Directory:
-        """The same table, for this process."""
+        """The same table, for use in this process."""
         mine = Directory()
         mine._table = self._tables[EVERY_JOB]
         return mine
@@ -356,7 +356,7 @@ class DirectoryServer:
         return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
 
     def _seen_by(self, peer: Peer) -> list[_Table]:
-        """Those of every job, and before them the peer's own."""
+        """The tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
         every = self._tables[EVERY_JOB]
         own = self._tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]

@@ -28,9 +28,9 @@ from anabranch.experts.task_pool import Task, TaskPool
 
 __all__ = ["Runtime"]
 
-# A runtime with nothing to do looks up this often, in seconds, so that its wait has an end.
+# Seconds after which an idle runtime wakes up, so that its wait has an end.
 _LONGEST_NAP = 60.0
-# Seconds of batches that a thread that reads may run itself: so long nobody else is read.
+# Seconds of batches that a reading thread may run itself: so long it reads no other request.
 _QUICK = 0.0025
 
 
@@ -52,7 +52,7 @@ class Runtime:
     Args:
         pools: all on one device.
         name: of the thread.
-        answering: makes a context in which a batch's tasks are answered.
+        answering: makes the context in which a batch's tasks are answered.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Runtime:
         self._pools = list(pools)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Those that have tasks: a device may have many experts, of which few are asked at a time.
+        # Only the pools that have tasks: a device may have many experts, of which few are asked at a time.
         self._filled: dict[TaskPool, None] = {}
         for pool in self._pools:
             pool.share(self._lock, self._filled, self._changed)
@@ -73,7 +73,7 @@ class Runtime:
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
-        # Until when the device thread sleeps, and whether another thread runs batches in its place.
+        # The time until which the device thread sleeps, and whether another thread runs batches in its place.
         self._sleeps_until = 0.0
         self._helped = False
         self._prepared = threading.local()
@@ -109,7 +109,7 @@ class Runtime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two batches: none runs while the block does."""
+        """A context between two batches, in which none runs."""
         if not self._batch.acquire(timeout=_LONGEST_NAP):
             raise DeadlineExceeded(
                 "a batch did not end", peer=self._thread.name, operation="pause", elapsed=_LONGEST_NAP
@@ -130,9 +130,9 @@ class Runtime:
         return running is None or not running.expired()
 
     def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
-        """Queues tasks of its pools; those that find no room are told so. Runs them here if that is quickest.
+        """Queues tasks of its pools; fails those without room. Runs them on this thread if that is quickest.
 
-        ``one_of_many`` says that there are many threads like this one, which must not start torch's threads each.
+        ``one_of_many`` is true on one of many such threads, which must not start a team of torch's threads each.
         """
         if not tasks:
             return

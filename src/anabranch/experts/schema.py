@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
-# Below the 32,768 values from which torch computes in parallel, and a multiple of what a cache line holds.
+# Below the 32,768 values from which torch computes in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 
 Layout = list[tuple[str, TensorSpec]]
@@ -106,7 +106,7 @@ class Schema:
         return flatten((self.arguments, dict(self.keywords)))[1]
 
     def output_form(self) -> Structure:
-        """The outputs as they nest, with the number of each tensor among them in its place."""
+        """The outputs' nesting, with each tensor's index in its place."""
         numbers = itertools.count()
         return unflatten(self.output_structure, [None if spec is None else next(numbers) for spec in self.output_specs])
 
@@ -117,7 +117,7 @@ class Schema:
 
     @cached_property
     def packed(self) -> bytes:
-        """The schema as bytes; a ``SchemaError`` if it has none."""
+        """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
         return pack([_pack(self.arguments, 0), _pack(dict(self.keywords), 0), _pack(self.outputs, 0)])
 
     @cached_property
@@ -127,7 +127,7 @@ class Schema:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Schema:
-        """The schema whose ``packed`` bytes these are; a ``ProtocolError`` if they are none."""
+        """The schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
         nodes = unpack(payload, list[object])
         if len(nodes) != 3:
             raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
@@ -140,10 +140,10 @@ class Schema:
         """The inputs of a call, in order.
 
         Raises:
-            SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
+            SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            # Says what is wrong, if something is.
+            # Raises the error with its message.
             cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
             return [args[0]]
         leaves, came = flatten((tuple(args), dict(kwargs)))
@@ -175,7 +175,7 @@ def specs_of(structure: Structure) -> list[TensorSpec | None]:
 def check_leaves(
     leaves: Sequence[object], specs: Sequence[TensorSpec | None], names: Sequence[str]
 ) -> list[Tensor | None]:
-    """``leaves`` if each is rows of its spec, the same number for all; a ``SchemaError`` otherwise."""
+    """``leaves`` if each has the form of its spec, with the same number of rows; a ``SchemaError`` otherwise."""
     rows: int | None = None
     first = ""
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
@@ -242,7 +242,7 @@ def _unpack(node: object, depth: int) -> Structure:
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
-    """The specs of what a module returned for ``rows`` rows; a ``SchemaError`` if it cannot cross."""
+    """The specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
     leaves, treedef = flatten(outputs)
     specs: list[object] = []
     for name, leaf in zip(paths(outputs), leaves, strict=True):
@@ -267,7 +267,7 @@ def all_finite(tensor: Tensor) -> bool:
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
-    # A finite sum proves it in one pass; an overflowing one proves nothing.
+    # A finite sum proves it in one pass; an infinite one proves nothing.
     if floating and math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())
@@ -284,9 +284,9 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> 
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Parts so small that torch sums each on the thread that asks.
+    """Split into parts so small that torch sums each on the calling thread.
 
-    For more it would start a team of threads, one for every connection whose thread ever asked.
+    A larger sum would start a team of threads, for every connection's thread that ever asked.
     """
     if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]

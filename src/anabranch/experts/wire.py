@@ -90,7 +90,7 @@ def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
-    """The tensors to send for those that are there."""
+    """The tensors to send, without those that are ``None``."""
     parts: list[Tensor] = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if tensor is not None and spec is not None:
@@ -104,7 +104,7 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
 def from_wire(
     parts: Sequence[Tensor], specs: Sequence[TensorSpec | None], present: Sequence[bool] | None = None
 ) -> list[Tensor | None]:
-    """The tensors that came, ``None`` where there is none."""
+    """The tensors in the places of ``specs``, ``None`` for those that are not ``present``."""
     tensors: list[Tensor | None] = []
     position = 0
     for index, spec in enumerate(specs):
@@ -122,7 +122,7 @@ def from_wire(
 
 
 def read_ticket(payload: bytes) -> bytes:
-    """The ticket of a forward, empty if it has none; also what an answer says of it: kept, if it is not empty."""
+    """The ticket in a payload: a forward's, empty for none; in an answer, not empty if activations are kept."""
     if len(payload) > _LONGEST_TICKET:
         raise SchemaError(f"a ticket is at most {_LONGEST_TICKET} bytes, got {len(payload)}")
     return payload
