@@ -43,7 +43,7 @@ def _signature(op: OpOverload) -> _Signature:
     for result in schema.returns:
         if result.alias_info is not None:
             returned |= set(result.alias_info.before_set)
-    # A list of views (``split``, ``unbind``) names no argument, but one with a mark and no write is what they are of.
+    # A list of views (``split``, ``unbind``) names no argument; its source is the argument with a mark and no write.
     viewed = {
         a.name
         for a in schema.arguments
@@ -93,7 +93,7 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
 
 
 class Effects:
-    """The facts of one graph, worked out in one walk: each node's memory, who writes it, who must stay.
+    """The facts of one graph, found in one walk: each node's memory, its writers, and the nodes that must stay.
 
     ``root`` maps a node to the one that first held its memory; placeholders that share storage share a root.
     """

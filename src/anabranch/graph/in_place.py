@@ -1,4 +1,4 @@
-"""Runs elementwise operations in the memory of an argument that nobody reads afterwards."""
+"""Runs elementwise operations in the memory of an argument that no later operation reads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _same_form(before: object, after: object) -> bool:
 
 
 def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
-    """For each memory, the last node that reads any part of it, the graph's output among them."""
+    """For each memory, the last node that reads any part of it; that may be the graph's output."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.fx.nodes:
         for source in node.all_input_nodes:
@@ -79,7 +79,7 @@ def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
 
 @cache
 def _in_place(op: OpOverload) -> OpOverload | None:
-    """The operator that does the same into its first argument, if ``op`` is elementwise and has one."""
+    """The operator that writes the same result into its first argument, if ``op`` is elementwise and has one."""
     namespace, name = op._schema.name.split("::")
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or name.endswith("_"):
         return None
