@@ -38,15 +38,15 @@ _COMPUTING = frozenset({Kind.F, Kind.B, Kind.W, Kind.R})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     >>> str(Action(Kind.F, 1, 0)), str(Action(Kind.SEND_F, 1, 0, 3))
     ('F1.0', 'SF1.0>3')
 
     Attributes:
-        kind: what it does.
-        stage: the stage it does it for.
-        microbatch: and the microbatch.
+        kind: the kind of action.
+        stage: its stage.
+        microbatch: its microbatch.
         peer: the stage at the other end, for actions that send or receive.
     """
 

@@ -39,7 +39,7 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
     Returns:
         The number of flattened layers of each stage. A stage's time is that of its layers, forward and backward, and
-        of copying what crosses its ends, skips included.
+        of copying the values that cross its ends, skips included.
 
     Raises:
         ValueError: more stages than layers, or fewer than one.
@@ -65,7 +65,7 @@ def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
     Returns:
         The number of flattened layers of each stage. A stage's size is the bytes of its parameters and their
-        gradients, of what its layers keep for backward, and of what crosses its ends, skips included.
+        gradients, of the values that its layers keep for backward, and of those that cross its ends, skips included.
 
     Raises:
         ValueError: more stages than layers, or fewer than one.
@@ -85,7 +85,7 @@ class _Seen:
 
 
 class _Profile:
-    """The layers of a copy of a module, and what running them on a sample takes."""
+    """The layers of a copy of a module, and measurements of running them on a sample."""
 
     def __init__(self, n: int, module: nn.Module, sample: Structure) -> None:
         self._layers = flatten_layers(copy.deepcopy(module))
@@ -148,7 +148,7 @@ class _Profile:
 
 
 class _Recording(SkipStore):
-    """A store that notes how large each skip is, and lets what leaves it be differentiated anew."""
+    """A store that records the size of each skip, and makes a popped skip the start of a new graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """The sizes of ``n`` consecutive parts of which the dearest, both its ends included, is cheapest."""
+    """The sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
     length = len(costs)
     before = [0.0]
     for cost in costs:
@@ -227,7 +227,7 @@ def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]
     def part(start: int, end: int) -> float:
         return before[end] - before[start] + crossing[start] + (crossing[end] if end < length else 0.0)
 
-    # best[end]: the dearest part and the cuts of the cheapest split of the first `end` layers so far.
+    # best[end]: the costliest part and the cuts of the cheapest split of the first `end` layers so far.
     best: dict[int, tuple[float, list[int]]] = {end: (part(0, end), [end]) for end in range(1, length - n + 2)}
     for k in range(2, n + 1):
         best = {

@@ -1,4 +1,4 @@
-"""A pipe told in a table: what lies in each stage, how long it takes, what crosses to the next."""
+"""A table of a pipe: the layers of each stage, its times, and the bytes that cross to the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Observed:
         self.sent_bytes |= other.sent_bytes
 
     def as_plain(self) -> object:
-        """The same in lists of numbers and strings, to be sent to other ranks."""
+        """The measurements in lists of numbers and strings, to be sent to other ranks."""
         return [
             [[stage, phase, seconds] for (stage, phase), seconds in self.seconds.items()],
             [[stage, target, size] for (stage, target), size in self.sent_bytes.items()],
