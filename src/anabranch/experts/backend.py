@@ -66,7 +66,7 @@ class ExpertBackend:
             ``"mean"``: by their mean over requests.
         keep_activations: rows of forwards whose graphs are kept for their backwards, so that neither the inputs travel
             again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
-                and their backwards compute the forward again. Costs a copy of the parameters an update.
+            and their backwards compute the forward again. Costs a copy of the parameters an update.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
             ``max_queue_bytes``: see ``TaskPool``.
 

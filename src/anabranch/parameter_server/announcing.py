@@ -23,7 +23,7 @@ class Announces(Protocol):
 
 
 class ServedDirectory:
-    """The directory that an ``anabranch.DirectoryServer`` serves, as a shard speaks to it."""
+    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class ServedDirectory:
         self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Announces that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
         self._tell("directory.announce", (list(uids), endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Announces that ``endpoint`` does not serve ``uids`` any more."""
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:

@@ -57,14 +57,14 @@ class Share:
 
 
 def check_compression(given: str | None) -> Compression | None:
-    """``given``, if it is a compression; else a ``ValueError``."""
+    """Return ``given`` if it is a compression; else raise ``ValueError``."""
     if given not in (None, "bfloat16", "int8"):
         raise ValueError(f"rows travel uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
     return cast("Compression | None", given)
 
 
 def expected(shares: Iterable[Share], compression: Compression | None = None) -> list[tuple[torch.dtype, int]]:
-    """The dtype and size of each tensor that these shares travel as.
+    """The dtype and size of each tensor that carries these shares.
 
     >>> expected([Share(torch.float32, (10, 16), "rows"), Share(torch.float64, (3,))], "int8")
     [(torch.float64, 3), (torch.int8, 160), (torch.uint8, 10)]
@@ -96,7 +96,7 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
 
 
 def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
-    """The tensors that ``join`` made ``flat`` of, up to rounding; parts of its memory where nothing was rounded.
+    """Split ``flat`` into the tensors that ``join`` got, up to rounding; views of its memory where nothing was rounded.
 
     Raises:
         SchemaError: the numbers are not as many, or not of the dtypes, that the shares need.
@@ -122,7 +122,7 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
     for tensor in flat:
         if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
             return False
-        # Their sum tells at once, unless it overflows.
+        # A finite sum proves it at once.
         if tensor.is_floating_point() and not math.isfinite(tensor.sum().item()) and not torch.isfinite(tensor).all():
             return False
     return True
@@ -134,7 +134,7 @@ def largest_scale(scales: Tensor) -> float:
 
 
 def _in_bfloat16(flat: Tensor) -> Tensor:
-    """Numbers too large are rounded to the largest rather than to infinity; what is none stays none."""
+    """Round to bfloat16; saturate overflow; keep NaN and Inf."""
     rounded = flat.clamp(-_MOST, _MOST).to(torch.bfloat16)
     return rounded if all_finite([flat]) else torch.where(torch.isfinite(flat), rounded, flat.to(torch.bfloat16))
 
@@ -151,7 +151,7 @@ def _in_blocks(flat: Tensor) -> list[Tensor]:
 
 
 def _bytes_of(scales: Tensor) -> Tensor:
-    """The least scales that a byte can say and that are not below these."""
+    """The smallest representable scales that are not below these."""
     steps = (torch.ceil(2 * torch.log2(scales)) + _UNIT).clamp(1, _NO_NUMBER - 1)
     steps = torch.where(torch.isfinite(scales), steps, _NO_NUMBER)
     return torch.where(scales == 0, 0, steps).to(torch.uint8)
