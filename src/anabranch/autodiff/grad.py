@@ -94,7 +94,7 @@ class Grad:
                 called for a tensor that no root reaches, and with ``None`` for a tensor that has been dropped.
 
         Raises:
-            TypeError: something that is no tensor, or a tensor of integers; a callback that cannot be called.
+            TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
             ValueError: a tensor that this session has been given already.
             RuntimeError: the session has been used.
         """

@@ -120,7 +120,7 @@ class TaskPool:
         process_tasks: runs batches instead of ``process``, where the tasks of a batch must be told apart.
 
     Raises:
-        ValueError: sizes that are no whole numbers above 0, or a minimum over the maximum.
+        ValueError: sizes that are not whole numbers above 0, or a minimum over the maximum.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ def _coarse(storage: Any, value: Any) -> Any:
 
 @_kernel
 def first_outside(ids: Any, rows: int) -> int:
-    """The position of the first id that is no row of ``rows``, -1 if all are."""
+    """The position of the first id outside ``range(rows)``, -1 without any."""
     for i in range(ids.size):
         if ids[i] < 0 or ids[i] >= rows:
             return i

@@ -39,7 +39,7 @@ def _working(storage: Array) -> torch.dtype:
 
 
 def first_outside(ids: Array, rows: int) -> int:
-    """The position of the first id that is no row of ``rows``, -1 if all are."""
+    """The position of the first id outside ``range(rows)``, -1 without any."""
     bad = np.flatnonzero((ids < 0) | (ids >= rows))
     return int(bad[0]) if bad.size else -1
 

@@ -599,7 +599,7 @@ class _Push:
     def _run(self) -> None:
         try:
             self._send()
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
             self.arrived.set_exception(error)
         else:
             self.arrived.set_result(None)
