@@ -13,7 +13,7 @@ _FOREVER = float("inf")
 
 
 class Deadline:
-    """The moment after which a wait ends with an error that names whom it waited for.
+    """The moment after which a wait ends with an error that names the missing peer.
 
     >>> deadline = Deadline.after(30.0)
     >>> deadline.remaining() <= 30.0

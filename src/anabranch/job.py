@@ -204,7 +204,7 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
             ``ANABRANCH_EXPERTS`` and ``ANABRANCH_WORKERS`` numbers of processes.
 
     Raises:
-        ValueError: a variable that is no number, or a rank outside the world; names the variable and its value.
+        ValueError: a variable that is not a number, or a rank outside the world; names the variable and its value.
     """
     env = os.environ if environment is None else environment
     world_size = _number(env, "WORLD_SIZE", 1)

@@ -105,7 +105,7 @@ class Boundary(Protocol):
 
 
 class Tracer(Protocol):
-    """Whoever captures a graph."""
+    """The interface of a graph capture."""
 
     def entry(self) -> Tensor:
         """A leaf that requires a gradient, towards which the captured backward is to sweep."""
@@ -242,7 +242,7 @@ class _CrossingContext(FunctionCtx):
 
 
 def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-    """Crosses, forward; the outputs lie in memory of their own, in order, so that whoever reads them may reuse it."""
+    """Crosses, forward; the outputs, in order, have memory of their own, which their readers may reuse."""
     answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
         return answers.replay_forward(boundary, inputs)

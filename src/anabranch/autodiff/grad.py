@@ -94,7 +94,7 @@ class Grad:
                 called for a tensor that no root reaches, and with ``None`` for a tensor that has been dropped.
 
         Raises:
-            TypeError: something that is no tensor, or a tensor of integers; a callback that cannot be called.
+            TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
             ValueError: a tensor that this session has been given already.
             RuntimeError: the session has been used.
         """
@@ -108,7 +108,7 @@ class Grad:
                 check_differentiable(tensor)
                 tensor.requires_grad_()
                 self._leaves.append(tensor)
-            # An edge keeps the node, not the tensor, whose id may be used again; a leaf's node holds the leaf anyway.
+            # An edge keeps the node, not the tensor, so the tensor's id may be reused; a leaf's node holds the leaf.
             node, key = tensor.grad_fn, id(tensor)
             before = given.get(key)
             if before is tensor or (isinstance(before, weakref.ref) and before() is tensor):

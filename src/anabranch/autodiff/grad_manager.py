@@ -104,7 +104,7 @@ class GradManager:
                 on with, a future of it, or ``None`` to keep what it was given.
 
         Raises:
-            TypeError: something that is no tensor, or a tensor of integers; a callback that cannot be called.
+            TypeError: a value that is not a tensor, or a tensor of integers; a callback that cannot be called.
         """
         wanted = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         chain = () if callbacks is None else (callbacks,) if callable(callbacks) else tuple(callbacks)

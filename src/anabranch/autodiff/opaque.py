@@ -1,4 +1,4 @@
-"""Calls that stay whole where TorchDynamo reads the code around them, for what they do is no tensor operation.
+"""Calls that stay whole where TorchDynamo reads the code around them, because their work is not a tensor operation.
 
 A module that crosses a boundary keeps a handle, a text, by which its method is found when the call runs. Dynamo sees
 ``call(handle, inputs)``: one operation that takes tensors and returns tensors. The graph engine, which asks Dynamo to
@@ -120,6 +120,6 @@ _whole: Callable[[str, tuple[Any, ...], dict[str, Any]], list[Tensor]] = _call
 
 
 def keep_whole(mark: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Lets ``mark`` tell Dynamo to leave the call whole; asked by whoever sets Dynamo up, once."""
+    """Lets ``mark`` tell Dynamo to leave the call whole; called once, by the code that sets Dynamo up."""
     global _whole
     _whole = mark(_call)

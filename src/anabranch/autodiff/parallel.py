@@ -62,7 +62,7 @@ def map_with_parallel_backward(
 
     Raises:
         ValueError: calls with unequal numbers of arguments, or ``max_workers`` below 1.
-        TypeError: ``func`` is no ``autograd.Function`` class, or a call's arguments are no sequence, such as a bare
+        TypeError: ``func`` is not an ``autograd.Function`` class, or a call's arguments not a sequence, such as a bare
             tensor.
         BaseException: the first that a call raised, after the others have stopped; a note names the call's index.
 

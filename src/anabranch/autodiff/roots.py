@@ -28,7 +28,7 @@ def roots_on_tape(
 
     Raises:
         ValueError: another number or shape of ``dy``, or ``dy`` without ``y``.
-        TypeError: a root that is no tensor.
+        TypeError: a root that is not a tensor.
     """
     if isinstance(y, Tensor) and dy is None and not y.ndim and y.requires_grad:
         return [y], [None]  # a loss: nothing to check

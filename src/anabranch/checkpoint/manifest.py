@@ -59,14 +59,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileRecord]
 
 
-msgspec.json.Decoder(Manifest)  # learns its fields here, where there is but one thread: two cannot at once
+msgspec.json.Decoder(Manifest)  # built at import: constructing a msgspec decoder is not thread-safe
 
 
 def check_group(group: object) -> str:
-    """``group``, if it is a name that a file may have.
+    """Return ``group`` if it is a name that a file may have.
 
     Raises:
-        ValueError: it is none; a path, above all.
+        ValueError: it is not such a name; a path, above all.
     """
     if not isinstance(group, str) or not _GROUP.fullmatch(group):
         raise ValueError(

@@ -54,7 +54,7 @@ def encode(state: object) -> object:
             ``Counter``; keys are anything of these that can be hashed.
 
     Raises:
-        ValueError: a value of another type, text that is no Unicode, or nesting deeper than 100; names its path.
+        ValueError: a value of another type, text that is not valid Unicode, or nesting deeper than 100; names its path.
     """
     return _encode(state, ())
 

@@ -76,7 +76,7 @@ def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[bytes, list[str]
     """The header of a file of ``tensors`` (with its length before it), and the order in which their bytes follow.
 
     Raises:
-        TypeError: a name that is no str, or a value that is no tensor.
+        TypeError: a name that is not a str, or a value that is not a tensor.
         ValueError: a tensor that safetensors cannot hold (sparse, quantized, meta, complex128), or a reserved name.
     """
     for name, tensor in tensors.items():

@@ -194,7 +194,7 @@ class GradientBuckets:
             if members:
                 self._close_bucket(members)
         self.carries_header = bool(self._buckets) and len(self._buckets[0].header) > 0
-        # Launched in this order: the dense buckets, then the tables, whose gradients come last from a first layer.
+        # Launched in this order: the dense buckets, then the tables: as first layers, they get their gradients last.
         self._launched = 0
         self._tables_arrived: set[str] = set()
 

@@ -60,7 +60,7 @@ class Pending:
 
 
 class Workers:
-    """A process group whose waits are bounded and name whom they waited for; a context manager.
+    """A process group whose waits are bounded and name the missing ranks; a context manager.
 
     Args:
         group: the process group; ``None`` is the job's, initialised here from the usual environment when nobody has.
@@ -246,7 +246,7 @@ class Workers:
             if len(lost) > 1:
                 first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
             store.set(_LOST_TO_ANOTHER.format(own), "yes")
-        except RuntimeError:  # whoever held the store is among the lost
+        except RuntimeError:  # the process that held the store is among the lost
             return lost
         return first or lost
 

@@ -380,5 +380,5 @@ class AutoEngine:
 
 
 def _runs_by_itself(model: nn.Module) -> bool:
-    """A pipe runs its stages on threads or ranks of their own, by a schedule that is no graph's."""
+    """True if the model has a pipe, which runs its stages on other threads or ranks, by a schedule of its own."""
     return any(isinstance(module, Pipe) for module in model.modules())

@@ -47,7 +47,7 @@ class CheckedGraph(GraphEngine):
         self._refused: str | None = None
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
-        """Hands the gradients of these parameters to ``ready`` from now on, whoever computes them."""
+        """Hands the gradients of these parameters to ``ready`` from now on, from any engine that computes them."""
         super().attach(parameters, ready)
         self._tape.attach(parameters, ready)
 

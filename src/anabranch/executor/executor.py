@@ -167,7 +167,7 @@ class Executor:
             if devices:
                 self._placement = _placed(self._steps, devices)
             merges = Consistency.parse(consistency).merges
-            # With nothing to sum among themselves, workers whose pushes count as they come need not wait here either.
+            # Workers that all-reduce nothing, and push without merging, need not wait for each other here either.
             together = merges or not self._routes.served or self._routes.all_reduces
             self._runners = {
                 name: runner_for(

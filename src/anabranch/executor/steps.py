@@ -48,7 +48,7 @@ class TrainStep:
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
 
     Raises:
-        TypeError: something that is no module, loss, optimizer or scheduler.
+        TypeError: an argument that is not a module, loss, optimizer or scheduler.
         ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
             scheduler of none of the optimizers, or a number out of range.
     """
@@ -97,7 +97,7 @@ class EvalStep:
         outputs: ``outputs(model, batch)`` returns a dict of tensors.
 
     Raises:
-        TypeError: something that is no module, or cannot be called.
+        TypeError: an argument that is not a module, or cannot be called.
     """
 
     def __init__(self, model: nn.Module, outputs: Outputs) -> None:

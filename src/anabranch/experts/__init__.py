@@ -2,7 +2,7 @@
 
 Not a parameter server: an expert's parameters never leave it. Open ``calls.py`` first, it draws the boundary
 operation; ``server.py`` and ``mixture.py`` draw its two ends. ``backend.py`` is one expert, ``task_pool.py`` and
-``runtime.py`` batch its requests, ``directory.py`` knows who is where, ``persistence.py`` brings experts back after a
+``runtime.py`` batch its requests, ``directory.py`` finds experts by name, ``persistence.py`` restores experts after a
 crash.
 """
 

@@ -1,9 +1,9 @@
-"""An expert: a module that trains itself, with what it takes and gives, its optimizer, and its two queues.
+"""An expert: a module that trains itself, with its schemas of inputs and outputs, its optimizer, and its two queues.
 
-Forward runs without a graph; backward computes it again from the inputs, which travel a second time, and so nothing is
-kept between the two for callers that may never come back. Every backward batch is an update. The module's buffers are
-updated by the forward alone, as they would be in process; dropout draws a new mask in backward, because the first one
-is gone: such a gradient is right for a forward that nobody saw. Where that matters ``keep_activations`` keeps the
+Forward runs without a graph; backward computes it again from the inputs, which are sent a second time, so the server
+keeps nothing between the two for callers that may never come back. Every backward batch is an update. The module's
+buffers are updated by the forward alone, as in process; dropout draws a new mask in backward, because the first one is
+gone: that gradient belongs to a forward whose output was never used. Where that matters ``keep_activations`` keeps the
 forward's graph (``kept.py``), or the expert goes to eval mode.
 """
 
@@ -33,7 +33,7 @@ _SAMPLE_ROWS = 3
 
 
 class ExpertInfo(TypedDict):
-    """What a caller must know of an expert; see ``ExpertBackend.get_info``."""
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
 
     forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
     outputs_schema: Structure
@@ -54,25 +54,25 @@ class ExpertBackend:
 
     Args:
         uid: its name, ``prefix.i[.j...]``.
-        module: takes rows (dim 0) and returns as many; stays in the mode, train or eval, in which it is.
+        module: takes rows (dim 0) and returns as many; its mode, train or eval, is left as it is.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
         args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument.
         kwargs_schema: the same for each keyword argument.
-        outputs_schema: what the module returns; by default found by one run on zeros, which leaves random numbers,
-            buffers and mode as they were.
+        outputs_schema: the module's outputs; by default found by one run on zeros, which leaves random state, buffers
+            and mode as they were.
         scheduler: stepped once an update.
         clip_grad_norm: bound of the gradients' global norm.
         gradient_reduction: ``"sum"``: a batch of several requests moves the parameters by the sum of their gradients;
             ``"mean"``: by their mean over requests.
         keep_activations: rows of forwards whose graphs are kept for their backwards, so that neither the inputs travel
-            again nor the forward is computed again, and dropout masks are the forward's; the oldest are let go first,
-            and computed again after all. Costs a copy of the parameters an update.
+            again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
+            and their backwards compute the forward again. Costs a copy of the parameters an update.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
             ``max_queue_bytes``: see ``TaskPool``.
 
     Raises:
-        ValueError: no uid, no inputs in the schema, an optimizer of another module's parameters.
-        SchemaError: the module does not take what the schema says, or returns what cannot cross.
+        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
+        SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent.
 
     To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
     "Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
@@ -121,7 +121,7 @@ class ExpertBackend:
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
-        # Refuses here, rather than at the first call, what cannot cross.
+        # Refuses unsendable specs here, rather than at the first call.
         _ = self.schema.packed
         sizes = {
             "min_batch_size": min_batch_size,
@@ -146,10 +146,10 @@ class ExpertBackend:
         )
         self._prepare_copies()
 
-    # What callers see.
+    # --- for callers
 
     def get_info(self) -> ExpertInfo:
-        """What the expert takes and gives."""
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         keywords = dict(self.schema.keywords)
         return {
             "forward_schema": (self.schema.arguments, keywords),
@@ -177,7 +177,7 @@ class ExpertBackend:
         for pool in self.get_pools():
             pool.copies = self.copies
 
-    # What the runtime runs.
+    # --- run by the runtime
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
@@ -222,7 +222,7 @@ class ExpertBackend:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    # What a checkpoint holds.
+    # --- for checkpoints
 
     def state_dict(self) -> dict[str, object]:
         """Parameters, buffers, optimizer, scheduler and the count of updates."""
@@ -234,7 +234,7 @@ class ExpertBackend:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Takes over what ``state_dict`` gave.
+        """Load the state that ``state_dict`` gave.
 
         Raises:
             RuntimeError: it is another module's.
@@ -248,7 +248,7 @@ class ExpertBackend:
         self.updates = int(cast(int, state["updates"]))
         self._copy = None
 
-    # How it is done.
+    # --- forward and backward
 
     def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
         """The gradients of the inputs, with the parameters' in place, and whether there were any."""
@@ -284,7 +284,7 @@ class ExpertBackend:
         """A backward through kept graphs where there are tickets, by computing again where there are none."""
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
-            # Run one by one, the first of them finds it.
+            # The tasks are then run one by one, and the first of the two finds the activations.
             raise NotFound(f"{self.uid} has these activations for one backward, not for two; send the inputs again")
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}

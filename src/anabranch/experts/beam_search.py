@@ -1,4 +1,4 @@
-"""The best experts of a grid for each row, found dimension by dimension among those that somebody serves.
+"""The best experts of a grid for each row, found dimension by dimension among the announced ones.
 
 An expert's score is the sum of its coordinates' scores, so the best ones have prefixes that are among the best
 prefixes: keeping ``k`` prefixes a dimension finds the ``k`` best experts of a full grid. The directory is asked once a
@@ -20,12 +20,12 @@ __all__ = ["Choices", "beam_search"]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Which experts are chosen for which rows.
+    """The experts chosen for each row.
 
     Attributes:
         uids: the chosen experts, each once.
         slots: of shape (rows, k): an index into ``uids``, best first; -1 where there are fewer than k.
-        coordinates: of shape (rows, k, dimensions): the indices in the experts' uids; 0 where there is none.
+        coordinates: of shape (rows, k, dimensions): the indices in the experts' uids; 0 where ``slots`` is -1.
     """
 
     uids: list[str]
@@ -50,11 +50,11 @@ def beam_search(
     ['ffn.0.0', 'ffn.1.1']
 
     Args:
-        directory: knows who is there.
+        directory: finds the announced experts.
         uid_prefix: of all uids.
         scores: for each dimension of the grid, of shape (rows, size of the dimension).
         k: experts a row.
-        avoid: uids that are not chosen.
+        avoid: uids not to choose.
     """
     rows = len(scores[0])
     prefixes = [uid_prefix]

@@ -9,7 +9,7 @@
              backward: all gradients at once, to those that answered; each expert updates itself
 
 ``anabranch.autodiff.boundary`` makes the node; the entry token makes the outputs require grad where no input does, so
-that the experts learn all the same.
+that the experts still learn.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _TICKET_BYTES = 16
 
 
 class ExpertCall(msgspec.Struct, eq=False):
-    """One expert, what it is asked, and what became of it.
+    """One call of an expert: its inputs and its outcome.
 
     Attributes:
         uid: the expert.
         endpoint: its server.
-        schema: what it takes and gives.
-        inputs: what it is given, flat, in the schema's order; let go once it was asked.
-        outputs: its answer; let go once it was handed on, for the graph must not hold its own ends.
-        answered: whether there was one.
-        error: why there was none; ``None`` with no answer means that it was cancelled.
-        gradient_error: why no gradient came back.
-        ticket: names the activations that its server may keep for the backward; empty if it does not.
+        schema: the expert's schema.
+        inputs: the inputs, flat, in the schema's order; freed once they were sent.
+        outputs: the answer; freed once it was handed on, because the graph must not hold its own outputs.
+        answered: true if there was an answer.
+        error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
+        gradient_error: the reason why no gradient came back.
+        ticket: names the activations that the server keeps for the backward; empty if it keeps none.
     """
 
     uid: str
@@ -69,18 +69,18 @@ class ExpertCall(msgspec.Struct, eq=False):
 
 
 class Calls(msgspec.Struct, eq=False):
-    """Calls that are made together, and how.
+    """Calls that are made together, and their limits.
 
     Attributes:
-        client: asks.
-        calls: whom, and what.
+        client: sends the requests.
+        calls: the calls.
         forward_timeout: seconds for all of the forward together.
         backward_timeout: seconds for all of the backward together.
-        enough: looks at the calls after each answer; once it says yes the others have ``grace`` seconds left.
+        enough: called with the calls after each answer; once it returns true the others have ``grace`` seconds left.
         grace: seconds; ``None``: as long as the deadline.
-        check_backward: sees the calls after the backward; raises if too few gradients came.
-        finite_only: takes an answer that holds NaN or Inf as none.
-        deadline: of the forward, if it started before the calls were known.
+        check_backward: called with the calls after the backward; raises if too few gradients came.
+        finite_only: treats an answer that holds NaN or Inf as missing.
+        deadline: the deadline of the forward, if it started before the calls were known.
     """
 
     client: Client
@@ -121,10 +121,10 @@ class _Together:
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
     """Makes the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
 
-    Raises nothing that an expert said: ``call.error`` has it, and the caller decides whom it needs.
+    Raises no error of an expert: it is in ``call.error``, and the caller decides which answers it needs.
 
     Args:
-        calls: whom to ask, and what.
+        calls: the calls to make.
         entry: a leaf towards which the caller's sweep goes, as for ``cross``.
     """
     flat = [tensor for call in calls.calls for tensor in call.inputs]
@@ -136,7 +136,7 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
 
 
 def ask(calls: Calls, *, keep: bool) -> Crossed:
-    """The answers to all calls, flat; with ``keep``, those who can keep what they need for a backward."""
+    """The answers to all calls, flat; with ``keep`` servers that can keep their activations for a backward do."""
     if keep:
         for call in calls.calls:
             call.ticket = os.urandom(_TICKET_BYTES)
@@ -160,7 +160,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
 
 
 def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
-    """What an expert of this schema answers to inputs like these."""
+    """The forms of the outputs with which an expert of this schema answers ``inputs``."""
     first = next(tensor for tensor in inputs if tensor is not None)
     return [
         Form((first.shape[0], *spec.shape), spec.dtype, first.device, spec.requires_grad)
@@ -265,7 +265,7 @@ def ask_gradients(
         if calls.check_backward is not None:
             calls.check_backward([call for call, _ in asked])
     finally:
-        # The graph would hold an error whose traceback holds the graph.
+        # Else a cycle: the graph holds the error, its traceback the graph.
         for call, _ in asked:
             call.gradient_error = None
     return answers
@@ -277,7 +277,7 @@ def _gather_gradients(
     gradients: Sequence[Sequence[Tensor | None]],
     inputs: Sequence[Tensor | None],
 ) -> list[Outcome]:
-    """What came back; inputs are sent to those that have not kept the activations, or not any more."""
+    """Ask for gradients; inputs are sent to experts that did not keep the activations, or no longer have them."""
     if not asked:
         return []
     deadline = Deadline.after(calls.backward_timeout)
@@ -319,7 +319,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
 
 
 def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> list[Tensor | None]:
-    """The gradients that came; raises what came instead."""
+    """The gradients that came; raises the error that came instead."""
     if isinstance(outcome, Exception):
         raise outcome
     specs = call.schema.inputs

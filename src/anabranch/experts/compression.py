@@ -1,7 +1,7 @@
-"""How a tensor of a spec travels: as it is, rounded to half precision, or as 8-bit integers with a scale a block.
+"""Tensors on the wire: unchanged, rounded to half precision, or as 8-bit integers with a scale for each block.
 
-Rounding is a choice of the ``TensorSpec`` that both sides know, so nothing on the wire says how to read it, and ids,
-which are no floats, cannot be rounded. Gradients travel as the tensor they belong to does.
+Rounding is set in the ``TensorSpec``, which both sides know, so a message does not describe it. Ids are integers and
+cannot be rounded. A gradient travels in the form of the tensor that it belongs to.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from anabranch.transport.tensor_memory import DTYPES
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
 
 BLOCK = 256
-"""Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils no more than its block."""
+"""Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of each tensor that ``rows`` rows of ``spec`` travel as.
+    """The dtype and shape of each tensor that carries ``rows`` rows of ``spec``.
 
     >>> wire_parts(TensorSpec(512, compression="int8"), 3)
     [(torch.int8, (3, 512)), (torch.float32, (6,))]
@@ -40,7 +40,7 @@ def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int
 
 
 def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
-    """What to send for rows of ``spec``."""
+    """The tensors to send for rows of ``spec``."""
     if spec.compression is None:
         return [tensor]
     tensor = tensor.detach()
@@ -62,10 +62,10 @@ def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
 
 
 def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, TensorSpec]]) -> int:
-    """The rows of a message whose tensors have these headers, by their names and specs; the bodies need not be there.
+    """Check the headers of a message's tensors against names and specs; returns the number of rows.
 
     Raises:
-        SchemaError: the tensors are not rows of the specs; says what was expected and what came.
+        SchemaError: the tensors are not rows of the specs; the message shows the expected and the given.
     """
     rows = headers[0].shape[0] if headers and headers[0].shape else 0
     if len(headers) == len(layout):
@@ -83,7 +83,7 @@ def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, Ten
 
 
 def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
-    """The rows of an answer that holds these tensors; a ``SchemaError`` as from ``check_parts``."""
+    """Check the tensors of an answer and return its number of rows; a ``SchemaError`` as from ``check_parts``."""
     return _check([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], specs, names)
 
 

@@ -1,4 +1,4 @@
-"""One client for all modules of a process that speak as the same role: their connections are shared, not multiplied."""
+"""One client for all modules of a process with the same role, so that they share connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = threading.Lock()
 def shared_client(
     *, role: str = "worker", keys: str | os.PathLike[str] | None = None, insecure: bool = False, retries: int = 8
 ) -> Client:
-    """The client that speaks as ``role`` with ``keys``; its connections close when its last user is gone."""
+    """The client with ``role`` and ``keys``; its connections close when its last user is gone."""
     key = (role, None if keys is None else os.fspath(keys), insecure, retries)
     with _lock:
         client = _clients.get(key)

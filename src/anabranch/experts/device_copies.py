@@ -1,4 +1,4 @@
-"""Copies between main memory and a device, beside what the device computes.
+"""Copies between main memory and a device, in parallel with the device's computation.
 
 ::
 
@@ -6,8 +6,8 @@
     device thread                                          │ the computing stream waits for the event, and for no other
                         pinned memory <── copy stream ──── outputs of the batch
 
-A request is on its way to the device while the batch before it is computed. Memory is pinned because the device copies
-only such memory by itself.
+A request is copied to the device while the batch before it is computed. Memory is pinned because the device copies only
+such memory asynchronously.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
-        """Begins to copy ``tensors`` to the device; whoever computes with them has to ``await_arrival`` first."""
+        """Begins to copy ``tensors`` to the device; call ``await_arrival`` before computing with them."""
         with torch.cuda.stream(self._stream):
             there = [None if tensor is None else tensor.to(self._device, non_blocking=True) for tensor in tensors]
             return there, self._stream.record_event()
 
     def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
-        """Lets what this thread computes from here on wait for ``tensors``, which ``bring`` gave."""
+        """Makes this thread's later computation wait for ``tensors``, which ``bring`` gave."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(copied)
         for tensor in tensors:
             if tensor is not None:
-                # Its memory is the copy stream's, and not to be given away before the computing is done.
+                # The memory belongs to the copy stream: without this it could be reused before the computation is done.
                 tensor.record_stream(computing)
 
     def take(self, outputs: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor | None]]:
-        """What this thread has computed, in main memory."""
+        """Copy the outputs computed on this thread to pinned main memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             here = [[None if tensor is None else self._to_pinned(tensor) for tensor in one] for one in outputs]

@@ -1,12 +1,12 @@
-"""Who serves which expert, until when: announced with a time to live, looked up by uid, searched by prefix.
+"""The directory of experts: announced with a time to live, looked up by uid, searched by prefix.
 
-An expert's server announces its uids again and again; what is not announced any more is forgotten when its time is
-over, so a server that dies needs nobody to notice. The table is one process's memory; ``DirectoryServer`` serves it to
-others.
+An expert's server announces its uids again and again; a uid that is no longer announced is forgotten when its time is
+over, so nobody needs to notice that a server died. The table lives in one process's memory; ``DirectoryServer`` serves
+it to others.
 
-Over a network nobody is taken at his word: a role announces its own kind alone, at an endpoint that others reach; a uid
-belongs to the certificate that announced it first, until its time is over; and each job sees its own uids, besides
-those of servers that serve every job.
+Over a network no announcement is trusted unchecked: a role announces only its own kind, at an endpoint that others can
+reach; a uid belongs to the certificate that announced it first, until its time is over; and each job sees its own uids
+and those of servers that serve every job.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from anabranch.transport.keys import EVERY_JOB
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
-# So many names, at the most characters a name has, fit into a header.
+# So many names of the greatest length fit into a header.
 _NAMES_A_REQUEST = 500
 _SERVICES = frozenset({"experts", "parameters"})
-# What shards are announced under; any other name is of experts.
+# The prefixes of shards; any other name is an expert's.
 _SHARDS = "parameters"
 LONGEST_TTL = 24 * 3600.0
 """The longest time to live of an announcement, in seconds."""
@@ -85,14 +85,14 @@ class _Table:
         with self._lock:
             for prefix in prefixes:
                 below = self._below.get(check_prefix(prefix), {})
-                # Copies, because whoever is found not to be alive is removed.
+                # Copies, because servers found dead are removed meanwhile.
                 found[prefix] = sorted(
                     index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
                 )
         return found
 
     def _check_owner(self, uid: str, owner: str | None) -> None:
-        """Without an owner it is the user of this host who asks, and may do as he likes."""
+        """Refuse a uid announced by another owner; ``None`` is the user of this host, who may replace any."""
         if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
             left = self._entries[uid].expires - self._clock()
             raise Unauthorized(f"{uid} was announced under another certificate, which has it for {left:.0f} s yet")
@@ -118,7 +118,7 @@ class _Table:
 
 
 class Directory:
-    """Who serves which expert: this process's own table, or the one that a ``DirectoryServer`` serves.
+    """Endpoints of experts by uid: this process's own table, or the one that a ``DirectoryServer`` serves.
 
     >>> directory = Directory()
     >>> directory.announce(["ffn.0.1", "ffn.2.0"], "unix:/run/experts", ttl=30.0)
@@ -129,12 +129,12 @@ class Directory:
 
     Args:
         endpoint: of a ``DirectoryServer``; ``None`` for a table of this process.
-        timeout: seconds that a question to a server may take.
+        timeout: seconds that a request to a server may take.
         clock: seconds for times to live, of a table of this process.
-        client: asks the server; one of its own by default, with ``keys`` and ``insecure``.
+        client: sends the requests to the server; a new one by default, with ``keys`` and ``insecure``.
 
     Raises:
-        ValueError: from every method, for what is no uid, prefix or time to live.
+        ValueError: from every method, for an invalid uid, prefix or time to live.
         BoundaryError: from every method, if the server does not answer.
     """
 
@@ -160,7 +160,7 @@ class Directory:
         self._client = client
 
     def within(self, deadline: Deadline) -> Directory:
-        """The same directory, whose answers are not waited for beyond ``deadline``."""
+        """The same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
         same._within = deadline
         return same
@@ -183,7 +183,7 @@ class Directory:
             self._ask("directory.withdraw", (some, endpoint), type(None))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """The endpoint of each of ``uids`` that somebody serves; the others are left out."""
+        """The endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
             return self._table.lookup(uids)
         found: dict[str, str] = {}
@@ -192,7 +192,7 @@ class Directory:
         return found
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """For each prefix the indices, in order, that follow it in the uids that somebody serves."""
+        """For each prefix the indices, in order, that follow it in the announced uids."""
         if self.endpoint is None:
             return self._table.active(prefixes)
         found: dict[str, list[int]] = {}
@@ -215,7 +215,7 @@ def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryL
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
-    """``directory``, which keeps to ``deadline`` if it is one of ours."""
+    """``directory``, bounded by ``deadline`` if it is a ``Directory``."""
     return directory.within(deadline) if isinstance(directory, Directory) else directory
 
 
@@ -225,7 +225,7 @@ def _check_ttl(ttl: float) -> None:
 
 
 def _check_kind(uids: Iterable[str], peer: Peer) -> None:
-    """A shard is announced by role parameters, an expert by role experts; the user of this host announces both."""
+    """Role parameters may announce shards, role experts experts; the user of this host may announce both."""
     for uid in uids if peer.role is not None else ():
         of_shard = check_uid(uid).startswith(f"{_SHARDS}.")
         if of_shard != (peer.role == "parameters"):
@@ -234,7 +234,7 @@ def _check_kind(uids: Iterable[str], peer: Peer) -> None:
 
 
 def _check_reachable(endpoint: str, peer: Peer) -> None:
-    """A peer from elsewhere may name no file of this host, and nobody an address that stands for all."""
+    """Refuse a file of this host from a peer elsewhere, and from every peer an address that stands for all."""
     if peer.on_this_host and endpoint.startswith("memory:"):
         return
     parsed = parse_endpoint(endpoint)
@@ -268,7 +268,7 @@ class DirectoryServer:
         clock: seconds for times to live.
 
     Raises:
-        ValueError: an endpoint that is none or is taken; TCP without keys.
+        ValueError: an endpoint that is malformed or taken; TCP without keys.
     """
 
     def __init__(
@@ -301,12 +301,12 @@ class DirectoryServer:
 
     @property
     def endpoint(self) -> str:
-        """Where ``Directory(endpoint)`` finds it."""
+        """The address for ``Directory(endpoint)``."""
         return self._server.endpoint
 
     @property
     def directory(self) -> Directory:
-        """The same table, for this process."""
+        """The same table, for use in this process."""
         mine = Directory()
         mine._table = self._tables[EVERY_JOB]
         return mine
@@ -356,7 +356,7 @@ class DirectoryServer:
         return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
 
     def _seen_by(self, peer: Peer) -> list[_Table]:
-        """Those of every job, and before them the peer's own."""
+        """The tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
         every = self._tables[EVERY_JOB]
         own = self._tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]

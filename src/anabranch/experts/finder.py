@@ -1,4 +1,4 @@
-"""Where a mixture's experts are, what they take, and which of them are left alone for a while."""
+"""Endpoints and schemas of a mixture's experts, and the experts that are avoided for a while after failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_BREAK = 10.0
 
 
 class Avoidance:
-    """Experts that failed twice in a row are left alone for half a second, doubling to ten, until they answer again."""
+    """Avoids experts that failed twice in a row: for half a second, doubling to ten, until they answer again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,20 +29,20 @@ class Avoidance:
         self._lock = threading.Lock()
 
     def failed(self, uid: str) -> None:
-        """``uid`` did not answer, or answered nonsense."""
+        """Counts a failure of ``uid``: no answer, or an invalid one."""
         with self._lock:
             failures = self._failures[uid] = self._failures.get(uid, 0) + 1
             if failures >= _PATIENCE:
                 self._until[uid] = self._clock() + min(0.5 * 2 ** (failures - _PATIENCE), _LONGEST_BREAK)
 
     def answered(self, uid: str) -> None:
-        """``uid`` is well again."""
+        """Clears the failures of ``uid``."""
         with self._lock:
             self._failures.pop(uid, None)
             self._until.pop(uid, None)
 
     def now(self) -> set[str]:
-        """Who is left alone now."""
+        """The uids that are avoided now."""
         with self._lock:
             now = self._clock()
             return {uid for uid, until in self._until.items() if until > now}
@@ -59,11 +59,11 @@ class ExpertFinder:
         self.any_schema: Schema | None = None
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
-        """The endpoint and schema of each of ``uids`` that can be had; the others count as failed."""
+        """The endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
         endpoints = within(self.directory, deadline).lookup(uids)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
         requests = [Request(endpoints[uid], wire.INFO, uid, role="experts") for uid in unknown]
-        # Whoever does not say what it takes cannot be asked; half of the time is left for those that did.
+        # An expert that does not send its schema cannot be called; half of the time is left for those that did.
         patience = deadline.sooner(max(deadline.remaining() / 2, 1e-3))
         for uid, outcome in zip(unknown, self.client.gather(requests, patience) if requests else (), strict=True):
             self._learn(uid, endpoints[uid], outcome)
@@ -74,7 +74,7 @@ class ExpertFinder:
         }
 
     def forget(self, uids: Iterable[str]) -> None:
-        """Their schemas are asked for again."""
+        """Forgets their schemas, so that they are asked for again."""
         gone = set(uids)
         self._schemas = {key: schema for key, schema in self._schemas.items() if key[0] not in gone}
 

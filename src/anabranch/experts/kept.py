@@ -1,10 +1,10 @@
 """Activations kept between forward and backward: the forward's own graph, for callers that come back in time.
 
 The graph is the batch's, and each request knows its rows of it: its backward can be run alone or with any others, with
-zeros for the gradients of the rest. The graph is over a copy of the parameters as they were: updates between a forward
-and its backward would otherwise change what the graph has saved. One copy serves all forwards between two updates.
+zeros for the gradients of the rest. The graph is over a copy of the parameters at that time: updates between a forward
+and its backward would otherwise change the graph's saved tensors. One copy serves all forwards between two updates.
 
-What is kept is bounded in rows; the oldest goes first, and its caller sends the inputs again.
+Kept rows are bounded; the oldest are freed first, and their caller sends the inputs again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParameterCopy:
         return cls({name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named})
 
     def trained(self) -> list[Tensor]:
-        """Those that take gradients."""
+        """The parameters that take gradients."""
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
     def give_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
@@ -46,7 +46,7 @@ class ParameterCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptBatch:
-    """A forward's graph: its inputs, those that take gradients leaves of it, and its outputs."""
+    """A forward's graph: its inputs, of which those that take gradients are leaves, and its outputs."""
 
     leaves: Sequence[Tensor | None]
     outputs: Sequence[Tensor | None]
@@ -56,10 +56,10 @@ class KeptBatch:
     def backward(
         self, parts: Sequence[tuple[Kept, Sequence[Tensor | None]]]
     ) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
-        """Gradients of the leaves and of the trained parameters, and whether there was anything to go back from.
+        """Gradients of the leaves and of the trained parameters, and whether any output had a gradient.
 
         Args:
-            parts: whose backward it is, each with a gradient for each of its outputs, where it has one.
+            parts: the parts to run back, each with a gradient for each of its outputs, where it has one.
         """
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
@@ -84,7 +84,7 @@ class KeptBatch:
         trained = self.parameters.trained()
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(trained))
         if roots and found:
-            # Other requests' parts of the same graph may still be waited for.
+            # Other requests' parts of the same graph may still come for their backward.
             found = torch.autograd.grad(roots, [*leaves, *trained], seeds, retain_graph=True, allow_unused=True)
         of_leaves = iter(found[: len(leaves)])
         gradients = [next(of_leaves) if leaf is not None and leaf.requires_grad else None for leaf in self.leaves]
@@ -101,7 +101,7 @@ class Kept:
 
 
 class KeptActivations:
-    """What is kept for backwards to come, by the tickets that callers gave.
+    """Activations kept for later backwards, by the tickets that callers gave.
 
     >>> kept = KeptActivations(4)
     >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
@@ -123,7 +123,7 @@ class KeptActivations:
         return ticket in self._entries
 
     def put(self, ticket: bytes, kept: Kept) -> None:
-        """Keeps a request's part of a graph, at the cost of the oldest ones."""
+        """Keeps a request's part of a graph, and frees the oldest ones beyond the budget."""
         self.drop(ticket)
         if kept.rows > self.budget:
             return
@@ -133,20 +133,20 @@ class KeptActivations:
             self._rows -= self._entries.popitem(last=False)[1].rows
 
     def get(self, ticket: bytes) -> Kept | None:
-        """What is kept under ``ticket``."""
+        """The activations kept under ``ticket``; ``None`` if they are gone."""
         return self._entries.get(ticket)
 
     def drop(self, ticket: bytes) -> None:
-        """Lets go what is kept under ``ticket``."""
+        """Frees the activations kept under ``ticket``."""
         entry = self._entries.pop(ticket, None)
         if entry is not None:
             self._rows -= entry.rows
 
 
 def _owned(gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of parameters, which are changed in place, each in whole memory of its own.
+    """Gradients of parameters, each in memory of its own, because they are changed in place.
 
-    Autograd may hand out one tensor as the gradient of two, what came in among them, or one value as many.
+    Autograd may return one tensor as the gradient of two, its own input, or an expanded value.
     """
     taken = {other.untyped_storage().data_ptr() for other in others if other is not None and not other.is_sparse}
     owned: list[Tensor | None] = []

@@ -1,4 +1,4 @@
-"""Modules that can be served by name: what the command line offers where no module of the user's own is given."""
+"""Modules that can be served by name: the command line offers them where the user names no module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 __all__ = ["Feedforward", "Nothing", "find_factory", "make_optimizer"]
 
 Factory = Callable[[int], nn.Module]
-"""Makes an expert's module for inputs of so many features."""
+"""Make an expert's module for inputs of so many features."""
 
 
 class Feedforward(nn.Module):
@@ -31,14 +31,14 @@ class Feedforward(nn.Module):
         self.outer = nn.Linear(4 * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus what the layer makes of it."""
+        """The input plus the layer's output."""
         hidden: Tensor = nn.functional.gelu(self.inner(self.norm(x)))
         changed: Tensor = self.outer(hidden)
         return x + changed
 
 
 class Nothing(nn.Module):
-    """Returns its input: what is left is the cost of the way.
+    """Returns its input, so that a call costs only the transport.
 
     >>> Nothing(8)(torch.zeros(2, 8)).shape
     torch.Size([2, 8])
@@ -65,7 +65,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def find_factory(name: str) -> Factory:
-    """What makes the modules that ``name`` stands for: ``ffn``, ``nop``, or ``package.module:function``.
+    """Return the factory of the modules that ``name`` stands for: ``ffn``, ``nop``, or ``package.module:function``.
 
     >>> find_factory("ffn")(8).__class__.__name__
     'Feedforward'

@@ -11,11 +11,11 @@
     └─────────────────────── inputs of the calls ────────────┘                                     │
                      └────────────────────────────────────────────────────────────────────────────┘
 
-Whoever does not answer is left out of the softmax, so what comes out is what a mixture of the responders alone gives,
-and so are its gradients. Whom it asks depends on the gate's values, so all of that lies behind one boundary: the tape
-and a captured graph see one operation whose outputs have the form that the experts' schema says.
+An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
+and so are its gradients. The experts that it asks depend on the gate's values, so all of that lies behind one boundary:
+the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
 
-The file is long because the two mixtures share one asker and one boundary, which are of no use to anybody else.
+The file is long because the two mixtures share one asker and one boundary, which nothing else uses.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
-# A mixture has other experts to turn to; it does not wait for one that refuses connections.
+# A mixture has other experts to turn to, so it does not wait for one that refuses connections.
 _RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureStatistics:
-    """What a mixture has asked since it was made.
+    """Counters of a mixture's calls since it was made.
 
     Attributes:
         calls: calls of experts.
@@ -64,7 +64,7 @@ class MixtureStatistics:
         failed: those that failed, by the name of the error.
         cancelled: stragglers that were not waited for.
         rows: rows that each expert was asked for, by uid: how evenly the experts are used.
-        avoided: experts that are left alone at the moment.
+        avoided: experts that are avoided at the moment.
     """
 
     calls: int
@@ -77,7 +77,7 @@ class MixtureStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """How long to wait, and for whom; as the modules' arguments say."""
+    """Timeouts and the experts that must answer, from the modules' arguments."""
 
     k_min: int
     forward_timeout: float
@@ -93,8 +93,8 @@ class _Chosen:
     """The answers of the chosen experts.
 
     Attributes:
-        present: of shape (rows, k): whether the slot's expert answered.
-        outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where there is none.
+        present: of shape (rows, k): true if the slot's expert answered.
+        outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where it did not.
         schema: of the experts.
     """
 
@@ -104,7 +104,7 @@ class _Chosen:
 
 
 class _Asker:
-    """What both mixtures do: find the chosen experts, ask each once for all its rows, sort the answers by row."""
+    """Finds the chosen experts, asks each once for all its rows, and sorts the answers by row, for both mixtures."""
 
     def __init__(self, finder: ExpertFinder, terms: _Terms) -> None:
         self.finder = finder
@@ -114,7 +114,7 @@ class _Asker:
         self._rows: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Asker:
-        # A copied mixture has a gate of its own and shares what it knows of the experts.
+        # A copied mixture has its own gate and shares the original's knowledge of the experts.
         return _Asker(self.finder, self.terms)
 
     def statistics(self) -> MixtureStatistics:
@@ -135,7 +135,7 @@ class _Asker:
         return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
-        """Of any expert there is, asked for if none has been asked yet."""
+        """The schema of any announced expert, asked for if none has been asked yet."""
         with outside_tracing():
             if self.finder.any_schema is None:
                 self._find_any(uid_prefix, dimensions, deadline)
@@ -192,7 +192,7 @@ class _Asker:
         leaves: Sequence[object],
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
-        """The result of ``mix`` for the gate's scores and the inputs: the outputs, and then what has ``more``.
+        """The result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of ``more``.
 
         ``mix`` returns the schema of the experts that it has asked, too.
         """
@@ -349,7 +349,7 @@ def _present(choices: Choices, answered: Sequence[str]) -> NDArray[np.bool_]:
     there = np.zeros(len(choices.uids) + 1, dtype=np.bool_)
     known = set(answered)
     there[:-1] = [uid in known for uid in choices.uids]
-    # Slot -1, where there is no expert, takes the last entry.
+    # Slot -1, which has no expert, takes the last entry.
     return cast(NDArray[np.bool_], there[choices.slots])
 
 
@@ -376,7 +376,7 @@ def _unflatten_inputs(
 def _positions(
     choices: Choices, calls: Sequence[ExpertCall], rows: Sequence[NDArray[np.int64]]
 ) -> tuple[NDArray[np.int64], int]:
-    """For each row and slot, where its answer stands when all answers are joined; the last place is for no answer."""
+    """For each row and slot the index of its answer among all answers joined; the last index if there is no answer."""
     count = sum(len(mine) for call, mine in zip(calls, rows, strict=True) if call.answered)
     position = np.full(choices.slots.shape, count, dtype=np.int64)
     slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
@@ -463,7 +463,7 @@ class RemoteMixtureOfExperts(nn.Module):
     Args:
         in_features: of the gate: the last size of the input.
         grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
-        directory: who is there: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        directory: finds the experts: a ``Directory``, or the endpoint of a ``DirectoryServer``.
         uid_prefix: of the experts' uids.
         k_best: experts asked for each row.
         k_min: answers that each row needs, or ``BoundaryError`` is raised.
@@ -472,20 +472,20 @@ class RemoteMixtureOfExperts(nn.Module):
             as long as ``forward_timeout``.
         backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer).
         backward_timeout: seconds for a backward.
-        allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from those there are, zeros if there are
-            none, instead of raising.
-        detect_anomalies: takes an answer that holds NaN or Inf as none.
-        client: asks; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
+        allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
+            any, instead of raising.
+        detect_anomalies: treats an answer that holds NaN or Inf as missing.
+        client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
 
     Raises:
-        ValueError: a grid without sizes, counts that contradict each other, what is no prefix or no time.
+        ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
 
     Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
     many rows; returns what an expert returns. The gate is one ``nn.Linear``; it sees the mean over the sizes between.
-    An expert that fails twice in a row is left alone for a while.
+    An expert that fails twice in a row is avoided for a while.
 
-    Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, for a
-    gate that went wrong.
+    Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
+    gate's scores are not finite.
 
     Source: Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks using Decentralized
     Mixture-of-Experts", 2020; product keys after Lample et al., 2019.
@@ -540,11 +540,11 @@ class RemoteMixtureOfExperts(nn.Module):
         return _nested(*self._mixed(gated, (x, *args), kwargs))
 
     def learn_form(self) -> None:
-        """Asks how the experts' outputs nest, for a capture."""
+        """Asks for the nesting of the experts' outputs, for a capture."""
         self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
 
     def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
-        """All behind the gate, for a call that Dynamo leaves whole."""
+        """Everything after the gate, as one call that Dynamo leaves whole."""
         return self._mixed(gated, args, kwargs)[1]
 
     def _mixed(
@@ -566,7 +566,7 @@ class RemoteMixtureOfExperts(nn.Module):
         return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves)
 
     def statistics(self) -> MixtureStatistics:
-        """What was asked since the module was made."""
+        """Counters since the module was made."""
         return self._asker.statistics()
 
 
@@ -587,7 +587,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
     indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
     Add a small multiple of it to the training loss.
 
-    What is not listed here is as for ``RemoteMixtureOfExperts``.
+    Arguments not listed here are as for ``RemoteMixtureOfExperts``.
 
     Args:
         k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
@@ -660,11 +660,11 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
 
     def learn_form(self) -> None:
-        """Asks how the experts' outputs nest, for a capture."""
+        """Asks for the nesting of the experts' outputs, for a capture."""
         self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
 
     def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
-        """All behind the gate, for a call that Dynamo leaves whole."""
+        """Everything after the gate, as one call that Dynamo leaves whole."""
         return self._mixed(gated, args, kwargs)[1]
 
     def _mixed(
@@ -688,7 +688,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)
 
     def _shares(self, choices: Choices, gated: Tensor) -> list[Tensor]:
-        """For each dimension the share of rows that each index got, and behind them 1 if any row was given at all."""
+        """For each dimension the share of rows that each index got, then 1 if any row was given at all."""
         taken = choices.slots[:, 0] >= 0
         shares = []
         for dimension, size in enumerate(self.grid_size):
@@ -710,5 +710,5 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return torch.stack(losses).mean()
 
     def statistics(self) -> MixtureStatistics:
-        """What was asked since the module was made."""
+        """Counters since the module was made."""
         return self._asker.statistics()

@@ -1,8 +1,8 @@
-"""Experts that survive their server: each one's state in a directory of its own, saved beside training.
+"""Experts that survive their server: each one's state in a directory of its own, saved in parallel with training.
 
-A copy is taken between two batches, so training stands still for no longer than the copy, and written on a thread of
-its own. With an expert's state goes which requests had been applied to it: a caller whose answer was lost in the crash
-asks again, and the restarted server knows whether the update is in the state it loaded.
+A copy is taken between two batches, so training stops only for the copy, which is written on another thread. With an
+expert's state go the requests applied to it: a caller whose answer was lost in the crash retries, and the restarted
+server knows whether the update is in the state it loaded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from anabranch.transport.once import Identity
 __all__ = ["Persistence"]
 
 _GROUP = "expert"
-# Requests remembered for each expert; a client settles all but those it waits for, so this is never reached by one
-# that lives. It bounds what dead clients leave behind.
+# Requests remembered for each expert. A live client settles all but those it waits for, so it never reaches this bound,
+# which limits the records of dead clients.
 _MOST_APPLIED = 10_000
 
 
@@ -32,9 +32,9 @@ class Persistence:
     """Saves experts every so often while its ``with`` block runs, and once more at its end.
 
     Args:
-        directory: holds a directory for each uid.
+        directory: the parent of a directory for each uid.
         backends: the experts, by uid.
-        paused: while its block runs no batch does.
+        paused: a context in which no batch runs.
         every: seconds between two savings.
     """
 
@@ -58,14 +58,14 @@ class Persistence:
         self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
 
     def load(self) -> list[Identity]:
-        """Gives every expert that was saved its state back; returns the requests applied to those states.
+        """Loads the saved state of every expert that has one; returns the requests applied to those states.
 
         Raises:
             CheckpointError: a checkpoint is damaged, or of another module or optimizer.
         """
         restored: list[Identity] = []
         for uid, backend in self._backends.items():
-            # A server killed in the middle of its first saving leaves a directory in which nothing was saved.
+            # A server killed during its first saving leaves a directory without a saved state.
             checkpoint = read_newest(self._directory / uid)
             if checkpoint is None:
                 continue
@@ -81,7 +81,7 @@ class Persistence:
         return restored
 
     def note_applied(self, uid: str, identity: Identity, settled: int) -> None:
-        """The request was applied to ``uid``; of its client, all below ``settled`` will never come again."""
+        """Records a request applied to ``uid``; its client will never repeat a request below ``settled``."""
         applied = self._applied[uid]
         epoch = identity[0]
         for old in [old for old in applied if old[0] == epoch and old[1] < settled]:
@@ -91,10 +91,10 @@ class Persistence:
             del applied[next(iter(applied))]
 
     def save(self) -> None:
-        """Saves every expert that was updated since it was saved last; durable when it returns.
+        """Saves every expert that was updated since it was last saved; durable when it returns.
 
         Raises:
-            CheckpointError: the disk is full or failing; what was saved before is untouched.
+            CheckpointError: the disk is full or failing; earlier checkpoints are untouched.
         """
         for uid, backend in self._backends.items():
             if self._saved.get(uid) == backend.updates:

@@ -28,7 +28,7 @@ __all__ = ["RemoteExpert", "fetch_schema"]
 
 
 def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
-    """What the expert ``uid`` at ``endpoint`` takes and gives."""
+    """Fetch the schema of the expert ``uid`` at ``endpoint``."""
     return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid, role="experts"), deadline).payload)
 
 
@@ -47,19 +47,19 @@ class RemoteExpert(nn.Module):
 
     Args:
         uid: the expert.
-        endpoint_or_directory: its server's endpoint, or a directory that knows it.
+        endpoint_or_directory: its server's endpoint, or a directory that has it.
         forward_timeout: seconds for a forward call.
         backward_timeout: seconds for a backward call.
-        client: asks; shared by the process's modules by default, with ``keys`` and ``insecure``.
+        client: sends the requests; shared by the process's modules by default, with ``keys`` and ``insecure``.
 
     Raises:
-        ValueError: no uid, or a time that is not above 0.
+        ValueError: an invalid uid, or a time that is not above 0.
 
     Calling it takes and returns the structures of the expert's schema, on the device of the first input. In grad mode
-    the floating outputs require grad even where no input does: their backward is what the expert learns from. A
+    the floating outputs require grad even where no input does, because the expert learns from their backward. A
     gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
 
-    Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if nobody serves the
+    Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
 
@@ -88,7 +88,7 @@ class RemoteExpert(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def learn_form(self) -> None:
-        """Asks how the expert's outputs nest, for a capture."""
+        """Asks for the nesting of the expert's outputs, for a capture."""
         _, schema = self._find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
 
@@ -103,11 +103,11 @@ class RemoteExpert(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The uid and where it is."""
+        """The uid and its endpoint or directory."""
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
 
     def get_info(self) -> ExpertInfo:
-        """What the expert takes and gives."""
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         _, schema = self._find(Deadline.after(self.forward_timeout))
         keywords = dict(schema.keywords)
         return {
@@ -128,7 +128,7 @@ class RemoteExpert(nn.Module):
         return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
 
     def call_whole(self, *args: object, **kwargs: object) -> Sequence[Tensor]:
-        """``forward``, for a call that Dynamo leaves whole."""
+        """``forward``, as one call that Dynamo leaves whole."""
         return self._call(args, kwargs)[1]
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Schema, Sequence[Tensor]]:
@@ -139,7 +139,7 @@ class RemoteExpert(nn.Module):
                 known = self._find(deadline)
         schema = known[1]
         inputs = schema.flatten_inputs(args, kwargs)
-        # A graph asks again in every run, each with all of its time.
+        # A graph starts a new deadline in every run.
         there = _There(self, schema, deadline if current_tracer() is None else None)
         crossed = cross(there, *inputs)
         return there.schema, crossed
@@ -155,12 +155,12 @@ class RemoteExpert(nn.Module):
             return found.known
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """Whether to ask again, once, within the deadline: it has moved, or come back with another schema."""
+        """True if the expert has moved, or came back with another schema, so that one more request may succeed."""
         if isinstance(error, SchemaError):
             return "another schema" in str(error)
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
             return False
-        # Who was silent for two beats, and is still said to be there, would be silent for two more.
+        # A peer that missed two beats and is still announced at the same endpoint would miss two more.
         return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
 
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
@@ -171,7 +171,7 @@ class RemoteExpert(nn.Module):
 
 
 class _Found:
-    """Where the expert is, and its schema, once that was asked; not the module's own, for a graph outlives it."""
+    """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -179,14 +179,14 @@ class _Found:
 
 
 class _There:
-    """The boundary: one call of the expert, which is looked for again, once, where it may have moved."""
+    """The boundary: one call of the expert, looked up once more if it may have moved."""
 
     kind = "expert"
 
     def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None) -> None:
         self.name = expert.uid
         self.schema = schema
-        """Of whoever answered last: another than at first if the expert has come back as another."""
+        """The schema of the latest answer; it differs from the first one if the expert has come back with another."""
         self._given = schema
         self._expert = expert
         self._deadline = deadline
@@ -224,7 +224,7 @@ class _There:
             deadline=deadline,
         )
         crossed = ask(calls, keep=wants is not None)
-        error, call.error = call.error, None  # held by nobody but who raises it
+        error, call.error = call.error, None  # held only by the code that raises it: no cycle
         return crossed, error
 
     def backward(

@@ -1,4 +1,4 @@
-"""What runs the most urgent batch on its device: one at a time, all experts on it taking turns.
+"""Runs the most urgent batch of a device's experts, one at a time, the experts taking turns.
 
 ::
 
@@ -7,8 +7,8 @@
                            └── else ──> device thread
 
 Handing a batch to a thread and its answers back costs tens of microseconds each, and more where both want the
-interpreter: as much as a small batch takes to compute. So whoever has read a quick one runs it where it is. How long
-one takes is known from those before it; what has never run, or not so quickly, is the device thread's.
+interpreter: as much as a small batch takes to compute. So the thread that has read a quick batch runs it. The time of a
+batch is estimated from earlier ones; a batch of a size that has never run, or not quickly, goes to the device thread.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from anabranch.experts.task_pool import Task, TaskPool
 
 __all__ = ["Runtime"]
 
-# A runtime with nothing to do looks up this often, in seconds, so that its wait has an end.
+# Seconds after which an idle runtime wakes up, so that its wait has an end.
 _LONGEST_NAP = 60.0
-# Seconds of batches that a thread that reads may run itself: so long nobody else is read.
+# Seconds of batches that a reading thread may run itself: so long it reads no other request.
 _QUICK = 0.0025
 
 
@@ -52,7 +52,7 @@ class Runtime:
     Args:
         pools: all on one device.
         name: of the thread.
-        answering: makes a context in which a batch's tasks are answered.
+        answering: makes the context in which a batch's tasks are answered.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Runtime:
         self._pools = list(pools)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Those that have tasks: a device may have many experts, of which few are asked at a time.
+        # Only the pools that have tasks: a device may have many experts, of which few are asked at a time.
         self._filled: dict[TaskPool, None] = {}
         for pool in self._pools:
             pool.share(self._lock, self._filled, self._changed)
@@ -73,7 +73,7 @@ class Runtime:
         self._stopped = False
         self._threads = torch.get_num_threads()
         self._running: Deadline | None = None
-        # Until when the device thread sleeps, and whether another thread runs batches in its place.
+        # The time until which the device thread sleeps, and whether another thread runs batches in its place.
         self._sleeps_until = 0.0
         self._helped = False
         self._prepared = threading.local()
@@ -109,7 +109,7 @@ class Runtime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two batches: none runs while the block does."""
+        """A context between two batches, in which none runs."""
         if not self._batch.acquire(timeout=_LONGEST_NAP):
             raise DeadlineExceeded(
                 "a batch did not end", peer=self._thread.name, operation="pause", elapsed=_LONGEST_NAP
@@ -125,14 +125,14 @@ class Runtime:
             return self._sleeps_until > 0 and not self._helped
 
     def healthy(self) -> bool:
-        """Whether no batch has overrun the last of its tasks' deadlines: then the device is stuck, or far too slow."""
+        """True unless the running batch has overrun all its tasks' deadlines: the device is stuck, or far too slow."""
         running = self._running
         return running is None or not running.expired()
 
     def submit(self, tasks: Mapping[TaskPool, Iterable[Task]], *, one_of_many: bool = False) -> None:
-        """Queues tasks of its pools; those that find no room are told so. Runs them here if that is quickest.
+        """Queues tasks of its pools; fails those without room. Runs them on this thread if that is quickest.
 
-        ``one_of_many`` says that there are many threads like this one, which must not start torch's threads each.
+        ``one_of_many`` is true on one of many such threads, which must not start a team of torch's threads each.
         """
         if not tasks:
             return
@@ -152,7 +152,7 @@ class Runtime:
                 self._help(quick, now + _QUICK)
 
     def _find_quick(self, now: float) -> TaskPool | None:
-        """What this thread is to run; then the device thread leaves it alone, and nobody pauses it."""
+        """Reserve a pool whose batch this thread may run, safe from the device thread and pauses; else ``None``."""
         if self._stopped or self._helped or not self._sleeps_until:
             return None
         pool = self._most_urgent(now)

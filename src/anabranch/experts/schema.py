@@ -1,4 +1,4 @@
-"""What an expert takes and gives: nested ``TensorSpec``s, packed for the wire, and checked against what comes.
+"""Schemas of experts: nested ``TensorSpec``s of inputs and outputs, packed for the wire, and checked on arrival.
 
 Structures are dicts with text keys, lists, tuples, specs and ``None``; packing them needs no pickle and unpacking them
 runs no code. Two sides agree on a schema by its hash, so a request carries tensors only.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
-# Below the 32,768 values from which torch computes in parallel, and a multiple of what a cache line holds.
+# Below the 32,768 values from which torch computes in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 
 Layout = list[tuple[str, TensorSpec]]
@@ -38,12 +38,12 @@ Layout = list[tuple[str, TensorSpec]]
 
 @dataclass(frozen=True)
 class Schema:
-    """What an expert takes and gives; what follows from it is worked out once, for every call asks for it.
+    """The specs of an expert's inputs and outputs; derived values are cached, because every call needs them.
 
     Attributes:
         arguments: the specs of positional arguments, each nested as the argument is.
         keywords: the specs of keyword arguments.
-        outputs: the specs of what comes back, nested as it is.
+        outputs: the specs of the outputs, nested as they are.
     """
 
     arguments: tuple[Structure, ...]
@@ -67,17 +67,17 @@ class Schema:
 
     @cached_property
     def input_layout(self) -> Layout:
-        """What a forward request carries."""
+        """The layout of a forward request."""
         return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
 
     @cached_property
     def output_layout(self) -> Layout:
-        """What a forward's answer carries."""
+        """The layout of a forward's answer."""
         return [(f"output {index}", spec) for index, spec in enumerate(self.output_specs) if spec is not None]
 
     @cached_property
     def takes_one(self) -> bool:
-        """Whether it takes one tensor and nothing else, as most do: then there is nothing to flatten."""
+        """True if the only input is one tensor, as is common: then there is nothing to flatten."""
         return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
 
     @cached_property
@@ -97,27 +97,27 @@ class Schema:
 
     @cached_property
     def gives_one(self) -> bool:
-        """Whether it returns a tensor, and no nesting of them."""
+        """True if the output is one tensor, not a nested structure."""
         return isinstance(self.outputs, TensorSpec)
 
     @cached_property
     def input_structure(self) -> PyTreeSpec:
-        """How inputs nest."""
+        """The nesting of the inputs."""
         return flatten((self.arguments, dict(self.keywords)))[1]
 
     def output_form(self) -> Structure:
-        """The outputs as they nest, with the number of each tensor among them in its place."""
+        """The outputs' nesting, with each tensor's index in its place."""
         numbers = itertools.count()
         return unflatten(self.output_structure, [None if spec is None else next(numbers) for spec in self.output_specs])
 
     @cached_property
     def output_structure(self) -> PyTreeSpec:
-        """How outputs nest."""
+        """The nesting of the outputs."""
         return flatten(self.outputs)[1]
 
     @cached_property
     def packed(self) -> bytes:
-        """The schema as bytes; a ``SchemaError`` if it has none."""
+        """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
         return pack([_pack(self.arguments, 0), _pack(dict(self.keywords), 0), _pack(self.outputs, 0)])
 
     @cached_property
@@ -127,7 +127,7 @@ class Schema:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Schema:
-        """The schema whose ``packed`` bytes these are; a ``ProtocolError`` if they are none."""
+        """The schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
         nodes = unpack(payload, list[object])
         if len(nodes) != 3:
             raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
@@ -140,10 +140,10 @@ class Schema:
         """The inputs of a call, in order.
 
         Raises:
-            SchemaError: structure, shapes, dtypes or rows are not the schema's; says what was expected and what came.
+            SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            # Says what is wrong, if something is.
+            # Raises the error with its message.
             cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
             return [args[0]]
         leaves, came = flatten((tuple(args), dict(kwargs)))
@@ -175,7 +175,7 @@ def specs_of(structure: Structure) -> list[TensorSpec | None]:
 def check_leaves(
     leaves: Sequence[object], specs: Sequence[TensorSpec | None], names: Sequence[str]
 ) -> list[Tensor | None]:
-    """``leaves`` if each is rows of its spec, the same number for all; a ``SchemaError`` otherwise."""
+    """``leaves`` if each has the form of its spec, with the same number of rows; a ``SchemaError`` otherwise."""
     rows: int | None = None
     first = ""
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
@@ -242,7 +242,7 @@ def _unpack(node: object, depth: int) -> Structure:
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
-    """The specs of what a module returned for ``rows`` rows; a ``SchemaError`` if it cannot cross."""
+    """The specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
     leaves, treedef = flatten(outputs)
     specs: list[object] = []
     for name, leaf in zip(paths(outputs), leaves, strict=True):
@@ -263,11 +263,11 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf; integers always do not."""
+    """True if a tensor holds neither NaN nor Inf; always true for integers."""
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
-    # A finite sum proves it in one pass; an overflowing one proves nothing.
+    # A finite sum proves it in one pass; an infinite one proves nothing.
     if floating and math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all())
@@ -284,9 +284,9 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> 
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Parts so small that torch sums each on the thread that asks.
+    """Split into parts so small that torch sums each on the calling thread.
 
-    For more it would start a team of threads, one for every connection whose thread ever asked.
+    A larger sum would start a team of threads, for every connection's thread that ever asked.
     """
     if tensor.numel() <= _PIECE or torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]

@@ -1,10 +1,10 @@
-"""The server of experts: checks each request against its expert's schema before it is queued, announces who is here.
+"""The server of experts: checks each request against its expert's schema before queueing it, and announces experts.
 
 ::
 
     thread that reads                                              device thread, or this one (``runtime.py``)
     header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
-             refused before its body has a place            refused before it meets its neighbours
+             refused before its body has memory            refused before it joins a batch
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from anabranch.transport import (
 
 __all__ = ["ExpertServer", "ExpertServerStatistics"]
 
-# Announcements are renewed three times before they would be forgotten.
+# Announcements are renewed three times within their time to live.
 _RENEWALS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertServerStatistics:
-    """What a server of experts has done since it started.
+    """Counters of an expert server since it started.
 
     Attributes:
-        pools: of each pool, by name.
+        pools: statistics of each pool, by name.
         not_finite: requests refused for NaN or Inf, by peer.
         updates: updates of each expert, by uid.
         transport: requests, errors, bytes.
@@ -79,8 +79,8 @@ class ExpertServer:
     Args:
         backends: the experts; those on one device share its thread.
         listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
-        directory: where to announce them: a ``Directory``, or the endpoint of a ``DirectoryServer``.
-        checkpoint_dir: where their states are saved, and found again after a restart; ``None``: nowhere.
+        directory: the place to announce them: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        checkpoint_dir: the directory of their saved states, loaded after a restart; ``None``: no checkpoints.
         device: moves all experts there.
         checkpoint_seconds: between two savings.
         ttl: seconds for which an announcement holds; renewed three times as often.
@@ -88,15 +88,15 @@ class ExpertServer:
         insecure: allow TCP without certificates.
         heartbeat: seconds between the beats that tell a waiting caller that the server lives.
         transport: the network; sockets by default.
-        max_connections: a caller above it is told ``Overloaded``.
-        limits: what a caller may send in one frame.
+        max_connections: a caller beyond it gets ``Overloaded``.
+        limits: the sizes accepted from a caller in one frame.
         drain_seconds: how long leaving the block waits for calls in flight.
 
     Raises:
-        ValueError: no backend, two of one uid, an endpoint that is none or is taken, TCP without keys.
+        ValueError: no backend, two of one uid, an endpoint that is malformed or taken, TCP without keys.
         CheckpointError: a checkpoint that is damaged or of other experts.
 
-    Entering has announced the uids, leaving withdraws them, finishes what is in flight, and saves.
+    Entering announces the uids; leaving withdraws them, finishes the calls in flight, and saves.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ExpertServer:
             if checkpoint_dir is None
             else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
         )
-        # Last of what may fail: it listens from here on.
+        # Last of the steps that may fail: it listens from here on.
         self._server = Server(
             [
                 Verb(wire.INFO, self._info, quick=True),
@@ -176,12 +176,12 @@ class ExpertServer:
 
     @property
     def endpoint(self) -> str:
-        """Where ``RemoteExpert`` finds it."""
+        """The address for ``RemoteExpert``."""
         return self._server.endpoint
 
     def __enter__(self) -> ExpertServer:
         with ExitStack() as stack:
-            # It has listened since it was made; if entering fails, nobody else would close it.
+            # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
             if self._persistence is not None:
                 self._server.once.restore(self._persistence.load())
@@ -202,7 +202,7 @@ class ExpertServer:
         self._stack.__exit__(kind, error, trace)
 
     def statistics(self) -> ExpertServerStatistics:
-        """Counts since the start."""
+        """Counters since the start."""
         pools = [pool for backend in self._backends.values() for pool in backend.get_pools()]
         return ExpertServerStatistics(
             {pool.name: pool.statistics() for pool in pools},
@@ -211,7 +211,7 @@ class ExpertServer:
             self._server.statistics(),
         )
 
-    # Announcing.
+    # --- announcing
 
     def _announce(self) -> None:
         assert self._directory is not None
@@ -222,7 +222,7 @@ class ExpertServer:
         try:
             self._directory.withdraw(self._backends, self.endpoint)
         except BoundaryError as error:
-            # What is not withdrawn is forgotten after its time.
+            # An announcement that is not withdrawn is forgotten after its time to live.
             report("experts.directory_lost", error=str(error))
 
     def _start_renewing(self, stack: ExitStack) -> None:
@@ -238,7 +238,7 @@ class ExpertServer:
             except BoundaryError as error:
                 report("experts.directory_lost", error=str(error))
 
-    # Serving.
+    # --- serving
 
     def _pools_by_device(self) -> dict[str, list[TaskPool]]:
         pools: dict[str, list[TaskPool]] = {}
@@ -265,7 +265,7 @@ class ExpertServer:
         call.reply(payload=self._schemas[call.target][0])
 
     def _check(self, header: RequestHeader) -> None:
-        """Refuses what does not fit its expert, before there is memory for it."""
+        """Refuses a request that does not fit its expert, before there is memory for it."""
         backend = self._find(header.target)
         if header.schema != self._schemas[header.target][1]:
             raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
@@ -277,7 +277,7 @@ class ExpertServer:
         pool.check_room(rows, nbytes)
 
     def _forward(self, call: Call) -> None:
-        # The check has found it.
+        # The check has found the expert already.
         backend = self._backends[call.target]
         schema = backend.schema
         inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
@@ -287,7 +287,7 @@ class ExpertServer:
             if isinstance(outcome, BaseException):
                 call.fail(outcome)
             else:
-                # The payload of an answer says that the ticket is good for a backward.
+                # The answer's payload says that the ticket is valid for a backward.
                 call.reply(
                     wire.to_wire(outcome, schema.output_specs), payload=ticket if ticket in backend.kept else b""
                 )
@@ -297,7 +297,7 @@ class ExpertServer:
         if rows == 0:
             finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
         else:
-            # A request that is split has no graph of its own.
+            # A request that is split has no single graph.
             ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
             self._put_aside(
                 backend, backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
@@ -324,7 +324,7 @@ class ExpertServer:
             self._put_aside(backend, backend.backward_pool, task)
 
     def _put_aside(self, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
-        """Queues the task once all requests that have come are read, so that they meet in one batch."""
+        """Queues the task once all requests that have come are read, so that they share a batch."""
         if backend.copies is not None:
             task.inputs, task.copied = backend.copies.bring(task.inputs)
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
@@ -348,7 +348,7 @@ class ExpertServer:
         return self._server.gathering()
 
     def _backward_again(self, call: Call) -> None:
-        """A retry after a restart: the update is in the state that was loaded, the gradients are not any more."""
+        """Answers a retry after a restart: the update is in the loaded state, but its gradients are gone."""
         backend = self._find(call.target)
         none: list[Tensor | None] = [None] * len(backend.schema.inputs)
         call.reply(payload=wire.pack_present(none))

@@ -1,8 +1,8 @@
-"""Long-lived services of a process: what ``anabranch serve experts`` and ``anabranch serve directory`` run.
+"""Long-lived services of a process, behind ``anabranch serve experts`` and ``anabranch serve directory``.
 
-Functions of plain values, so that a command line, a launcher and a test start the same thing. Each prints
-``listening on ENDPOINT`` first and serves until it is told to stop; being told is an event, and ``stopped_by_signals``
-makes SIGTERM and SIGINT into one. Stopping drains: new calls are told, those in flight finish, states are saved.
+Functions of plain values, so that a command line, a launcher and a test start the same service. Each prints
+``listening on ENDPOINT`` first and serves until an event is set; ``stopped_by_signals`` sets it on SIGTERM and SIGINT.
+Stopping drains: new calls are refused, those in flight finish, states are saved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["make_backends", "serve_directory", "serve_experts", "stopped_by_signals"]
 
-# A wait without end would not see signals on every platform.
+# An endless wait would not see signals on every platform.
 _NAP = 0.5
 
 
@@ -57,7 +57,7 @@ def make_backends(
     max_batch_size: int = 4096,
     device: torch.device | str | None = None,
 ) -> list[ExpertBackend]:
-    """The experts that a pattern of uids and the name of a module stand for.
+    """Make the experts for a pattern of uids and the name of a module.
 
     >>> [backend.uid for backend in make_backends("ffn.[0:2]", "ffn", features=8)]
     ['ffn.0', 'ffn.1']
@@ -69,10 +69,10 @@ def make_backends(
         optimizer: ``sgd``, ``adam``, ``adamw``, ``adagrad`` or ``none``.
         lr: the learning rate.
         max_batch_size: rows of a batch.
-        device: where the experts live.
+        device: the device of the experts.
 
     Raises:
-        ValueError: a pattern, module, optimizer or device that is none here.
+        ValueError: an unknown pattern, module, optimizer or device.
         SchemaError: the module does not take rows of ``features``.
     """
     factory = find_factory(module)
@@ -110,8 +110,8 @@ def serve_experts(
 ) -> None:
     """Serves ``backends`` until ``stop`` is set, then drains and saves.
 
-    Takes the arguments of ``ExpertServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and prints
-    it by default. ``beside`` makes something that lives as long as the server.
+    Takes the arguments of ``ExpertServer``; ``say`` is called with ``listening on ENDPOINT`` once calls are served; it
+    prints by default. ``beside`` makes an object that lives as long as the server.
     """
     keep_one_heap()
     with (

@@ -1,4 +1,4 @@
-"""A queue that batches one expert's requests, and the batches it gives to the device.
+"""A queue that batches one expert's requests, and hands the batches to the device.
 
 ::
 
@@ -7,8 +7,8 @@
 
 A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
 oldest has waited for ``timeout``. Tasks whose caller has gone or whose deadline has passed are dropped before compute.
-What waits is bounded in rows and bytes; beyond it a task is ``Overloaded`` at once, which costs the caller less than
-waiting for a deadline that cannot be met.
+Waiting tasks are bounded in rows and bytes; beyond that a task is ``Overloaded`` at once, which costs the caller less
+than waiting for a deadline that cannot be met.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 ]
 
 Process = Callable[..., Sequence[Tensor | None]]
-"""Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` where a task of the schema has none."""
+"""Runs one batch: the inputs of all its tasks joined along dim 0, ``None`` for an input that the tasks lack."""
 
 
 class Unrepeatable(RuntimeError):
-    """A batch failed after it had changed something, so its tasks are not to be run again one by one."""
+    """A batch failed after it had changed some state, so its tasks must not be run again one by one."""
 
 
 class Task(msgspec.Struct, eq=False):
@@ -54,14 +54,14 @@ class Task(msgspec.Struct, eq=False):
 
     Attributes:
         inputs: the tensors, agreeing in rows (dim 0).
-        rows: how many.
-        deadline: after it nobody wants the answer.
-        finish: called once, with the outputs or the error, on whichever thread has it.
-        unwanted: whether the caller has gone; called before compute, and may give the request up for good.
-        arrived: when, in ``time.monotonic`` seconds.
+        rows: the number of rows.
+        deadline: after it the answer is useless.
+        finish: called once, with the outputs or the error, on the thread that has it.
+        unwanted: returns true if the caller has gone; called before compute, and may give the request up for good.
+        arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
-        ticket: a name for what ``process_tasks`` keeps of it, or has kept.
-        copied: happens when the inputs are on the pool's device; ``None`` where nothing is on its way there.
+        ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
+        copied: happens when the inputs are on the pool's device; ``None`` without a copy under way.
     """
 
     inputs: Sequence[Tensor | None]
@@ -86,7 +86,7 @@ ProcessTasks = Callable[[Sequence[Task]], Sequence[Sequence[Tensor | None]]]
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """What a pool has done since it was made, and holds now."""
+    """Counters of a pool since it was made, and its present queue."""
 
     tasks: int
     batches: int
@@ -111,16 +111,16 @@ class TaskPool:
 
     Args:
         process: runs one batch.
-        name: for errors and events.
+        name: the pool's name in errors and events.
         min_batch_size: rows below which a batch waits for more, at most for ``timeout``.
         max_batch_size: rows above which a batch is not made; a larger request is split.
         timeout: seconds until a batch below ``min_batch_size`` runs anyway; ``None``: never.
         max_queue_rows: rows that may wait; by default 16 batches.
         max_queue_bytes: bytes that may wait.
-        process_tasks: runs batches instead of ``process``, for what must tell the tasks of a batch apart.
+        process_tasks: runs batches instead of ``process``, where the tasks of a batch must be told apart.
 
     Raises:
-        ValueError: sizes that are no whole numbers above 0, or a minimum over the maximum.
+        ValueError: sizes that are not whole numbers above 0, or a minimum over the maximum.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class TaskPool:
         self.max_queue_rows = 16 * max_batch_size if max_queue_rows is None else max_queue_rows
         self.max_queue_bytes = max_queue_bytes
         self.copies: DeviceCopies | None = None
-        """To and from the device on which ``process`` computes, if its memory is not this one's."""
+        """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
         self.tasks_in_batch = 1
-        """How many tasks the running batch is made of, for ``process``."""
+        """Number of tasks in the running batch, for ``process``."""
         self._queue: deque[Task] = deque()
         self.share(RLock(), {})
         self._rows = self._bytes = 0
@@ -162,11 +162,11 @@ class TaskPool:
         self._closed = False
 
     def share(self, lock: RLock, filled: dict[TaskPool, None], changed: threading.Condition | None = None) -> None:
-        """Gives the pool what it has in common with the others of its runtime.
+        """Sets the state that the pool shares with the other pools of its runtime.
 
         Args:
-            lock: held by whoever looks at a queue.
-            filled: the pools that have tasks, so that nobody has to look at the others.
+            lock: held while a queue is read or changed.
+            filled: the pools that have tasks, so that the others need not be searched.
             changed: over ``lock``; notified when a task arrives.
         """
         if self._queue:
@@ -176,8 +176,8 @@ class TaskPool:
         self._filled = filled
 
     def check_room(self, rows: int, nbytes: int) -> None:
-        """Raises ``Overloaded`` if a request of so many rows and bytes finds no room now."""
-        # Looked at again, with the lock held, when the task is queued.
+        """Raises ``Overloaded`` if there is no room now for a request of so many rows and bytes."""
+        # Checked again, with the lock held, when the task is queued.
         if self._queue or self._closed:
             with self.lock:
                 self._check_room(rows, nbytes)
@@ -185,7 +185,7 @@ class TaskPool:
     def _check_room(self, rows: int, nbytes: int) -> None:
         if self._closed:
             raise PeerLost(f"{self.name} is closed")
-        # An empty queue takes any request, or one over the bound would never be served.
+        # An empty queue takes any request, else one beyond the bound would never be served.
         if self._queue and (self._rows + rows > self.max_queue_rows or self._bytes + nbytes > self.max_queue_bytes):
             self._declined += 1
             raise Overloaded(
@@ -205,7 +205,7 @@ class TaskPool:
             self.changed.notify_all()
 
     def submit_all(self, tasks: Iterable[Task]) -> None:
-        """Queues tasks that may share a batch; those that find no room are told so."""
+        """Queues tasks that may share a batch; fails those without room."""
         declined: list[tuple[Task, BoundaryError]] = []
         with self.lock:
             self.put_all(tasks, declined)
@@ -214,7 +214,7 @@ class TaskPool:
             task.finish(reason)
 
     def put_all(self, tasks: Iterable[Task], declined: list[tuple[Task, BoundaryError]]) -> None:
-        """``submit_all`` for whoever holds ``lock`` and wakes the device: adds whom to decline, and why."""
+        """``submit_all`` for a caller that holds ``lock`` and wakes the device; appends declined tasks with reasons."""
         for task in tasks:
             try:
                 self._put(task)
@@ -233,7 +233,7 @@ class TaskPool:
         else:
             self._queue.extend(_split(task, self.max_batch_size))
 
-    # For the runtime, which holds ``changed`` while it looks and takes.
+    # --- called by the runtime, which holds ``changed`` meanwhile
 
     def due_at(self) -> float:
         """The ``time.monotonic`` moment at which an idle device should run a batch of this pool."""
@@ -244,23 +244,23 @@ class TaskPool:
         return float("inf") if self.timeout is None else self._queue[0].arrived + self.timeout
 
     def oldest(self) -> float:
-        """When the oldest waiting task arrived."""
+        """Arrival time of the oldest waiting task, infinity if none waits."""
         return self._queue[0].arrived if self._queue else float("inf")
 
     def expected_seconds(self) -> float:
-        """How long the next batch will take, going by those of its size or, before there were any, of larger ones."""
+        """Seconds that the next batch will take, estimated from batches of its size or, without any, of larger ones."""
         size = min(self._rows, self.max_batch_size).bit_length()
         return self._took.get(size) or min(
             (seconds for larger, seconds in self._took.items() if larger > size), default=float("inf")
         )
 
     def note_seconds(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long: what is slower is believed at once, what is quicker by half."""
+        """Records the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
         size = rows.bit_length()
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
     def take_batch(self) -> list[Task]:
-        """The oldest tasks, up to ``max_batch_size`` rows; those that nobody wants any more are dropped."""
+        """The oldest tasks, up to ``max_batch_size`` rows; drops those that are unwanted or past their deadline."""
         batch: list[Task] = []
         late: list[Task] = []
         rows = 0
@@ -284,12 +284,12 @@ class TaskPool:
         return batch
 
     def open(self) -> None:
-        """Takes tasks, also after ``close``: a backend may be served again."""
+        """Accepts tasks, also after ``close``: a backend may be served again."""
         with self.lock:
             self._closed = False
 
     def close(self) -> None:
-        """Takes no more tasks and fails those that wait."""
+        """Refuses further tasks and fails those that wait."""
         with self.lock:
             self._closed = True
             left = list(self._queue)
@@ -302,7 +302,7 @@ class TaskPool:
     def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails.
 
-        ``answering`` makes a context in which several are answered.
+        ``answering`` makes the context in which several are answered.
         """
         if not batch:
             return
@@ -343,7 +343,7 @@ class TaskPool:
         return copies.take(self._process_tasks(batch))
 
     def statistics(self) -> PoolStatistics:
-        """Counts since the pool was made, and what waits."""
+        """Counters since the pool was made, and its present queue."""
         with self.lock:
             return PoolStatistics(
                 self._tasks,
@@ -373,7 +373,7 @@ def join_tasks(batch: Sequence[Task]) -> list[Tensor | None]:
             joined.append(None)
             continue
         like = present[0]
-        # A gradient that one request has and another has not is zero for the other.
+        # A gradient that only some requests have is zero for the others.
         filled = [
             like.new_zeros(task.rows, *like.shape[1:]) if tensor is None else tensor
             for task, tensor in zip(batch, column, strict=True)

@@ -1,4 +1,4 @@
-"""Names of experts: ``prefix.i[.j...]``, a point in a grid; and patterns that stand for many of them."""
+"""Names of experts: ``prefix.i[.j...]``, a point in a grid; and patterns for many of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LONGEST = 100
 
 
 def check_uid(uid: object) -> str:
-    """``uid`` if it is one.
+    """Return ``uid`` if it is valid.
 
     >>> check_uid("ffn.3.14")
     'ffn.3.14'
 
     Raises:
-        ValueError: it is none; says what one looks like.
+        ValueError: it is invalid; the message shows the form.
     """
     if isinstance(uid, str) and len(uid) <= _LONGEST and _UID.fullmatch(uid):
         return uid
@@ -32,7 +32,7 @@ def check_uid(uid: object) -> str:
 
 
 def check_prefix(prefix: object) -> str:
-    """``prefix`` if it is a name, with or without indices; a ``ValueError`` otherwise."""
+    """Return ``prefix`` if it is a name, with or without indices; a ``ValueError`` otherwise."""
     if isinstance(prefix, str) and len(prefix) <= _LONGEST and _PREFIX.fullmatch(prefix):
         return prefix
     raise ValueError(f"{prefix!r} is no prefix of uids; write a name, such as ffn, or one with indices, ffn.3")
@@ -50,13 +50,13 @@ def prefixes_of(uid: str) -> Iterator[tuple[str, int]]:
 
 
 def expand_uids(pattern: str) -> list[str]:
-    """All uids that ``pattern`` stands for: ``[a:b]`` is each index from a up to, not including, b.
+    """Expand ``pattern`` into uids: ``[a:b]`` is each index from a up to, not including, b.
 
     >>> expand_uids("ffn.[0:2].[5:7]")
     ['ffn.0.5', 'ffn.0.6', 'ffn.1.5', 'ffn.1.6']
 
     Raises:
-        ValueError: what comes out is no uid, or nothing comes out.
+        ValueError: the pattern gives an invalid uid, or none.
     """
     choices: list[list[str]] = []
     for part in pattern.split("."):

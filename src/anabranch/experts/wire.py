@@ -1,10 +1,10 @@
-"""What callers and servers of experts say to each other: three verbs, and how tensors are laid into a request.
+"""Messages between callers and servers of experts: three verbs, and the layout of tensors in a request.
 
     expert.info       -> the schema
     expert.forward    inputs -> outputs
     expert.backward   inputs, gradients of outputs -> gradients of inputs; done exactly once
 
-Tensors come in the schema's order. A gradient that is not there is left out, and the payload says which are. A forward
+Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
 """
 
@@ -50,12 +50,12 @@ _unpack_present = unpacker(list[bool])
 
 
 def output_layout(schema: Schema) -> Layout:
-    """What a forward's answer carries."""
+    """The layout of a forward's answer."""
     return schema.output_layout
 
 
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
-    """What carries the gradients of ``specs``, of which those ``present`` are sent.
+    """The layout of the gradients of ``specs``, of which those ``present`` are sent.
 
     Raises:
         SchemaError: a gradient is present where none can be, or the count differs.
@@ -72,7 +72,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
-    """What a forward or backward request with ``header`` has to carry."""
+    """The layout that a forward or backward request with ``header`` must have."""
     layout = schema.input_layout
     if header.verb == BACKWARD:
         present, ticket = read_backward(header.payload)
@@ -90,7 +90,7 @@ def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
-    """The tensors to send for those that are there."""
+    """The tensors to send, without those that are ``None``."""
     parts: list[Tensor] = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if tensor is not None and spec is not None:
@@ -104,7 +104,7 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
 def from_wire(
     parts: Sequence[Tensor], specs: Sequence[TensorSpec | None], present: Sequence[bool] | None = None
 ) -> list[Tensor | None]:
-    """The tensors that came, ``None`` where there is none."""
+    """The tensors in the places of ``specs``, ``None`` for those that are not ``present``."""
     tensors: list[Tensor | None] = []
     position = 0
     for index, spec in enumerate(specs):
@@ -122,28 +122,28 @@ def from_wire(
 
 
 def read_ticket(payload: bytes) -> bytes:
-    """The ticket of a forward, empty if it has none; also what an answer says of it: kept, if it is not empty."""
+    """The ticket in a payload: a forward's, empty for none; in an answer, not empty if activations are kept."""
     if len(payload) > _LONGEST_TICKET:
         raise SchemaError(f"a ticket is at most {_LONGEST_TICKET} bytes, got {len(payload)}")
     return payload
 
 
 def pack_backward(gradients: Sequence[Tensor | None], ticket: bytes) -> bytes:
-    """Which of ``gradients`` are there, and the ticket of the kept activations, empty if the inputs are sent."""
+    """Pack which of ``gradients`` are present, and the ticket of kept activations, empty if the inputs are sent."""
     return pack(([gradient is not None for gradient in gradients], ticket))
 
 
 def read_backward(payload: bytes) -> tuple[list[bool], bytes]:
-    """What ``pack_backward`` said."""
+    """Unpack the payload that ``pack_backward`` made."""
     present, ticket = _unpack_backward(payload)
     return present, read_ticket(ticket)
 
 
 def read_present(payload: bytes) -> list[bool]:
-    """What ``pack_present`` said."""
+    """Unpack the payload that ``pack_present`` made."""
     return _unpack_present(payload)
 
 
 def pack_present(tensors: Sequence[Tensor | None]) -> bytes:
-    """Which of ``tensors`` are there."""
+    """Pack which of ``tensors`` are present."""
     return pack([tensor is not None for tensor in tensors])

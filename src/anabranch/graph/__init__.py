@@ -1,4 +1,4 @@
-"""Capture, look at, change and run a training step as one graph.
+"""Capturing, inspecting, changing and running a training step as one graph.
 
 Not a tensor engine: the operations are ATen's, and the tracer is torch's ``make_fx``. Open ``capture.py`` for how a
 function becomes a ``Graph``, ``step.py`` for how a whole training step does, ``codegen.py`` for how one runs.

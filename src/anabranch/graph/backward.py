@@ -25,10 +25,10 @@ __all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "check_loss"
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What forward and backward of one batch yield.
+    """Results of the forward and backward of one batch.
 
     Attributes:
-        outputs: ``"loss"``, the loss's further tensors, and what Python is to keep.
+        outputs: ``"loss"``, the loss's further tensors, and the values that Python keeps.
         dense: the gradient of each reached parameter, by name.
         sparse: for each table looked up sparsely, its lookups in the order of the forward.
     """
@@ -39,14 +39,14 @@ class Gradients:
 
 
 class Arrivals(Protocol):
-    """What is told of the results of a backward graph while it runs."""
+    """Receives the results of a backward graph while it runs."""
 
     def begin(self, outputs: Sequence[str]) -> None:
-        """A run begins that yields these outputs."""
+        """Called before a run that yields these outputs."""
         ...
 
     def loss(self, value: Tensor) -> None:
-        """The loss is there; no gradient is yet."""
+        """Called with the loss, before any gradient."""
         ...
 
     def gradient(self, name: str, value: Tensor) -> None:
@@ -87,17 +87,17 @@ class Backward:
         return self._programs[0]
 
     def tell(self, arrivals: Arrivals, results: Mapping[str, object]) -> None:
-        """Tells ``arrivals`` of results that are all there."""
+        """Tells ``arrivals`` of results that are all available."""
         arrivals.loss(cast(Tensor, results["loss"]))
         for name in self.dense:
             arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
-        """The same with ``improve`` applied to the graph."""
+        """This backward with ``improve`` applied to the graph."""
         return replace(self, graph=improve(self.graph))
 
     def sort(self, results: Mapping[str, object]) -> Gradients:
-        """The graph's results, by what they are."""
+        """Sort the graph's results into ``Gradients``."""
         sparse = self.take_sparse(dict(results))
         outputs = {name: results[name] for name in self.outputs}
         return Gradients(
@@ -107,7 +107,7 @@ class Backward:
         )
 
     def take_sparse(self, results: dict[str, object]) -> dict[str, list[SparseRows]]:
-        """Takes the lookups out of the graph's results."""
+        """Remove the sparse lookups from ``results`` and return them by table."""
         sparse: dict[str, list[SparseRows]] = {}
         for index, (table, padding) in enumerate(self.lookups):
             ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
@@ -121,7 +121,7 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
     """The graph of a loss and its gradients with respect to the parameters ``wrt``.
 
     Args:
-        call: what Dynamo found of the loss, which is marked ``"loss"``.
+        call: Dynamo's calls for the loss, which is marked ``"loss"``.
         arguments: the placeholders of ``call``, sorted.
         args: their values in the run under way.
         wrt: names of parameters, in the order in which gradients are wanted.
@@ -174,7 +174,7 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
 
 
 def output_names(call: Call) -> list[str]:
-    """A name for each output of a call: the one that it was marked with, else its place."""
+    """A name for each output of a call: the name that it was marked with, else its position."""
     (results,) = call.module.graph.output_node().args
     marks = {node: name for name, node in call.marks().items()}
     names: list[str] = []
@@ -185,7 +185,7 @@ def output_names(call: Call) -> list[str]:
 
 
 def _before_detach(node: fx.Node) -> fx.Node:
-    """A marked result leaves detached."""
+    """The node before the ``detach`` that a marked result goes through, or ``node`` itself."""
     source = node.args[0] if node.op == "call_method" and node.target == "detach" else node
     assert isinstance(source, fx.Node)
     return source
@@ -196,7 +196,7 @@ def _requires_grad(source: Source) -> bool:
 
 
 def check_loss(call: Call) -> None:
-    """Raises for a loss that no backward starts from; to be called while Dynamo still knows its shape.
+    """Raise for a loss that has no backward; call it while Dynamo still knows the loss's shape.
 
     Raises:
         UserMistake: the user's mistake.
@@ -243,7 +243,7 @@ def _detached(value: object) -> object:
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """``gradient`` with the strides of ``parameter``, as ``.grad`` has them: kernels round the two alike only so."""
+    """``gradient`` with the strides of ``parameter``, as ``.grad`` has them: else kernels round differently."""
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The state that graphs are bound to, and whether it still is that: looked at before every step, in loops of C.
+"""The state that graphs are bound to, and a check before every step that it is unchanged, in loops of C.
 
-What Python code reads is guarded by Dynamo. What remains are the optimizers, which no Dynamo looks at, the memory that
-parameters lie in, and hooks on gradients.
+Values that Python code reads are guarded by Dynamo. Checked here are the optimizers, which Dynamo does not read, the
+memory of parameters, and hooks on gradients.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class BoundState:
         self.note_optimizer_state()
 
     def note_optimizer_state(self) -> None:
-        """The optimizers' state is what it is now."""
+        """Records the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._spaces = [kept for state in self._states for kept in state.values()]
         self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
-        """True if everything is the very thing that it was.
+        """True if every object is identical to the recorded one.
 
         Args:
-            kept_by_optimizers: their state too; not where they step by themselves.
+            kept_by_optimizers: check the optimizers' state too; false where they step by themselves.
 
         Raises:
-            CaptureError: somebody has set a hook that a graph would not call.
+            CaptureError: a hook was set that a graph would not call.
         """
         self._refuse_new_hooks()
         same = operator.is_
@@ -88,7 +88,7 @@ class BoundState:
         return all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held))
 
     def _refuse_new_hooks(self) -> None:
-        """Looks for hooks only when anybody has registered one, anywhere, since the last look."""
+        """Looks for hooks, but only if any was registered, anywhere, since the last look."""
         number = RemovableHandle.next_id
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
@@ -96,11 +96,11 @@ class BoundState:
             self._handles = number
 
     def _grouped(self) -> list[int]:
-        """How many parameters each group holds; ``add_param_group`` changes it."""
+        """The number of parameters in each group; ``add_param_group`` changes it."""
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _moved_alike(self) -> bool:
-        """Memory has moved (``parameter.data = ...``), and nothing else: generated code follows by itself."""
+        """True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""
         if list(map(_form, self._tensors)) != self._forms:
             return False
         shared = self._shared

@@ -1,4 +1,4 @@
-"""Collectives as early and as few as they may be, and their waits as late: what overlaps them with backward.
+"""Collectives as early and as few as possible, and their waits as late, so that they overlap with backward.
 
 As captured, each gradient's all-reduce stands with its wait behind the backward pass. ``bucket_collectives`` moves each
 to where its gradient is final and merges neighbours into one transfer; ``sink_waits`` moves each wait to its first
@@ -31,8 +31,8 @@ _BUCKET_BYTES = 25 << 20
 def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph:
     """``graph`` with all-reduces launched as soon as their inputs are final, and merged up to ``bucket_bytes``.
 
-    Merged are neighbours with the same operation, group, dtype and device. Sums of two ranks are the same bits; of
-    more, the transport may add in another order than without buckets.
+    Neighbours with the same operation, group, dtype and device are merged. Sums of two ranks have the same bits; with
+    more ranks the transport may add in another order than without buckets.
     """
     if not any(_is_all_reduce(node) for node in graph.fx.nodes):
         return graph
@@ -49,7 +49,7 @@ def bucket_collectives(graph: Graph, bucket_bytes: int = _BUCKET_BYTES) -> Graph
 
 
 def sink_waits(graph: Graph) -> Graph:
-    """``graph`` with each wait for a collective, and what only depends on waits, right before its first reader."""
+    """``graph`` with each wait for a collective, and nodes that depend only on waits, right before its first reader."""
     if not any(is_wait(node) for node in graph.fx.nodes):
         return graph
     graph = graph.copy()
@@ -69,7 +69,7 @@ def _is_all_reduce(node: fx.Node) -> bool:
 
 
 def _is_movable(node: fx.Node, effects: Effects) -> bool:
-    """Whether only its inputs say when the node may run."""
+    """True if the node may run anywhere after its inputs."""
     if node.op != "call_function" or effects.written_by(node):
         return False
     if effects.must_stay(node) and not is_collective(node):
@@ -78,7 +78,7 @@ def _is_movable(node: fx.Node, effects: Effects) -> bool:
 
 
 def _hoist(graph: Graph) -> None:
-    """Moves all-reduces, and what only they need, to where their inputs are final."""
+    """Moves all-reduces, and the nodes that only they need, to where their inputs are final."""
     waiting = {node: len(node.all_input_nodes) for node in _to_hoist(graph)}
     for node in list(graph.fx.nodes):
         if node in waiting:
@@ -97,7 +97,7 @@ def _hoist(graph: Graph) -> None:
 
 
 def _to_hoist(graph: Graph) -> set[fx.Node]:
-    """The all-reduces, and what only they need and stands among them rather than in the computation before."""
+    """The all-reduces, and the nodes that only they need and that stand among them, not in the computation before."""
     effects = graph.effects()
     nodes = list(graph.fx.nodes)
     start = next(index for index, node in enumerate(nodes) if _is_all_reduce(node))
@@ -121,7 +121,7 @@ def _bytes(nodes: list[fx.Node]) -> int:
 
 
 def _merge(graph: Graph, bucket: list[fx.Node]) -> None:
-    """One all-reduce of the members end to end, launched where the last of them was."""
+    """One all-reduce of the members end to end, launched in the place of the last one."""
     if len(bucket) < 2:
         return
     last = bucket[-1]
@@ -145,7 +145,7 @@ def _merge(graph: Graph, bucket: list[fx.Node]) -> None:
 
 
 def _made(graph: Graph, target: object, *args: object, like: fx.Node) -> fx.Node:
-    """A new node that looks like what ``target`` makes of its arguments, in the place of ``like``."""
+    """A new node that calls ``target``, with the marks of ``like`` and an example of its result."""
     node = graph.fx.call_function(target, args)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded") if key in like.meta})
     with torch.no_grad():

@@ -23,7 +23,7 @@ def build(
     may_read: bool = False,
     interceptors: Sequence[Interceptor] = (),
 ) -> Graph:
-    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans what comes out."""
+    """Traces ``body``, which yields ``outputs`` (names that it may add to while it runs), and cleans the trace."""
     module = trace(body, sources, may_read=may_read, interceptors=interceptors)
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))

@@ -1,4 +1,4 @@
-"""Dynamo's calls as the function that is traced: which of their arguments are state, and one call after the other.
+"""Dynamo's calls as the function that is traced: its arguments sorted into state and inputs, its calls in order.
 
 Dynamo hands over every tensor and number that a function reads. Those that are the model's own parameters and buffers
 are bound to the graph and compared by identity before each run; the others are given anew in every run.
@@ -24,18 +24,18 @@ __all__ = ["Arguments", "Binding", "arrange", "run_calls"]
 
 
 _ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
-"""Dynamo's name for the module that a front is given, or the function and what it closes over."""
+"""Dynamo's name for the module that a front is given, or the function and the variables it closes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The placeholders of a call, by what they are.
+    """The placeholders of a call, sorted by kind.
 
     Attributes:
         sources: the inputs of the graph: each tensor once.
         place: for each placeholder the index of its source; ``None`` for a value that the graph holds.
         free: the placeholders that are given in every run, in the order of the free sources.
-        bound: the placeholders that must be the very tensors of the trace.
+        bound: the placeholders that must be identical to the tensors of the trace.
         fixed: the placeholders whose values the graph holds, with those values.
     """
 
@@ -52,7 +52,7 @@ class Arguments:
 
 
 class Binding:
-    """Picks what a program takes out of the values of Dynamo's placeholders, and tells whether they are its own."""
+    """Picks a program's arguments from the values of Dynamo's placeholders, and tells whether the program fits them."""
 
     def __init__(self, call: Call, arguments: Arguments, args: Sequence[object]) -> None:
         self._bound = [args[index] for index in arguments.bound]
@@ -63,7 +63,7 @@ class Binding:
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
     def fits(self, args: Sequence[object]) -> bool:
-        """True if the bound tensors are the very ones, and the values that the graph holds are equal."""
+        """True if the bound tensors are identical, and the values that the graph holds are equal."""
         if not all(map(operator.is_, self._pick_bound(args), self._bound)):
             return False
         return not self._fixed or all(args[index] == value for index, value in self._fixed)
@@ -76,7 +76,7 @@ class Binding:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
-    """Picks these, always as a sequence."""
+    """A function that picks these values, always as a sequence."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: [values[index] for index in indices]
@@ -93,11 +93,11 @@ def arrange(
     """Sorts the arguments of a call.
 
     Args:
-        call: what Dynamo found.
+        call: Dynamo's call.
         args: the placeholders' values in the run under way.
         state: the tensors that are bound, with their names.
-        names: what the first part of an argument's name stands for.
-        fix_numbers: let the graph hold the Python numbers, where an operation will not take one that is not known.
+        names: the meaning of the first part of an argument's name.
+        fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.
     """
     used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
     sources: list[Source] = []
@@ -149,7 +149,7 @@ def run_calls(call: Call, values: Sequence[object], recorder: Recorder) -> tuple
 
 
 class _Runner(fx.Interpreter):
-    """Runs one call after the other, and tells the recorder of which module and line each is."""
+    """Runs one call after the other, and tells the recorder the module and line of each."""
 
     def __init__(self, call: Call, recorder: Recorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)

@@ -30,7 +30,7 @@ _SETTINGS = {"side_effect_replay_policy": "error"}
 
 
 def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
-    """The graph of what ``fn`` computes on inputs like these.
+    """Return the graph of the computation of ``fn`` on inputs like these.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
@@ -54,7 +54,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
 
     Raises:
         TypeError: for an example input that is neither a tensor nor a number; names it.
-        CaptureError: for what a graph cannot do faithfully, with the line of code: reading a value (``if tensor:``,
+        CaptureError: for code that a graph cannot do faithfully, with its line: reading a value (``if tensor:``,
             ``.item()``), hooks on gradients, changes of Python state.
     """
     leaves, structure = flatten(example_inputs)
@@ -125,13 +125,13 @@ def _unwrapped(value: Any, template: Any) -> Any:
 
 
 def _stand_ins(call: Call) -> list[object]:
-    """By these the results are known in the structure that the function returns."""
+    """Placeholder objects for the results, found again by identity in the structure that the function returns."""
     (results,) = call.module.graph.output_node().args
     return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
 
 
 class _Capture:
-    """The function's own inputs first, then the state that it reads, each tensor once."""
+    """The sources of the trace: the function's own inputs, then the state that it reads, each tensor once."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Capture:
         return self._at[id(value)]
 
     def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
-        """The graph, and how its outputs nest."""
+        """The graph, and the nesting of its outputs."""
         call, args = self._call, self._found.args
         order, treedef = flatten(result)
         outputs = [f"output.{path}" if path else "output" for path in paths(result)]
@@ -191,7 +191,7 @@ class _Capture:
 
 
 def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
-    """Parameters and buffers of the modules that ``fn`` names, by what a user would call them."""
+    """Parameters and buffers of the modules that ``fn`` names, by the names that a user knows."""
     modules = {name: module for name, module in _reachable(fn).items() if isinstance(module, nn.Module)}
     found: dict[Tensor, str] = {}
     for variable, module in modules.items():
@@ -205,7 +205,7 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
 
 
 def _reachable(fn: object) -> dict[str, object]:
-    """The values that a function closes over, by the names it knows it by; for a module, itself."""
+    """The values that a function closes over, by their names in it; for a module, the module."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     if isinstance(fn, functools.partial):
@@ -224,7 +224,7 @@ def _reachable(fn: object) -> dict[str, object]:
 
 
 def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
-    """What captures ``fn`` for other shapes of its tensor inputs."""
+    """A function that captures ``fn`` for other shapes of its tensor inputs."""
     leaves, structure = flatten(inputs)
     forms = [torch.empty(0, dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in leaves]
 

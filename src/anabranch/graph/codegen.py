@@ -6,7 +6,7 @@ A Python loop over nodes loses most of what a graph gains, so the graph becomes 
 - Operators are called through torch's own argument parser (``torch.mm``) rather than through their overload objects.
   Each stand-in is proved: it is called once on fake tensors and must dispatch exactly the overload, with its
   arguments, that the graph holds.
-- State never passes through arguments. Views of it, and values that depend on nothing, are computed when it is bound.
+- State is never passed as arguments. Views of it, and values without inputs, are computed when it is bound.
 - Multiple results are unpacked in the call's own statement, and step counters advance without a kernel each.
 """
 
@@ -35,10 +35,10 @@ class Program:
     """A generated function over the inputs that are not bound, and its source.
 
     Args:
-        source: what ``function`` was made from.
+        source: the source of ``function``.
         function: takes the inputs that are not bound.
-        anchors: bound tensors whose memory the function holds views of, with where it was.
-        remake: makes the program again once memory has moved, as ``parameter.data = ...`` moves it.
+        anchors: bound tensors whose memory the function holds views of, with its address.
+        remake: makes the program again after memory has moved, as ``parameter.data = ...`` moves it.
     """
 
     __slots__ = ("_anchors", "_places", "_remake", "function", "source")
@@ -84,12 +84,12 @@ class Program:
 def generate(
     graph: fx.Graph, bound: Mapping[fx.Node, Tensor], told: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
 ) -> Program:
-    """The program of ``graph``, whose placeholders in ``bound`` stand for those very tensors.
+    """The program of ``graph``, whose placeholders in ``bound`` are bound to those tensors.
 
     Args:
-        graph: what to run.
+        graph: the graph to run.
         bound: the tensors of its state.
-        told: results with what to call with them at the line where they are final; none before the first of these.
+        told: results with the callback for each, called at the line where it is final; none before the first of these.
     """
     writer = _Writer(graph, bound, told)
     source, names = writer.write()
@@ -102,7 +102,7 @@ def generate(
 
 
 class _Written(CodeGen):
-    """Hands ``torch.fx`` a source of our own to compile."""
+    """Makes ``torch.fx`` compile a given source."""
 
     def __init__(self, source: str, names: dict[str, object]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Writer:
     def _where_final(
         self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
     ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
-        """By the node after which they are told of: where the last write to their memory is done."""
+        """The results to tell of, by the node after which they are final: the last write to their memory."""
         found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
         if not told:
             return found
@@ -169,7 +169,7 @@ class _Writer:
             found.setdefault(nodes[max(final, earliest)], []).append((value, call))
         return found
 
-    # What does not depend on the inputs is computed once, here.
+    # Nodes that do not depend on the inputs are computed once, here.
 
     def _hoist(self, node: fx.Node) -> bool:
         if node.target is operator.getitem and isinstance(parts := self._constants.get(node.args[0]), (tuple, list)):  # type: ignore[arg-type]
@@ -195,13 +195,13 @@ class _Writer:
         return hoisted
 
     def _constant_or_alike(self, node: fx.Node) -> object:
-        """The constant, or a tensor of the same form for operators that look at nothing else."""
+        """The constant, or a tensor of the same form for operators that do not read its values."""
         if node in self._constants:
             return self._constants[node]
         example = node.meta["val"]
         return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
 
-    # One statement a node.
+    # --- a statement for each node
 
     def _statement(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node in self._local:
@@ -218,7 +218,7 @@ class _Writer:
         self._free(node)
 
     def _parts(self, node: fx.Node) -> list[str] | None:
-        """The names to unpack the results into, if all that is done with them is to take them apart."""
+        """The names to unpack the results into, if they are only taken apart; else ``None``."""
         value = node.meta.get("val")
         if not isinstance(value, (tuple, list)) or not node.users:
             return None
@@ -258,7 +258,7 @@ class _Writer:
         return f"{self._global(function, name)}({self._listed(node.args, node.kwargs)})"
 
     def _counters(self, node: fx.Node) -> list[Tensor]:
-        """The single numbers of state on the CPU that the node advances by a number, if that is all it does."""
+        """The counters on the CPU, numbers of state, that the node only advances by a number; else empty."""
         if node.target is not _aten._foreach_add_.Scalar or node.users or not isinstance(node.args[1], (int, float)):
             return []
         counters = [self._bound.get(counter) for counter in node.args[0]]  # type: ignore[union-attr, arg-type]
@@ -287,7 +287,7 @@ class _Writer:
         shown = [self._value(value) for value in values]  # type: ignore[attr-defined]
         return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
-    # Names.
+    # --- names
 
     def _name(self, node: fx.Node) -> str:
         if node in self._constants:
@@ -317,7 +317,7 @@ def _is_counter(tensor: Tensor | None) -> bool:
 
 
 def _advance(counters: list[memoryview], by: float) -> None:
-    """What ``_foreach_add_`` does to single numbers, without a kernel a number; rounded alike, for the sum is exact."""
+    """Add ``by`` to each number as ``_foreach_add_`` would, without a kernel each; exact sums, so the same bits."""
     for counter in counters:
         counter[0] += by  # type: ignore[call-overload]
 
@@ -345,7 +345,7 @@ _FILLED = {
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody needs after it."""
+    """For each node, the values that no later node needs."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "output":

@@ -22,10 +22,10 @@ _SAID_BY_SCHEDULERS = "_opt_called"
 
 
 class Contents:
-    """The containers that are reached from some optimizers, with what they hold now.
+    """The containers reachable from some optimizers, with their present contents.
 
     Attributes:
-        tensors: those found in them.
+        tensors: the tensors found in them.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -40,7 +40,7 @@ class Contents:
                 self.tensors.append(leaf)
 
     def restore(self) -> None:
-        """Puts the same objects back into the same containers; what tensors hold is not its business."""
+        """Puts the same objects back into the same containers; the tensors' values are left alone."""
         for container, fill, kept in self._containers:
             container.clear()
             fill(kept)
@@ -49,7 +49,7 @@ class Contents:
         """The first difference to what the optimizers hold now, in words.
 
         Args:
-            alike: whether a tensor of now, the second, is as good as one of then.
+            alike: returns true if a present tensor, the second, is an acceptable replacement of a recorded one.
         """
         now = Contents(self._optimizers)._leaves
         if len(now) != len(self._leaves):

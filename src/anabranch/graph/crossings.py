@@ -6,9 +6,9 @@
     ...
     dx, = cross_backward(state, [x, mask], [dy0, None])
 
-They call the boundary's own methods, as the tape does. What backward needs of one run is the value ``state``: it is
+They call the boundary's own methods, as the tape does. The value ``state`` carries one run's data for backward: it is
 freed behind its last reader, or with the frame of a run that fails, and several runs may be under way at once. The
-inputs are arguments of the backward node too, so that nothing reuses their memory before it.
+inputs are arguments of the backward node too, so that no other node reuses their memory before it.
 
 A crossing is an effect: no pass drops, merges, repeats or reorders it.
 """
@@ -30,7 +30,7 @@ __all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
 
 
 class Crossing(ABC):
-    """What both are: a boundary, and a name under which graphs show it."""
+    """A graph node's call of one direction of a boundary, with the name under which graphs show it."""
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
         self.boundary = boundary
@@ -40,11 +40,11 @@ class Crossing(ABC):
 
     @abstractmethod
     def __call__(self, *arguments: Any) -> tuple[object, ...]:
-        """Crosses."""
+        """Crosses the boundary."""
 
     @property
     def label(self) -> str:
-        """The kind and the name of what lies on the far side."""
+        """The kind and the name of the far side."""
         return f"{self.boundary.kind} {self.boundary.name}"
 
 
@@ -75,7 +75,7 @@ class ForwardCrossing(Crossing):
 class BackwardCrossing(Crossing):
     """Takes that state, the inputs and the outputs' gradients; returns the gradients of the inputs that want one.
 
-    A graph cannot be without a gradient that it has been promised: where the far side gives none, zeros stand.
+    A graph needs every gradient that its capture promised: where the far side gives none, zeros are returned.
     """
 
     def __init__(self, boundary: Boundary, wants: Sequence[bool]) -> None:
@@ -99,5 +99,5 @@ class BackwardCrossing(Crossing):
 
 
 def crossing_of(node: fx.Node) -> Crossing | None:
-    """What the node crosses, if it does."""
+    """The node's crossing; ``None`` for any other node."""
     return node.target if isinstance(node.target, Crossing) else None

@@ -1,4 +1,4 @@
-"""Cuts a graph at its sparse lookups: what is differentiated is the looked-up rows, and never the table.
+"""Cuts a graph at its sparse lookups: the looked-up rows are differentiated, never the table.
 
 ::
 
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 _BAGS = (_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
 
 ROWS_OF = "rows_of"
-"""Under this a node's ``meta`` names the input whose rows it reads, at the ids that are its second argument."""
+"""Key in a node's ``meta`` for the input whose rows it reads, at the ids that are its second argument."""
 
 
 def cut_lookups(graph: Graph, tables: Collection[str] | None = None) -> Graph:
@@ -34,7 +34,7 @@ def cut_lookups(graph: Graph, tables: Collection[str] | None = None) -> Graph:
 
     Args:
         graph: a captured graph.
-        tables: names of the inputs that are meant; all by default.
+        tables: names of the inputs to cut; all by default.
     """
     graph = graph.copy()
     meant = {
@@ -58,7 +58,7 @@ def cut_lookups(graph: Graph, tables: Collection[str] | None = None) -> Graph:
 
 
 def _cut_rows(graph: fx.Graph, node: fx.Node, named: Mapping[str, Any], table: fx.Node) -> fx.Node:
-    """The lookup itself yields the rows; those of the padding go on without a gradient."""
+    """The rows, read by the lookup itself; those of the padding go on without a gradient."""
     node.args, node.kwargs = (table, named["indices"]), {}
     padding = named.get("padding_idx", -1)
     if padding >= 0:

@@ -1,4 +1,4 @@
-"""Drops what nobody would notice: unused results, copies of handles, writes into memory that is never read again."""
+"""Drops nodes without an effect: unused results, copies of handles, writes into memory that is never read again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HANDLES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 def drop_handles(graph: Graph, *, stops: bool = False) -> Graph:
     """``graph`` without nodes that only make another handle of the same values.
 
-    These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the shape that is there already, and
+    These are ``detach`` and ``alias``, two transpositions in a row, a ``view`` to the present shape, and
     a product with ones. A ``detach`` that the user wrote stays, because ``gradients`` must stop at it, unless ``stops``
     drops it too.
     """
@@ -54,7 +54,7 @@ def _same_values(node: fx.Node) -> fx.Node | None:
 
 
 def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
-    """What is multiplied by the ones that arrive at a loss is what it was, if none of the three is ever written."""
+    """The factor that ``node`` multiplies by the ones starting a backward, if none of the three is ever written to."""
     left, right = node.args[:2]
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or right.target is not _aten.ones_like.default:
         return None
@@ -68,7 +68,7 @@ def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
 
 
 def sum_to_final_shape(graph: Graph) -> Graph:
-    """``graph`` with a sum that keeps its dimensions, only to be viewed without them, done without them at once."""
+    """``graph`` with each sum that keeps its dimensions only to be viewed without them replaced by one without them."""
     if not any(graph.fx.find_nodes(op="call_function", target=_aten.sum.dim_IntList, sort=False)):
         return graph
     graph = graph.copy()
@@ -91,7 +91,7 @@ def sum_to_final_shape(graph: Graph) -> Graph:
 
 
 def _skip_inner_view(node: fx.Node) -> None:
-    """A view of a view of contiguous memory is a view of that memory."""
+    """Replace a view of a view of contiguous memory by one view."""
     inner = node.args[0]
     assert isinstance(inner, fx.Node)
     if inner.target is not _aten.view.default:

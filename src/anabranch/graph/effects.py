@@ -1,4 +1,4 @@
-"""What an operation does besides computing: which arguments it writes to or aliases, and whether it draws numbers.
+"""Side effects of operations: the arguments that they write to or alias, and whether they draw random numbers.
 
 Passes may move, merge or drop nodes only as far as these facts allow. They come from the operators' schemas, plus the
 few operators whose schemas do not tell (``native_batch_norm`` writes its running statistics).
@@ -20,7 +20,7 @@ from anabranch.graph.crossings import crossing_of
 __all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_wait"]
 
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
-# Views whose schemas do not say so, and waits, which return the very tensor that they wait for.
+# Views not declared in their schemas, and waits, which return the same tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _UNPREDICTABLE = ("aten::_assert", "aten::record_stream", "profiler::")
@@ -43,7 +43,7 @@ def _signature(op: OpOverload) -> _Signature:
     for result in schema.returns:
         if result.alias_info is not None:
             returned |= set(result.alias_info.before_set)
-    # A list of views (``split``, ``unbind``) names no argument, but one with a mark and no write is what they are of.
+    # A list of views (``split``, ``unbind``) names no argument; its source is the argument with a mark and no write.
     viewed = {
         a.name
         for a in schema.arguments
@@ -62,22 +62,22 @@ def arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random number generator, so that its place in the order matters."""
+    """True if the node draws from a random number generator, so that its place in the order matters."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the node starts a collective, whose order is the same on all ranks."""
+    """True if the node starts a collective, whose order is the same on all ranks."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" and not is_wait(node)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective."""
+    """True if the node waits for a collective."""
     return isinstance(node.target, OpOverload) and node.target._schema.name == "_c10d_functional::wait_tensor"
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result shares the memory of an argument that it does not write to."""
+    """True if the node's result shares the memory of an argument that it does not write to."""
     if not isinstance(node.target, OpOverload):
         return False
     signature = _signature(node.target)
@@ -93,7 +93,7 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
 
 
 class Effects:
-    """The facts of one graph, worked out in one walk: each node's memory, who writes it, who must stay.
+    """The facts of one graph, found in one walk: each node's memory, its writers, and the nodes that must stay.
 
     ``root`` maps a node to the one that first held its memory; placeholders that share storage share a root.
     """
@@ -143,7 +143,7 @@ class Effects:
         return self._writes.get(node, ())
 
     def must_stay(self, node: fx.Node) -> bool:
-        """Whether dropping the node would be noticed even if nobody used its result."""
+        """True if dropping the node would be noticed even if its result is unused."""
         if node.op in ("placeholder", "output") or is_random(node) or crossing_of(node) is not None:
             return True
         if not isinstance(node.target, OpOverload):

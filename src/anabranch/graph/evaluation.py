@@ -41,7 +41,7 @@ class PreparedEvaluation:
 
 
 class _OnlyPrepared(BaseException):
-    """Ends a run behind the guards, before anything has happened."""
+    """Ends a run after the guards, before any computation."""
 
 
 class EvalProgram:
@@ -98,7 +98,7 @@ class EvalProgram:
         return found, dict(outputs)
 
     def prepare(self, batch: Structure, fetch: Sequence[str] = ()) -> PreparedEvaluation:
-        """Captures the evaluation for this batch and runs nothing."""
+        """Captures the evaluation for this batch without running it."""
         self._preparing = True
         try:
             self.run(batch, fetch)
@@ -133,7 +133,7 @@ class EvalProgram:
 
 
 class _Forward:
-    """One program: for these tensors and whole numbers."""
+    """One program, for given tensors and whole numbers."""
 
     def __init__(self, program: EvalProgram, call: Call, args: Sequence[object]) -> None:
         model = program.model
@@ -164,7 +164,7 @@ class _Forward:
 
 
 def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
-    """``outputs`` with its results named, as Dynamo is to see it."""
+    """``outputs`` with its results named, in a form that Dynamo can read."""
 
     def marked(model: nn.Module, batch: object) -> object:
         result = outputs(model, batch)

@@ -1,17 +1,17 @@
-"""TorchDynamo as the front-end: the torch calls that a Python function makes, and guards on all that it read.
+"""TorchDynamo as the front-end: the torch calls that a Python function makes, and guards on the state that it read.
 
 ::
 
     front(model, batch) ── guards hold ──> the program made for them ──> results; Python side effects replayed
             └──────────── guards miss ───> Dynamo reads the Python code again ──> ``make`` builds another program
 
-Dynamo answers one question: which torch calls does this function make, and for which Python state is that so. Programs
-are made by others: ``make`` gets the calls and returns what is to be called in their place, once in each run.
+Dynamo answers one question: which torch calls does this function make, and for which Python state. Programs are made
+elsewhere: ``make`` gets the calls and returns the function to call in their place, once in each run.
 
 Dynamo's defaults leave out guards to save time; ``_SOUND`` turns all of them on, for the duration of a compilation.
-What no guard can see is refused: hooks on all modules, anomaly mode, hooks on saved tensors.
+Changes that no guard can see are refused: hooks on all modules, anomaly mode, hooks on saved tensors.
 
-The file is long because everything that depends on Dynamo's insides is in it: another PyTorch is one file's matter.
+The file is long because everything that depends on Dynamo's internals is in it: a new PyTorch concerns one file.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ _hooks_of_every_module = [getattr(nn.modules.module, name) for name in _EVERY_MO
 
 
 class GuardMiss(CaptureError):
-    """No program fits the Python state of now, and none may be made at the moment; nothing has happened."""
+    """No program fits the present Python state, and none may be made now; nothing has been computed."""
 
 
 class _NotCompiled(BaseException):
-    """The front runs as plain Python; raised before its first line."""
+    """The front was about to run as plain Python; raised before its first line."""
 
 
 def mark(name: str, value: Tensor) -> Tensor:
@@ -99,17 +99,17 @@ def mark(name: str, value: Tensor) -> Tensor:
 
 
 def mistake(kind: str, text: str) -> Tensor:
-    """A call that tells ``make`` of a user's mistake: ``kind`` is ``"type"`` or ``"value"``."""
+    """A call that reports a user's mistake to ``make``: ``kind`` is ``"type"`` or ``"value"``."""
     return torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Dynamo's findings.
+    """Dynamo's result for one Python state.
 
     Attributes:
         module: the torch calls, one node each; one placeholder for each tensor or number that they take.
-        names: what each placeholder is called in Python, such as ``batch.x``.
+        names: the Python name of each placeholder, such as ``batch.x``.
         numbers: the placeholders that stand for a Python float and arrive as 0-dim float64 tensors.
     """
 
@@ -122,7 +122,7 @@ class Call:
         return {str(node.args[0]): node for node in self.module.graph.find_nodes(op="call_function", target=mark)}
 
     def check(self) -> None:
-        """Raises what ``mistake`` has noted.
+        """Raises the mistake that ``mistake`` has noted.
 
         Raises:
             UserMistake, WrongType: the user's mistake.
@@ -133,17 +133,17 @@ class Call:
 
 
 Make: TypeAlias = "Callable[[Call], Callable[..., Sequence[object]]]"
-"""``make(call)`` returns what is called with the placeholders' values and returns the outputs of ``call.module``."""
+"""``make(call)`` returns a function from the placeholders' values to the outputs of ``call.module``."""
 
 
 class Front:
-    """``function`` run by programs that ``make`` builds, one for each Python state that it was seen in.
+    """``function`` run by programs that ``make`` builds, one for each Python state that it has met.
 
     Args:
-        function: called with positional arguments. It returns what ``mark`` and Python make of torch calls.
-        make: builds a program; held weakly by Dynamo, which forgets nothing.
-        what: what ``function`` is, for refusals.
-        settings: of Dynamo, beside those that make its guards complete.
+        function: called with positional arguments. It returns values that ``mark`` and Python make of torch calls.
+        make: builds a program; held weakly by Dynamo, which never forgets.
+        what: the name of ``function`` in refusals.
+        settings: Dynamo's, beside those that make its guards complete.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Front:
         """``function(*args)``.
 
         Args:
-            kind: a hint which programs to ask first: arguments of one kind share a list of them. Guards decide.
+            kind: a hint which programs to try first: arguments of one kind share a list of them. Guards decide.
             args: the function's arguments.
             may_trace: make a program where none fits; else that is a ``GuardMiss``.
 
@@ -249,7 +249,7 @@ class Front:
         return compiled.full(*args)
 
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
-        """Asked by Dynamo for what to call in place of ``module``."""
+        """Called by Dynamo for the function to call in place of ``module``."""
         if not self._may_trace:
             raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
         try:
@@ -268,7 +268,7 @@ class Front:
             raise
 
     def _noting(self, program: Callable[..., Sequence[object]]) -> Callable[..., Sequence[object]]:
-        """``program``, which notes what it raises while it is first called, in the middle of a compilation."""
+        """``program``, which records its exceptions while it is first called, in the middle of a compilation."""
         mine = weakref.ref(self)
 
         def run(*args: object) -> Sequence[object]:
@@ -329,7 +329,7 @@ class _Probe(nn.Module):
 
 
 class _SelfTest(threading.local):
-    """True while this thread is in the middle of it."""
+    """True while this thread runs the self-test."""
 
     running = False
 
@@ -394,7 +394,7 @@ def _refuse_other_pytorch() -> None:
 
 
 class _Forms:
-    """The tracer of Dynamo's part: asks boundaries what their outputs will look like, and nothing else."""
+    """The tracer of Dynamo's part: asks boundaries only for the forms of their outputs."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -425,9 +425,9 @@ class _Forms:
 
 
 class _Compiled:
-    """One copy of the front, so that its list of programs is its own: Dynamo keeps them with the code object.
+    """One copy of the front, which has its own list of programs, because Dynamo keeps them with the code object.
 
-    The copy has globals of its own too, where Dynamo leaves what it made: they go with it.
+    The copy has its own globals too, in which Dynamo leaves the programs it made: they are freed with the copy.
     """
 
     def __init__(self, function: Callable[..., Any], backend: _Backend) -> None:
@@ -484,7 +484,7 @@ def _unhooked(program: Callable[..., Any], set_eval_frame: Callable[[Any], Any])
 
 
 def _let_go(code: types.CodeType, space: dict[str, Any]) -> None:
-    """Frees what Dynamo made of a front.
+    """Frees Dynamo's programs for a front.
 
     Its tables hold the globals of a program as long as its code lives, and the code lives as long as anything that was
     traced under it, which the globals hold.
@@ -507,13 +507,13 @@ def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy_of(function: Any) -> Any:
     space = dict(function.__globals__)
-    # A name of its own: what Dynamo has learned of which numbers change, it keeps by file, line and name.
+    # A unique name: Dynamo remembers by file, line and name which numbers change.
     code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
     return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
 
 
 class _Backend:
-    """The backend, which Dynamo gives the calls that it found."""
+    """The backend that receives Dynamo's calls."""
 
     def __init__(self, front: Front) -> None:
         self._front = weakref.ref(front)
@@ -524,7 +524,7 @@ class _Backend:
         return front.make(module)
 
     def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Notes a guard that compares a value with itself; keeps all guards."""
+        """Notes guards that compare a value with itself; keeps all guards."""
         front = self._front()
         for entry in entries:
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
@@ -551,7 +551,7 @@ _UNCHANGING = (
 
 
 def _may_change(value: object) -> bool:
-    """True if a guard that keeps ``value`` itself to compare with would follow its changes, and so never miss."""
+    """True if a guard that compares with ``value`` itself would see it change too, and so never miss."""
     if isinstance(value, (tuple, frozenset)):
         return any(map(_may_change, value))
     return not isinstance(value, _UNCHANGING)
@@ -563,7 +563,7 @@ _are_allowed = False
 
 
 def _allow_marks() -> None:
-    """Tells Dynamo of the calls that are to stay in its graph; not at import, which would load Dynamo."""
+    """Registers the calls that stay whole in Dynamo's graph; not at import, which would load Dynamo."""
     global _are_allowed
     with _allowed:
         if not _are_allowed:
@@ -574,13 +574,13 @@ def _allow_marks() -> None:
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)
-            # Dynamo skips the file of the schedulers; this much of it reads a list, whose numbers are then guarded.
+            # Dynamo skips the file of the schedulers; this substitute reads a list, so Dynamo guards its numbers.
             torch._dynamo.substitute_in_graph(LRScheduler.get_last_lr, skip_signature_check=True)(_last_lr)
             _are_allowed = True
 
 
 def _describe(module: fx.GraphModule) -> Call:
-    """Dynamo's placeholders, by what it forgets once the compilation has ended."""
+    """The call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation."""
     names: list[str] = []
     numbers: set[int] = set()
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -593,7 +593,7 @@ def _describe(module: fx.GraphModule) -> Call:
 
 
 def _plain(source: object, node: fx.Node) -> str:
-    """``L['args'][1]['x']`` is ``1.x``."""
+    """The plain name of a source: ``1.x`` for ``L['args'][1]['x']``."""
     name = source if isinstance(source, str) else None
     if name is None:
         return node.name.removeprefix("l_").rstrip("_")
@@ -605,12 +605,12 @@ def _plain(source: object, node: fx.Node) -> str:
 
 
 def _plain_source(source: str) -> str:
-    """``L['args'][0].held`` is ``held``."""
+    """The plain name of a source in errors: ``held`` for ``L['args'][0].held``."""
     return source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch")
 
 
 def _said_once() -> set[object]:
-    """Functions that say something once a process: the tape has said it, and a graph need not."""
+    """Functions that log a message once a process: the tape has logged it, so a graph need not."""
     module = sys.modules.get("transformers.utils.logging")
     return set() if module is None else {module.warning_once, module.logging.Logger.warning_once}
 
@@ -636,7 +636,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _refuse_what_is_lost() -> None:
-    """Raises if the code that was read writes gradients, as ``backward()`` does: the graph computes its own."""
+    """Raises if the traced code writes gradients, as ``backward()`` does: the graph computes its own."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
@@ -700,7 +700,7 @@ def _autocast_depth() -> int:
 
 
 def _inside_dynamo(error: BaseException) -> bool:
-    """True if something of PyTorch's tracing machinery raised it."""
+    """True if PyTorch's tracing machinery raised it."""
     step = error.__traceback__
     while step is not None:
         if "/torch/_dynamo/" in step.tb_frame.f_code.co_filename.replace("\\", "/"):

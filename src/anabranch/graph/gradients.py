@@ -41,15 +41,15 @@ def gradients(
         graph: a captured graph; its state stays bound. The result may be differentiated again.
         outputs: names of outputs or nodes, each of a floating dtype; all floating outputs by default.
         wrt: names of inputs or nodes.
-        insert_grad: what arrives at the outputs: ones (``None``), new inputs ``grad_<output>`` after the others
+        insert_grad: the gradient of the outputs: ones (``None``), new inputs ``grad_<output>`` after the others
             (``True``), for a gradient that comes from across a boundary, or these tensors.
 
     Returns:
-        A graph that takes what ``graph`` takes and returns the outputs and then the gradients, as one tuple. The
+        A graph that takes the inputs of ``graph`` and returns the outputs and then the gradients, as one tuple. The
         gradient of a table that is looked up sparsely is a pair ``(ids, rows)``.
 
     Raises:
-        NotFound: for a name that the graph has not.
+        NotFound: for a name that is not in the graph.
         TypeError: for an output or ``wrt`` of an integer dtype.
         ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
         SchemaError: for gradients of the wrong number or shape.
@@ -87,7 +87,7 @@ def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
 
 
 def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
-    """Differentiates what the graph is for other shapes."""
+    """Captures the differentiated graph for other shapes."""
     origin = graph.origin
     if origin is None:
         return None
@@ -203,7 +203,7 @@ class _Tape:
         return computed
 
     def structure(self) -> PyTreeSpec:
-        """The structure of what a call returns."""
+        """The structure of a call's results."""
         results = [0] * len(self.outputs) + [(0, 0) if name in self._lookups else 0 for name in self.wrt]
         return flatten(tuple(results))[1]
 

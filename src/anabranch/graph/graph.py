@@ -1,7 +1,7 @@
-"""``Graph``: a captured function as a list of ATen operations that can be looked at, changed and run.
+"""``Graph``: a captured function as a list of ATen operations that can be read, changed and run.
 
-What a graph can tell of itself (its plan, its page, its shapes) is a module each, made of graphs as any pass is. They
-import this one; so that a user finds them as methods all the same, the methods import them when they are called.
+Each report on a graph (its plan, its page, its shapes) is a module that works on graphs as any pass does. Those modules
+import this one; users find them as methods all the same, so the methods import them when they are called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Origin: TypeAlias = "Callable[[Sequence[torch.Size]], Graph]"
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a graph: its name, what it is, the tensor it is bound to, the only value it takes, if any."""
+    """One input of a graph: its name, its kind, the tensor it is bound to, the only value it takes, if any."""
 
     name: str
     kind: InputKind = "argument"
@@ -57,7 +57,7 @@ class Node:
 class Graph:
     """A captured function: named inputs, operations, named outputs.
 
-    A graph is a value: the passes return new ones and leave theirs as they were. State (parameters, buffers, optimizer
+    A graph is a value: the passes return new ones and leave theirs unchanged. State (parameters, buffers, optimizer
     state) is an input that is bound already, and is updated in place on the user's own tensors.
     """
 
@@ -131,16 +131,16 @@ class Graph:
         return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
-        """The inputs that are bound, with what they are bound to."""
+        """The bound inputs, with their tensors."""
         pairs = zip(self.placeholders, self.bindings, strict=True)
         return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
 
     def effects(self) -> Effects:
-        """What each operation writes, aliases and draws."""
+        """The arguments that each operation writes and aliases, and whether it draws random numbers."""
         return Effects(self.fx, self.shared())
 
     def examples(self) -> tuple[object, ...]:
-        """What the outputs look like: a fake tensor for each tensor."""
+        """Examples of the outputs: a fake tensor for each tensor."""
         return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
 
     def copy(self) -> Graph:
@@ -170,9 +170,9 @@ class Graph:
         return graph
 
     def memory_plan(self) -> MemoryPlan:
-        """When each value is alive in a run, what is reused in place, and the most bytes alive at once.
+        """The lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
 
-        Counted is what a run allocates: not the inputs, nor the state.
+        Only memory that a run allocates is counted: neither the inputs nor the state.
         """
         from anabranch.graph.memory import plan_memory
 
@@ -197,7 +197,7 @@ class Graph:
             budget_bytes: most bytes that a run may have allocated at once.
 
         Raises:
-            ValueError: if no choice of recomputation that was found fits; names the least that was reached.
+            ValueError: if no choice of recomputation that was found fits; the message gives the least peak reached.
 
         Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
         tradeoffs in checkpointing by being fusion aware", 2023).
@@ -219,7 +219,7 @@ class Graph:
             input_shapes: one for each free tensor input, in order; none at all for the captured shapes.
 
         Raises:
-            ValueError: if the operations do not work on these shapes; names the first that does not.
+            ValueError: if the operations do not work on these shapes; names the first that fails.
         """
         from anabranch.graph.shapes import infer_shapes
 

@@ -1,4 +1,4 @@
-"""Runs elementwise operations in the memory of an argument that nobody reads afterwards."""
+"""Runs elementwise operations in the memory of an argument that no later operation reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reuse_in_place(graph: Graph) -> Graph:
 
 
 def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], constant: set[fx.Node]) -> bool:
-    """Whether the argument has the result's form and memory that ends here, of which no other argument is part."""
+    """True if the argument has the result's form, and its memory ends here and belongs to no other argument."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False
@@ -51,7 +51,7 @@ def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.No
 
 
 def _constants(graph: Graph, effects: Effects) -> set[fx.Node]:
-    """What depends on no input and no state: generated code computes it once, and all runs share it."""
+    """Nodes that depend on no input and no state: generated code computes them once, and all runs share them."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         if node.op != "call_function" or effects.must_stay(node) or effects.root[node] in effects.writers:
@@ -69,7 +69,7 @@ def _same_form(before: object, after: object) -> bool:
 
 
 def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
-    """For each memory, the last node that reads any part of it, the graph's output among them."""
+    """For each memory, the last node that reads any part of it; that may be the graph's output."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.fx.nodes:
         for source in node.all_input_nodes:
@@ -79,7 +79,7 @@ def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
 
 @cache
 def _in_place(op: OpOverload) -> OpOverload | None:
-    """The operator that does the same into its first argument, if ``op`` is elementwise and has one."""
+    """The operator that writes the same result into its first argument, if ``op`` is elementwise and has one."""
     namespace, name = op._schema.name.split("::")
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or name.endswith("_"):
         return None

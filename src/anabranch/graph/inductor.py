@@ -1,6 +1,6 @@
 """Hands a graph to Inductor, PyTorch's compiler of kernels. Optional: it rounds differently and takes seconds.
 
-Loaded at first use, because it needs a C++ compiler (or Triton) that only those who ask for it have.
+Loaded at first use, because it needs a C++ compiler (or Triton) that only its users have.
 """
 
 from __future__ import annotations

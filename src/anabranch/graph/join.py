@@ -1,4 +1,4 @@
-"""Two graphs become one: what the first yields under a name is what the second takes under it."""
+"""Joins two graphs: an output of the first feeds the input of the second that has the same name."""
 
 from __future__ import annotations
 

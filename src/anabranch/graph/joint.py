@@ -37,14 +37,14 @@ __all__ = ["Joint", "JointKey"]
 
 @dataclass(frozen=True, slots=True)
 class JointKey:
-    """The purpose of a program, beside what guards see.
+    """The purpose of a program, beside the state that guards check.
 
     Attributes:
         whole: with the update; else forward and backward alone.
-        epoch: which binding of state.
-        numbers: those in the optimizers' groups.
-        extra: the kind of what ``between`` is given.
-        gradients: those asked for, as ``<parameter>.grad``.
+        epoch: the binding of state.
+        numbers: the numbers in the optimizers' groups.
+        extra: the kind of the arguments given to ``between``.
+        gradients: the gradients asked for, as ``<parameter>.grad``.
     """
 
     whole: bool
@@ -55,12 +55,12 @@ class JointKey:
 
 
 class Joint:
-    """Forward, backward and, where the key says so, the update.
+    """Forward, backward and, if the key says so, the update.
 
     Attributes:
-        key: what it is for.
+        key: the program's purpose.
         backward: the graph of forward and backward.
-        graph: what runs.
+        graph: the graph that runs.
     """
 
     def __init__(self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure) -> None:
@@ -115,14 +115,14 @@ class Joint:
 
     @property
     def variants(self) -> bool:
-        """True if this is for one value of a Python float."""
+        """True if the program holds for one value of a Python float only."""
         return self._binding.holds_numbers
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """The results as Dynamo's code expects them."""
         return [results[name] for name in self._outputs]
 
-    # Running.
+    # --- running
 
     def run(
         self,
@@ -136,8 +136,8 @@ class Joint:
         Args:
             args: the values of Dynamo's placeholders.
             extra: the tensors and floats that ``between`` takes.
-            begin: called with the names of the loss's results before anything runs.
-            arrivals: told of gradients while backward runs.
+            begin: called with the names of the loss's results before the program runs.
+            arrivals: called with gradients while backward runs.
         """
         free = self._binding.free(args)
         if begin is not None:
@@ -174,7 +174,7 @@ class Joint:
         return results
 
     def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
-        """The first time, when the optimizers have no state yet, and where they step by themselves."""
+        """Runs part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
         step, backward = self._step, self.backward
         results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
         rows = {name: results.pop(name) for name in backward.rows}
@@ -193,7 +193,7 @@ class Joint:
         return self._finish(results | rows, stepped=True)
 
     def take_state(self) -> None:
-        """Captures the update, now that there is optimizer state; this step is taken, a refusal waits for the next."""
+        """Captures the update once there is optimizer state; this step is done, so a refusal waits for the next."""
         if self.key.whole and self._program is None and self._refused is None and self._ready():
             try:
                 self._join()
@@ -201,7 +201,7 @@ class Joint:
                 self._refused = CaptureError(str(error))
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
-        """Steps the optimizers on the rows that the graph yields, and puts in form what was asked for."""
+        """Steps the optimizers on the rows that the graph yields, and adds the gradients asked for, in final form."""
         if self._step.leaves_gradients:
             self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
@@ -223,10 +223,10 @@ class Joint:
         for table, found in self.backward.take_sparse(dict(results)).items():
             parameters[table].grad = as_sparse_gradient(found, parameters[table])
 
-    # Making.
+    # --- making
 
     def _ready(self) -> bool:
-        """True if the update can be captured: the optimizers' state exists, and nothing has refused it."""
+        """True if the update can be captured: the optimizers' state exists, and no refusal was met."""
         step = self._step
         dense = [step.parameters[name] for name in self.backward.dense if step.parameters[name] in step.names]
         return step.refused_update is None and has_state(step.optimizers, dense)
@@ -273,7 +273,7 @@ class Joint:
             self._program = graph.program()
 
     def _split(self, front: Graph, update: Graph | None, dense: Mapping[str, Tensor]) -> None:
-        """Runs as two programs: what is before the update, by Inductor or as a CUDA graph, and the update."""
+        """Splits into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
         names = [f"{name}.grad" for name in dense]
         self._front_outputs, self._updated = front.outputs, names
         if self._step.compile:

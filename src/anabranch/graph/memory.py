@@ -1,4 +1,4 @@
-"""When each value of a run is alive, and how many bytes are alive at once."""
+"""Lifetimes of a run's values, and the number of bytes alive at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryPlan:
 
     Attributes:
         peak_bytes: most bytes that the run has allocated at once; inputs and state are the caller's and not counted.
-        peak: the operation during which they are.
+        peak: the operation during which the peak is reached.
         intervals: for each value that owns memory, the indices of the operations that make it and that use it last; a
             returned value is alive to the end.
         bytes: how much memory each of these values owns.

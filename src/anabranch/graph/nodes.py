@@ -43,7 +43,7 @@ def call_recurrent(*args: object, **kwargs: object) -> object:
 
 
 def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
-    """What the node's operation makes of these arguments."""
+    """Run the node's operation on the values that ``look`` gives for its arguments."""
     assert callable(node.target)
     args, kwargs = resolved(node, look)
     if node.target is RECURRENT:
@@ -52,7 +52,7 @@ def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
 
 
 def made(graph: fx.Graph, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-    """A new node where ``graph`` inserts now, in the place of ``like``, that looks like what the operation makes."""
+    """A new node where ``graph`` inserts now, in the place of ``like``, with the example of its operation's result."""
     node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded", "stop") if key in like.meta})
     examples = [like.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]

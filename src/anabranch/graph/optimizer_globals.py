@@ -1,7 +1,7 @@
-"""Globals that the code of optimizers reads: an update has their values baked in.
+"""Globals that the code of optimizers reads: an update is captured with their values.
 
-Dynamo looks at no optimizer. A name that stands for another function or number is found by comparing what it stands for
-before each step; what a dict or an object of the user's holds cannot be compared so cheaply, and is refused.
+Dynamo does not trace optimizers. A global name that is rebound to another function or number is found by comparing its
+value before each step; the contents of a user's dict or object are too costly to compare, and are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OptimizerGlobals:
         self._values = list(map(dict.get, self._spaces, self._names))
 
     def unchanged(self) -> bool:
-        """True if each name stands for the very thing that it stood for."""
+        """True if each name still has the identical value."""
         return all(map(operator.is_, map(dict.get, self._spaces, self._names), self._values))
 
 

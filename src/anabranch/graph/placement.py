@@ -21,8 +21,8 @@ def place_nodes(graph: Graph, devices: Mapping[str, str | torch.device]) -> Grap
 
     Args:
         graph: the state of the modules must be on their devices already.
-        devices: device by the module's qualified name; the longest name that fits counts. Other operations run where
-            their first input is, and one that writes in place where what it writes to is.
+        devices: device by the module's qualified name; the longest matching name counts. Other operations run where
+            their first input is, and one that writes in place where the tensor that it writes to is.
 
     Raises:
         ValueError: for a name that no operation of the graph belongs to.
@@ -93,6 +93,6 @@ def _place(
 
 
 def _is_number(source: fx.Node) -> bool:
-    """A tensor of no dimensions on the CPU meets tensors of any device."""
+    """True for an input of no dimensions, which on the CPU combines with tensors of any device."""
     value = source.meta.get("val")
     return isinstance(value, Tensor) and value.ndim == 0 and source.op == "placeholder"

@@ -1,9 +1,9 @@
 """Recomputes values instead of keeping them, chosen by minimum cut, until a run fits a budget.
 
-At the moment of the peak the graph falls into what has run (F) and what will (B). Whatever B needs of F is kept today.
-A cut between what is there anyway and what B needs is a set of values that is enough to compute the rest again; the cut
-of fewest bytes is what to keep. Its capacities: a value's bytes to keep it, nothing to compute it again if that is
-allowed (no random numbers, no writes, nothing it reads is written), infinity otherwise. ::
+At the moment of the peak the graph falls into operations that have run (F) and that will (B). Without recomputation
+every value of F that B needs is kept. A cut between the values that exist anyway and those that B needs is a set from
+which the rest can be computed again; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
+recompute it if that is allowed (no random numbers, no writes, no inputs that are written), infinity otherwise. ::
 
     source --infinity--> values that may not be recomputed
     value_in --bytes--> value_out --infinity--> its readers in F
@@ -56,7 +56,7 @@ def recompute(graph: Graph, budget_bytes: int) -> Graph:
 def recompute_marked(graph: Graph) -> Graph:
     """``graph`` with the values of ``torch.utils.checkpoint``'s regions computed again in backward instead of kept.
 
-    Random numbers and writes are not repeated: what they give is kept, and the bits are the same.
+    Random numbers and writes are not repeated: their results are kept, and the bits are the same.
     """
     if not any(node.meta.get("checkpointed") for node in graph.fx.nodes):
         return graph
@@ -74,7 +74,7 @@ def recompute_marked(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What may be recomputed: cheap operations or all, in how many segments, of which the first ``used`` are."""
+    """A recomputation plan: cheap operations only or all, the number of segments, and how many of the first to use."""
 
     cheap_only: bool
     segments: int
@@ -101,7 +101,7 @@ def _gentlest(graph: Graph, peak: str, choice: _Choice, budget_bytes: int, found
 
 
 def _recomputed(graph: Graph, peak: str, choice: _Choice) -> Graph:
-    """``graph`` with what need not be kept over the operation ``peak`` recomputed after it."""
+    """``graph`` with the values that need not be kept over the operation ``peak`` recomputed after it."""
     graph = graph.copy()
     nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
     at = next((index for index, node in enumerate(nodes) if node.name == peak), len(nodes))
@@ -119,7 +119,7 @@ def _recomputed(graph: Graph, peak: str, choice: _Choice) -> Graph:
 
 
 def _bounds(before: list[fx.Node], segments: int) -> list[int]:
-    """Where the segments begin, so that each computes about as many bytes."""
+    """Split ``before`` into segments that compute about equally many bytes; returns where each begins, and the end."""
     sizes = [storage_bytes(node.meta.get("val")) for node in before]
     total, done, bounds = sum(sizes), 0, [0]
     for index, size in enumerate(sizes):
@@ -155,7 +155,7 @@ def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> 
             continue
         if cheap_only and isinstance(node.target, OpOverload) and not _is_cheap(node):
             continue
-        # What is read again must be what it was: nothing may write to it later, nor ever to the value itself.
+        # A value that is read again must be unchanged: nothing may write to it later, nor ever to the value itself.
         if effects.root[node] in effects.writers and effects.root[node] is node:
             continue
         if node.target is operator.getitem and node.args[0] not in found:  # a part is there as long as the whole is

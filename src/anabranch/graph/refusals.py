@@ -36,7 +36,7 @@ _CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
 
 
 def reason_of(error: BaseException, what: str) -> str:
-    """One sentence: where, what, and what else would do."""
+    """One sentence: the line, the reason, and an alternative."""
     text = str(error)
     changed = re.search(r"certain side effects happened.*?: \[(.*)\]", text)
     if changed:
@@ -61,7 +61,7 @@ def reason_of(error: BaseException, what: str) -> str:
 
 
 def reason_of_call(error: Exception, line: str) -> str:
-    """The same for one of Dynamo's calls: what the user's own line raises, or what keeps it from being captured."""
+    """The same for one of Dynamo's calls: the error of the user's own line, or the reason why it cannot be captured."""
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     words = next((words for needle, words in _REASONS if needle in said), None)
     if words is None or not type(error).__module__.startswith("torch."):
@@ -70,7 +70,7 @@ def reason_of_call(error: Exception, line: str) -> str:
 
 
 def _python_name(source: str) -> str:
-    """``G['seen']`` is ``'seen'``, ``L['self'].calls`` is ``'calls'``."""
+    """The plain name of a source: ``'seen'`` for ``G['seen']``, ``'calls'`` for ``L['self'].calls``."""
     parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
     names = [one or other for one, other in parts if not (one or other).startswith("__")]
     names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]
@@ -88,7 +88,7 @@ def _raised(text: str) -> str:
 
 
 def _user_line(text: str) -> str:
-    """The innermost line of the user's own code; of a library's, where there is none."""
+    """The innermost line of the user's own code; of a library's, if there is none."""
     places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
     own = [place for place in places if not place[0].startswith(_LIBRARIES)]
     chosen = own or [place for place in places if not place[0].startswith(_LIBRARIES[1])]

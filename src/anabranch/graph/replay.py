@@ -1,9 +1,9 @@
 """CUDA: a program recorded as one CUDA graph, whose kernels are then launched all at once.
 
 On small steps a GPU waits for Python to launch the next kernel. The graph of one kind of batch has static shapes, so
-its kernels and their memory are the same at every run: recorded once, replayed with one call. What changes between runs
-lies in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers come from the
-generator that the recording has registered.
+its kernels and their memory are the same at every run: recorded once, replayed with one call. Values that change
+between runs lie in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
+come from the generator that the recording has registered.
 
 The optimizers stay out of it: their learning rates and step counts are read by the CPU.
 """
@@ -27,14 +27,14 @@ __all__ = ["Replayed", "can_replay"]
 _log = logging.getLogger("anabranch")
 
 _WARM_UP = 3
-"""Runs before the recording: kernels choose their algorithms, and a kind of batch shows that it comes again."""
+"""Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
 
 _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
-"""What replays, and where the results lie after it."""
+"""A function that replays, and the results, which it overwrites in place."""
 
 
 def can_replay(graph: Graph) -> bool:
-    """Whether all of the graph happens on one CUDA device, in kernels that Python need not be asked about."""
+    """True if the whole graph runs on one CUDA device, in kernels that need no Python."""
     devices: set[torch.device] = set()
     for node in graph.fx.nodes:
         if node.op == "output":
@@ -62,9 +62,9 @@ class Replayed(Program):
     """A program that is recorded once it has run a few times, and replayed from then on.
 
     Args:
-        program: what to record.
-        graph: what it was made from.
-        lent: which results are read before the next run, so that they need not be copied out of recorded memory.
+        program: the program to record.
+        graph: its graph.
+        lent: the results that are read before the next run, so that they need not be copied out of recorded memory.
     """
 
     __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")

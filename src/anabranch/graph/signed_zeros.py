@@ -1,4 +1,4 @@
-"""Guards that tell 0.0 from -0.0: Dynamo compares numbers by ``==``, for which the two are one."""
+"""Guards that tell 0.0 from -0.0: Dynamo compares numbers by ``==``, which treats the two as equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def guard_signs(guard: Any, value: object) -> None:
 
     Args:
         guard: a ``torch._guards.Guard``, which makes its check anew each time that guards are built.
-        value: what it compares with: a number, or a nested tuple or list of them.
+        value: the value it compares with: a number, or a nested tuple or list of them.
     """
     signs = list(_signs(value))
     if signs:

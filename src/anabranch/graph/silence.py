@@ -1,4 +1,4 @@
-"""PyTorch kept from logging what it cannot trace: whoever asked is told so once, in our words."""
+"""Silences PyTorch's logs of code that it cannot trace: the caller gets one error, in this package's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody told of a block that takes long, while it does."""
+"""A callback during a block that takes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 __all__ = ["PATIENCE", "told_if_slow"]
 
 PATIENCE = 5.0
-"""Seconds after which a capture says what it is doing."""
+"""Seconds after which a capture reports its progress."""
 
 _start_timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer
 

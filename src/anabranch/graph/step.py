@@ -1,4 +1,4 @@
-"""``StepProgram``: a training step as graphs, one for everything that is baked into one.
+"""``StepProgram``: a training step as graphs, one for each set of values that are fixed in one.
 
 ::
 
@@ -6,8 +6,8 @@
                                          (forward, autograd)   |         (traced)    (unmodified optimizer)
                                                                +-- sparse rows ---------> optimizer.step on those rows
 
-The three graphs are captured apart and joined into one, which is what ``run`` runs. ``backward`` and ``update`` run
-them apart, for a caller that has something to do in between that cannot be traced.
+The three graphs are captured apart and joined into one, which ``run`` runs. ``backward`` and ``update`` run them apart,
+for a caller whose work in between cannot be traced.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A program that was made for a batch and has not run: ``run`` does what a step does, but for Python's part."""
+    """A program that was made for a batch and has not run: ``run`` does the step except for its Python side effects."""
 
     joint: Joint
     args: tuple[object, ...]
 
     def talks(self) -> bool:
-        """True if the loss has collectives of its own, which a run beside the tape's would do once more."""
+        """True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
     def run(self) -> dict[str, object]:
@@ -92,7 +92,7 @@ class Prepared:
 
 
 class _OnlyPrepared(BaseException):
-    """Ends a run behind the guards, before anything has happened."""
+    """Ends a run after the guards, before any computation."""
 
 
 class StepProgram:
@@ -125,7 +125,7 @@ class StepProgram:
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
-        refused_update: why the optimizers step by themselves, if they do.
+        refused_update: the reason why the optimizers step by themselves, if they do.
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
@@ -183,7 +183,7 @@ class StepProgram:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
 
-    # Running.
+    # --- running
 
     def run(
         self,
@@ -194,14 +194,14 @@ class StepProgram:
         *,
         may_trace: bool = True,
     ) -> dict[str, Structure]:
-        """One whole step; returns ``"loss"``, the loss's further tensors, and what is fetched.
+        """One whole step; returns ``"loss"``, the loss's further tensors, and the values fetched.
 
         Args:
             batch: a nested structure of tensors.
             extra: tensors and floats that ``between`` takes.
             fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
                 it; sparse for a table looked up sparsely, ``None`` where none arrives).
-            begin: called with the names of the outputs before anything runs.
+            begin: called with the names of the outputs before any computation.
             may_trace: make a graph where none fits; else that is a ``GuardMiss``.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
@@ -228,7 +228,7 @@ class StepProgram:
         Args:
             batch: a nested structure of tensors.
             fetch: names of submodules.
-            arrivals: told of the loss and of each dense gradient the moment it is final, while backward goes on.
+            arrivals: called with the loss and each dense gradient the moment it is final, while backward goes on.
             may_trace: make a graph where none fits; else that is a ``GuardMiss``.
         """
         task = _Task(self._key(False, (), ()), (), (), None, arrivals)
@@ -239,12 +239,12 @@ class StepProgram:
         return Gradients({**found, **outputs}, sorted_.dense, sorted_.sparse)
 
     def prepare(self, batch: Structure, fetch: Sequence[str] = (), *, whole: bool) -> Prepared:
-        """Captures the step for this batch and runs nothing.
+        """Captures the step for this batch without running it.
 
         Args:
             batch: a nested structure of tensors.
             fetch: as ``run`` or ``backward`` will be asked for.
-            whole: with the update, as ``run``; else as ``backward``.
+            whole: with the update, as for ``run``; else as for ``backward``.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
         gradients = tuple(name for name in fetch if name.endswith(".grad"))
@@ -309,7 +309,7 @@ class StepProgram:
         return found, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
-        """The optimizers have stepped by themselves on what was prepared: the state that they made is no change."""
+        """Records the state after the optimizers' own step on a prepared program: its new state is not a change."""
         self._state.note_optimizer_state()
         prepared.joint.take_state()
         self._last = prepared.joint.graph
@@ -319,7 +319,7 @@ class StepProgram:
             if name.removesuffix(".grad") not in self.parameters:
                 raise ValueError(f"{name!r} was to be fetched, but no parameter has that name")
 
-    # Programs.
+    # --- programs
 
     def _make(self, call: Call) -> Callable[..., Sequence[object]]:
         check_loss(call)
@@ -389,7 +389,7 @@ class StepProgram:
 
 
 class _Programs:
-    """Called by Dynamo in place of the loss. Guards have chosen it; it looks at what they do not know."""
+    """Called by Dynamo in place of the loss, after its guards; checks the state that guards do not cover."""
 
     def __init__(self, step: StepProgram, call: Call) -> None:
         self._step = weakref.ref(step)  # Dynamo keeps this
@@ -435,7 +435,7 @@ class _Programs:
 
 
 def _evaluated(loss: Loss) -> Callable[..., object]:
-    """``loss`` with its results marked, as Dynamo is to see it; must hold nothing but what Dynamo can read."""
+    """``loss`` with its results marked, in a form that Dynamo can read: it holds only objects that Dynamo can read."""
 
     def evaluated(model: nn.Module, batch: object) -> object:
         result = loss(model, batch)
@@ -447,7 +447,7 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
         if not isinstance(result, Tensor):
             text = f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(result).__name__}"
             return mistake("type", text)
-        # Detached, for Dynamo lets nothing leave that hangs on a tensor whose gradient was asked for in the middle.
+        # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
         marked = mark("loss", result).detach()
         if extras is None:
             return marked, None

@@ -1,4 +1,4 @@
-"""CUDA: what crosses a boundary is copied beside the computation, and as much as can be runs meanwhile.
+"""CUDA: values that cross a boundary are copied in parallel with the computation, as much of which runs meanwhile.
 
 ::
 
@@ -6,9 +6,9 @@
                    │ event: x is there                     │ event: the answer is there
     copies:        └─> x to main memory, far side, answer ─┘
 
-Kernels are launched and not waited for, but a crossing is: its thread is gone until the answer is there. So whatever
-does not need the answer is launched before, and the copy of ``x`` waits for ``x`` alone. On a CPU neither pass is of
-use, and a program of one has neither.
+Kernels are launched without waiting, but a crossing blocks its thread until the answer has come. So whatever does not
+need the answer is launched before it, and the copy of ``x`` waits for ``x`` alone. On a CPU neither pass helps, so a
+program on a CPU has neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["copy_beside_compute", "crosses_from_cuda", "launch_before_crossings"
 
 
 def crosses_from_cuda(graph: Graph) -> bool:
-    """Whether a tensor on a CUDA device crosses a boundary."""
+    """True if a tensor on a CUDA device crosses a boundary."""
     return any(
         source.meta["val"].is_cuda
         for node in graph.fx.nodes
@@ -39,9 +39,9 @@ def crosses_from_cuda(graph: Graph) -> bool:
 
 
 def launch_before_crossings(graph: Graph) -> Graph:
-    """``graph`` with what stands behind a crossing, before the next, and does not need it, moved before it.
+    """``graph`` with the nodes between a crossing and the next that do not need its results moved before it.
 
-    Random draws, writes, collectives and what reads memory that is written stay where they are.
+    Random draws, writes, collectives and reads of memory that is written stay in place.
     """
     graph = graph.copy()
     effects = graph.effects()
@@ -65,7 +65,7 @@ def _may_move(node: fx.Node, effects: Effects) -> bool:
 
 
 def copy_beside_compute(graph: Graph) -> Graph:
-    """``graph`` with an event where what crosses is there, and crossings that copy on a stream of their own."""
+    """``graph`` with an event once a crossing's inputs are computed, and crossings that copy on a separate stream."""
     graph = graph.copy()
     order = {node: position for position, node in enumerate(graph.fx.nodes)}
     for node in [node for node in graph.fx.nodes if crossing_of(node) is not None]:

@@ -5,7 +5,7 @@ One module, because the tracer is a moving part of PyTorch. What it adds to ``ma
 - Python numbers stay Python numbers. A float is traced as the ``.item()`` of a float64 tensor, whose arithmetic the
   tracer records; the replay then computes it in Python doubles, exactly as eager code does.
 - Boundaries become nodes that cross when the graph runs.
-- What would be lost raises: reading a traced value, a generator of random numbers that is not torch's default one.
+- Code whose effect would be lost raises: reading a traced value, a random generator that is not torch's default.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ one_at_a_time = threading.RLock()
 """Torch's tracer patches modules for the whole process: another thread must neither trace nor capture meanwhile."""
 
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
-"""Prints the traceback of every mistake in a shape, whoever may catch it."""
+"""Torch's logger that prints the traceback of every mistake in a shape, even of a caught one."""
 
 Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
 
 
 class UserMistake(ValueError):
-    """A mistake found while tracing that no engine would forgive; it reaches the caller as it is."""
+    """A user's mistake found while tracing, wrong on every engine; it reaches the caller unchanged."""
 
 
 class WrongType(TypeError):
@@ -91,7 +91,7 @@ class WrongType(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The meaning of one input of a trace: a name, an example, and whether that very tensor is state."""
+    """One input of a trace: a name, an example, and whether it is state, bound to that tensor."""
 
     name: str
     value: Tensor | float | int
@@ -140,7 +140,7 @@ class Recorder:
         tracer.create_node = create  # type: ignore[method-assign]
 
     def switch(self, scope: str) -> None:
-        """The operations that follow belong to the module of this name."""
+        """Attributes the operations that follow to the module of this name."""
         if scope != self.scope:
             self.scope = scope
             self._spans.append((torch._C._autograd._get_sequence_nr(), scope))
@@ -199,14 +199,14 @@ _READS = {
 }
 
 
-# What would be done to a stand-in, and lost with it.
+# These would be done to a stand-in, and lost with it.
 _LOST = {
     Tensor.backward: "backward() in the middle of the step",
     Tensor.data.__set__: "an assignment to the .data of a tensor",  # type: ignore[attr-defined]
     Tensor.set_: "set_(), which changes a tensor's memory",
 }
 
-# What a user calls to stop gradients; autograd's own detached handles do not come this way.
+# Users call it to stop gradients; autograd's own detached handles do not come this way.
 _STOPS = {Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -335,7 +335,7 @@ def trace(
     Raises:
         CaptureError: naming the line of user code that cannot be captured.
     """
-    # A third of a second, which processes that capture nothing (servers, launchers) need not spend.
+    # Imported here: it takes a third of a second, which processes that capture nothing (servers, launchers) save.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fakes_of = FakeTensorMode(
@@ -399,7 +399,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
 
 @contextmanager
 def _casts_cached(enabled: bool) -> Iterator[None]:
-    """Autocast casts a parameter once, however often it is used, as it does where nobody traces: sums round alike."""
+    """A block in which autocast casts a parameter once, however often it is used, as in eager: sums round alike."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -411,7 +411,7 @@ def _casts_cached(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block in which Python's collector does not look, hundreds of times, through the many objects that are made."""
+    """A block without Python's collector, which would search the many new objects hundreds of times."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -423,7 +423,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns whatever the tracer raises into a ``CaptureError`` that names the user's line, and is all that is said."""
+    """Turns any exception of the tracer into a ``CaptureError`` that names the user's line, as the only message."""
     silent = _FAKES.disabled
     _FAKES.disabled = True
     try:
@@ -442,7 +442,7 @@ def _explained() -> Iterator[None]:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is torch's or ours, not the user's."""
+    """True if a file belongs to torch or to this package, not to the user."""
     return filename.startswith(_LIBRARIES)
 
 
@@ -482,7 +482,7 @@ def _use_number_itself(node: fx.Node) -> None:
 
 
 def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """The tensors that the traced function met without being given them, by the node that reads them."""
+    """The tensors that the traced function met without receiving them as inputs, by the node that reads them."""
     found = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target))

@@ -1,12 +1,13 @@
-"""Reads of a trace that Dynamo's guards do not look at: looked at by us before each run, or refused.
+"""Reads of a trace that Dynamo's guards do not cover: checked before each run, or refused.
 
 Dynamo guards values that it meets as values. It does not look again at names that Python found among the built-ins, at
 the environment read through a function, at modules that an ``import`` statement found, at what an abstract base class
 counts as its own, at the order of an ``OrderedDict``, at a class's metaclass, or at the switches of attention kernels.
 Nor does it look at what was absent: a key of an object's ``__dict__``, an attribute of a module or of a function, a
 global that would hide a built-in.
-These are kept here, each as a look and what it gave. What cannot be looked at is refused: the identity of two objects,
-special methods of the user's classes that Dynamo called instead of reading, gradients of custom operators.
+These are kept here, each as a function that reads and the value it gave. Reads that cannot be repeated are refused:
+the identity of two objects, special methods of the user's classes that Dynamo called instead of reading, gradients of
+custom operators.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 
 class Unseen:
-    """Looks at what guards leave out, one for each thing that a trace has read."""
+    """Checks on reads that guards leave out, one for each object that a trace has read."""
 
     def __init__(self) -> None:
         self._looks: dict[object, tuple[Callable[[], object], object]] = {}
@@ -74,7 +75,7 @@ class Unseen:
         """A value whose changes neither guards nor looks would notice."""
 
     def changed(self) -> object | None:
-        """The first thing that is not what it was; ``None`` where all is."""
+        """The first read that gives another value; ``None`` if all are unchanged."""
         for held, absent in self._absent.values():
             if not held.isdisjoint(absent):
                 return "a name that came to hide another"
@@ -91,7 +92,7 @@ class Unseen:
         self._looks.setdefault(key, (look, look()))
 
     def _own_calls(self) -> list[object]:
-        """The functions that modules have in place of their class's for a call; one look for all, for they are many."""
+        """The functions that modules have in place of their class's for a call; one check for all of them."""
         found: list[object] = []
         for kept in self._modules.values():
             held = getattr(kept(), "__dict__", ())
@@ -100,7 +101,7 @@ class Unseen:
         return found
 
     def examine_code(self, codes: Collection[CodeType]) -> None:
-        """Takes in the code that was traced.
+        """Records the traced code.
 
         Raises:
             CaptureError: it compares objects by identity.
@@ -135,7 +136,7 @@ class Unseen:
             self._watch(REGISTERED, abc.get_cache_token)
 
     def examine_calls(self, graph: fx.Graph) -> None:
-        """Takes in the torch calls that were found.
+        """Records the torch calls found.
 
         Raises:
             CaptureError: one is a function or a gradient that Dynamo does not read.
@@ -154,7 +155,7 @@ class Unseen:
             self._absent.setdefault(id(held), (held.keys(), set()))[1].update(absent)
 
     def _examine_absences(self, name: str, value: object) -> None:
-        """Takes in what an object has not, and the code would find if it had."""
+        """Records attributes that an object lacks, and that the code would find if it had them."""
         kind = type(value)
         try:
             held = object.__getattribute__(value, "__dict__")
@@ -177,7 +178,7 @@ class Unseen:
             self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
 
     def examine_value(self, name: str, value: object) -> None:
-        """Takes in a value that a guard looks at; one that cannot be watched is noted in ``refused``."""
+        """Records a value that a guard reads; one that cannot be watched is noted in ``refused``."""
         kind = type(value)
         self._examine_absences(name, value)
         if isinstance(value, type):
@@ -199,7 +200,7 @@ class Unseen:
                 self.refused = f"{name}, whose class has a {special} of its own"
 
     def _examine_function(self, function: FunctionType) -> None:
-        """Takes in the classes and functions that a function names: of those it only calls, no guard tells."""
+        """Records the classes and functions that a function names: guards do not cover those that it only calls."""
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         space = function.__globals__
         self._watch_absence(space, vars(builtins).keys() & set(function.__code__.co_names))
@@ -228,7 +229,7 @@ def _attention_switches() -> list[bool]:
 
 
 def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
-    """Those of the modules that code of the user's comes from."""
+    """The globals of the modules that the user's traced code comes from."""
     files = {code.co_filename for code in codes if not code.co_filename.startswith((*_OURS, *_INSTALLED))}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [vars(module) for module in modules if str(vars(module).get("__file__")) in files]

@@ -54,14 +54,14 @@ class LearningRates:
 
 
 class GroupNumbers:
-    """All that parameter groups hold besides parameters and learning rates: a change of it makes a new graph."""
+    """All contents of parameter groups besides parameters and learning rates: a change of one makes a new graph."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.look_again()
 
     def look_again(self) -> None:
-        """Take note of the groups anew: a number may have become something else, or a name may have come."""
+        """Reads the groups anew, in which a number may have changed its type, or a name may have been added."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
@@ -89,13 +89,13 @@ def _is_plain(value: object) -> bool:
 
 
 def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
-    """All but the learning rate, unless that is a tensor, which the graph is bound to."""
+    """The group without its learning rate, unless that is a tensor, which the graph is bound to."""
     rate = found[0]
     return (*found[2:], id(rate)) if isinstance(rate, Tensor) else found[2:]
 
 
 def _hashable(value: object) -> object:
-    """``value`` with containers as they are now; a tensor is an input of the graph, and stands for itself."""
+    """``value`` with copies of its containers; a tensor is an input of the graph, and is kept."""
     if isinstance(value, Tensor):
         return Tensor, id(value)
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _hashable(value: object) -> object:
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-    """Whether the optimizers have stepped on all these parameters, so that whatever state they keep exists."""
+    """True if the optimizers have stepped on all these parameters, so that all the state they keep exists."""
     wanted = set(map(id, parameters))
     return all(
         parameter in optimizer.state or _keeps_nothing(optimizer, group)
@@ -210,7 +210,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _said(error: Exception) -> str:
-    """The error of the optimizer's own code; what PyTorch's tracer did tells a user nothing."""
+    """The error of the optimizer's own code, without PyTorch's tracer, which tells a user nothing."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -253,14 +253,14 @@ def _swapped(
 
 
 class _StandIns:
-    """Copies of containers in which traced tensors stand for the optimizer's; what is held twice is copied once."""
+    """Copies of containers in which traced tensors replace the optimizer's; a shared container is copied once."""
 
     def __init__(self, traced: Mapping[int, Tensor], known: Sequence[object], instead: Sequence[object]) -> None:
         self._traced = traced
         self._copies: dict[int, object] = {id(old): new for old, new in zip(known, instead, strict=True)}
 
     def of(self, value: object) -> Any:
-        """``value`` with stand-ins."""
+        """``value`` with tensors replaced."""
         if isinstance(value, Tensor):
             return self._traced.get(id(value), value)
         if type(value) not in (dict, list, tuple, set):
@@ -314,7 +314,7 @@ def _state_of(optimizer: Optimizer, known: Collection[int]) -> list[dict[str, ob
 
 
 def _frozen(value: object, known: Collection[int]) -> object:
-    """The comparable part of ``value``, whoever changes that meanwhile; ``known`` tensors may change in place."""
+    """A comparable copy of ``value``, safe from later changes; ``known`` tensors may change in place."""
     if isinstance(value, Tensor):
         return id(value), None if id(value) in known else value._version
     if isinstance(value, Mapping):

@@ -52,7 +52,7 @@ class Copier:
         self._targets = targets
         self._terminal = terminal
         self._open = set(targets)  # sources that have not ended
-        self._unread: set[int] = set()  # targets whose reader is gone (`| head`): the log goes on
+        self._unread: set[int] = set()  # targets without a reader (`| head`): the log goes on
         self._shown = True
         self._log_lost = False
         self._mid_line = False

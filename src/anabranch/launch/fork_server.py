@@ -115,7 +115,7 @@ def _serve(channel: socket.socket) -> ForkedProcess:
 
 def _fork_again(role: ForkedProcess) -> bool:
     try:
-        return os.fork() == 0  # of a fork that has one thread and ends at once, so that the role is no child of ours
+        return os.fork() == 0  # of a fork that has one thread and ends at once, so that the role is not our child
     except OSError as error:
         role.refuse(str(error))
         return False

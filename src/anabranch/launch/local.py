@@ -102,7 +102,7 @@ def launch(
         checkpoint_seconds: how often a parameter server writes a checkpoint, if ``durability`` keeps any.
 
     Raises:
-        ValueError: a number of processes that cannot be, no such script, or a host that is no address of this machine.
+        ValueError: an invalid number of processes, a missing script, or a host that is not an address of this machine.
     """
     if workers < 1:
         raise ValueError(f"a job has at least 1 worker, got workers={workers}")

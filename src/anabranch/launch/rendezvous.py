@@ -54,7 +54,7 @@ class Rendezvous:
         self._theirs.close()
         self._channel.settimeout(_START_SECONDS)
         keys = None if self._keys is None else str(self._keys)
-        with self._listening, suppress(OSError):  # it died: whoever watches it says so
+        with self._listening, suppress(OSError):  # it died: its watcher reports it
             send(self._channel, {"directory": self._directory, "keys": keys}, [self._listening.fileno()])
 
     def wait_until_ready(self) -> None:

@@ -1,6 +1,6 @@
-"""Tables larger than a worker, kept in rows that are read and updated by id.
+"""Tables larger than a worker's memory, kept in rows that are read and updated by id.
 
-Not a key-value store and no database: rows are numbers, and what changes them is an optimizer's step. Open
+Neither a key-value store nor a database: rows are numbers, changed by an optimizer's steps. Open
 ``row_table.py`` first: a table is a vocabulary (which row has this id), a storage and an optimizer's rule, and the
 kernels that work on them, compiled (``_compiled.py``) beside their plain forms (``_plain.py``).
 """

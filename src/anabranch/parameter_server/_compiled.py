@@ -5,7 +5,7 @@ Conventions that all of them share:
 - *Storage is flat.* Row ``r`` is ``storage[r * stride:(r + 1) * stride]``: the weights, then each state, so a row and
   its state are neighbours in memory. bfloat16 is stored as ``uint16``, which Numba knows; arithmetic on it is float32.
 - *Offsets are unsigned*, so that no index is tested for "counts from the end" and loops vectorise. Rows are checked
-  against the table before they come here: nothing below looks for a bad one.
+  against the table by the caller: nothing below checks them again.
 - *Ranges.* ``first`` and ``last`` are the part of the work that this thread does; parts never write the same row.
 - *Arithmetic is that of torch's fused optimizers, bit for bit*: where their compiled form multiplies and adds in one
   rounding, ``fma`` stands here, and a plain expression where it does not.
@@ -80,7 +80,7 @@ def _float_to_bits(typing: Any, value: Any) -> Any:
 
 @_instruction
 def _prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Asks the memory for the line that holds ``array[index]``."""
+    """Prefetches the cache line that holds ``array[index]``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -98,11 +98,11 @@ def _prefetch(typing: Any, array: Any, index: Any) -> Any:
 
 
 def load(storage: Any, index: Any) -> Any:
-    """The number at ``index``: bfloat16 widened to float32, others as they are."""
+    """The number at ``index``: bfloat16 widened to float32, others unchanged."""
 
 
 def store(storage: Any, index: Any, value: Any) -> None:
-    """Puts a number at ``index``: float32 rounded to bfloat16, half to even."""
+    """Stores a number at ``index``: float32 rounded to bfloat16, half to even."""
 
 
 @_overload(load)
@@ -165,7 +165,7 @@ def _coarse(storage: Any, value: Any) -> Any:
 
 @_kernel
 def first_outside(ids: Any, rows: int) -> int:
-    """The position of the first id that is no row of ``rows``, -1 if all are."""
+    """The position of the first id outside ``range(rows)``, -1 without any."""
     for i in range(ids.size):
         if ids[i] < 0 or ids[i] >= rows:
             return i
@@ -182,7 +182,7 @@ def _mix(x: Any) -> Any:
 
 @_kernel
 def merge(rows: Any, buckets: Any, unique: Any, inverse: Any) -> int:
-    """Numbers the distinct rows in the order they first come; returns how many there are.
+    """Numbers the distinct rows in the order in which they first appear; returns their count.
 
     ``buckets`` is scratch, a power of two above ``2 * rows.size``, of any content.
     """
@@ -224,9 +224,9 @@ def _feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
 
 @_kernel
 def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> None:
-    """Where a keyed permutation of ``range(rows)`` puts each id; or, not ``forward``, which id it puts there.
+    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place.
 
-    The bijection is of the next power of four; a value outside the range walks on along its cycle until it is inside.
+    The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
     """
     bits, mask, end = U(half), (U(1) << U(half)) - U(1), U(rows)
     for i in range(ids.size):
@@ -254,7 +254,7 @@ def gather(storage: Any, stride: int, width: int, rows: Any, out: Any, out_strid
 
 @_kernel
 def first_behind(stamps: Any, rows: Any, needed: int) -> int:
-    """The position of the first row whose stamp is below ``needed``, -1 if there is none; rows of -1 have no stamp."""
+    """The position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no stamp."""
     for i in range(rows.size):
         if i + _PREFETCH < rows.size and rows[i + _PREFETCH] >= 0:
             _prefetch(stamps, U(rows[i + _PREFETCH]))
@@ -404,7 +404,7 @@ def initialise(
     first: int,
     last: int,
 ) -> None:
-    """Gives each row the first values that its id has: 0 ``low``, 1 uniform in [low, high), 2 normal(low, high).
+    """Gives each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high).
 
     The numbers depend on ``(key, id, column)`` only. The rest of the row, its states, becomes ``state``.
     """
@@ -559,7 +559,7 @@ def _row(adam: bool, storage: Any, base: Any, wide: Any, stateful: bool, zeros: 
 
 @_inline
 def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: int) -> bool:
-    """Whether no move after step ``now`` can change a weight, given that none from ``quiet_since`` on has.
+    """True if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
 
     A move at ``quiet_since`` was at most half a unit in the last place of its weight. Without a gradient a move shrinks
     by momentum (Adam: by beta1 / sqrt(beta2)) a step, times what the schedule does; decoupled decay shrinks the weight
@@ -586,7 +586,7 @@ def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: in
 
 @_inline
 def _decay_moments(adam: bool, storage: Any, base: Any, wide: Any, c: Any) -> bool:
-    """A step whose move is too small to change a weight: decoupled decay, and the moments. Did a moment change?"""
+    """A step whose move is too small to change a weight: decoupled decay, and the moments. True if a moment changed."""
     moved = False
     if adam:
         share, beta2, keep = number(storage, c[2]), number(storage, c[3]), number(storage, c[7])
@@ -626,10 +626,10 @@ def replay(
 ) -> None:
     """Moves each distinct row through the steps ``history[since[i]:]``, in none of which it had a gradient.
 
-    Each missed step is run with its own constants. Once ``_QUIET`` steps in a row have left the weights alone, and
+    Each missed step is run with its own constants. Once ``_QUIET`` steps in a row have left the weights unchanged, and
     no later one can move them either, only moments and decoupled decay go on: the rest would change no bit.
-    ``steady`` says that there is no such decay and that the moments' constants never change: then it ends where a step
-    leaves the moments alone too.
+    ``steady`` means no such decay and moments' constants that never change: then it stops once a step leaves the
+    moments unchanged too.
     """
     wide, step = U(width), U(stride)
     until = len(history)

@@ -1,8 +1,8 @@
 """Kernels that work on the caches of several tables in one call: what ``CacheGroup`` runs, compiled.
 
-``held`` is all that the caches hold, an array of ``[tables, ...]`` of each kind. ``members`` names the tables that a
-call is about, and ``starts`` says which of its ids are whose: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
-What each kernel does to one table is what the method of that name of ``RowCache`` does, which is its oracle.
+``held`` has all contents of the caches, an array of ``[tables, ...]`` of each kind. ``members`` names the tables of a
+call, and ``starts`` splits its ids by table: those of ``members[k]`` are ``starts[k]:starts[k + 1]``.
+Each kernel does to one table what the method of that name of ``RowCache`` does, which is its oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AHEAD = 12  # ids
 
 
 class Held(NamedTuple):
-    """The index of each table, then what lies in its slots; ``RowCache`` says what they mean."""
+    """The index of each table, then the contents of its slots; ``RowCache`` describes them."""
 
     keys: Any
     slots: Any
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Room for what goes to the servers; ``starts`` as of the ids."""
+    """Room for gradients that go to the servers; ``starts`` as of the ids."""
 
     ids: Any
     grads: Any
@@ -55,7 +55,7 @@ class Due(NamedTuple):
 
 @_inline
 def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
-    """Moves what waits in a slot to ``due``."""
+    """Moves the gradient that waits in a slot to ``due``."""
     total = np.float32(0)
     for j in range(U(width)):
         value = held.waiting[t, U(slot), j]
@@ -74,7 +74,7 @@ def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int)
 def _use(
     held: Any, t: int, ids: Any, step: int, by_frequency: bool, settled: int, width: int, out: Any, due: Any, at: int
 ) -> int:
-    """``RowCache._use`` of one table; returns how much is in ``due`` then."""
+    """``RowCache._use`` of one table; returns the number of gradients in ``due`` afterwards."""
     everyone = np.ones(ids.size, np.bool_)
     reused, left = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     filled, size, taken = use(
@@ -107,7 +107,7 @@ def ahead(
     asked: Any,
     ask_starts: Any,
 ) -> None:
-    """Which ids of the next step to ask about, as ``ask`` says it; ``waits`` says whether own gradients do."""
+    """Choose ids of the next step to ask about, in the form of ``ask``; ``waits``: own gradients are held back."""
     count = 0
     others, known = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -162,7 +162,7 @@ def ask(
     out: Any,
     leaving: Any,
 ) -> None:
-    """The first half of ``read``: uses the ids, puts what is here into ``out``, and says what to ask about.
+    """The first half of ``read``: uses the ids, copies cached rows into ``out``, and chooses the ids to ask about.
 
     ``found`` takes each id's slot, ``known`` its version; ``asks`` the places of the ids to ask about, those that come
     with their state first, ``asked`` the versions to ask with.
@@ -224,10 +224,10 @@ def answer(
     out: Any,
     dirty: Any,
 ) -> int:
-    """The second half of ``read``: takes in the rows that ``came``; what comes again is as it was.
+    """The second half of ``read``: takes in the rows that ``came``; a state that is cached already is kept.
 
-    ``dirty`` takes table, slot and place of rows whose own gradients still wait here, to be applied again; returns how
-    many there are.
+    ``dirty`` takes table, slot and place of rows whose own gradients still wait here, to be applied again; returns
+    their number.
     """
     again = 0
     changed = np.zeros(asks.size, np.bool_)
@@ -290,7 +290,7 @@ def admit(
 
 @_kernel
 def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """``ids`` were pushed since what is taken in was asked for."""
+    """Marks ``ids`` as pushed since the rows now taken in were asked for."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
@@ -316,7 +316,7 @@ def take_in(
     came: Any,
     dirty: Any,
 ) -> int:
-    """``RowCache.take_in`` of ids that were admitted; ``dirty`` and what is returned are as ``answer`` has them."""
+    """``RowCache.take_in`` of ids that were admitted; ``dirty`` and the result are as in ``answer``."""
     again = 0
     for k in range(members.size):
         t, p = U(members[k]), came_starts[k]
@@ -362,7 +362,7 @@ def take_in(
 
 @_kernel
 def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """``write`` without a ``push_bound``: rows here are asked about when they are next read."""
+    """``write`` without a ``push_bound``: cached rows are asked about when they are next read."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
@@ -375,7 +375,7 @@ def pass_on(held: Any, members: Any, ids: Any, starts: Any) -> None:
 
 @_kernel
 def count_due(due_at: Any, members: Any, limit: int) -> int:
-    """How many rows wait that are due by the step ``limit``."""
+    """Count the waiting rows that are due by the step ``limit``."""
     count = 0
     for k in range(members.size):
         due = due_at[U(members[k])]
@@ -412,7 +412,7 @@ def write(
     constants: Any,
     due: Any,
 ) -> None:
-    """Moves the rows here by their gradients, which wait; ``due`` takes those of other rows and those that are due.
+    """Moves the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 
     ``kind`` is as ``step_all`` has it. Of row-wise Adagrad a row's last number is its sum.
     """

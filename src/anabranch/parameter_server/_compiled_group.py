@@ -1,8 +1,8 @@
 """Kernels that work on several tables in one call: what ``TableGroup`` runs, compiled.
 
-Each table's memory comes as its address, so that tables stay where they are, whoever works on several of them. They
-share what a kernel is made for: the numbers a row, their type and the rule. ``starts`` says which lookups are whose:
-those of table ``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread does.
+Each table's memory comes as its address, so tables need not be moved to be grouped. They share the facts that a kernel
+is compiled for: the numbers a row, their type and the rule. ``starts`` splits the lookups by table: those of table
+``t`` are ``starts[t]:starts[t + 1]``. ``first`` and ``last`` are the tables that this thread processes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def locate_all(
     first: int,
     last: int,
 ) -> int:
-    """The row of each id, as ``Placement`` places them; returns the first lookup whose id is no row here, or -1."""
+    """The row of each id, as ``Placement`` places them; returns the first lookup whose id has no row here, or -1."""
     many, mine = U(shards), U(shard)
     for t in range(first, last):
         limit = limits[t]
@@ -88,7 +88,7 @@ def locate_all(
 def distinct_all(ids: Any, starts: Any, limits: Any, out: Any, out_starts: Any, inverse: Any, whole: Any) -> None:
     """The distinct ids of each table, ascending, and the place of each of ``ids`` among them.
 
-    Ids outside ``range(limits[t])`` are left out, their place is -1, and ``whole[t]`` says that there are none.
+    Ids outside ``range(limits[t])`` are left out with place -1; ``whole[t]`` is true if a table has none such.
     """
     most = 0
     for t in range(limits.size):
@@ -149,7 +149,7 @@ def gather_all(
 ) -> None:
     """Copies each lookup's weights to ``out[out_at[t] + i * apart:]``, ``i`` counting the table's own lookups.
 
-    A table with a row whose stamp is below ``needed`` is marked in ``behind`` and left before its end. ``versions``
+    A table with a row whose stamp is below ``needed`` is marked in ``behind`` and abandoned. ``versions``
     takes each row's, unless it is empty.
     """
     wide, step = U(width), U(stride)
@@ -189,10 +189,10 @@ def changed_all(
     first: int,
     last: int,
 ) -> None:
-    """Whether each of a table's last ``since_starts[t + 1] - since_starts[t]`` rows has changed after ``since``.
+    """Mark which of a table's last ``since_starts[t + 1] - since_starts[t]`` rows have changed after ``since``.
 
-    Tables of which one row is below ``needed`` are marked in ``behind`` and left. ``steps`` has the step of those whose
-    rows all move in every one, else -1. ``counts`` takes how many have changed.
+    Tables with a row below ``needed`` are marked in ``behind`` and skipped. ``steps`` holds the step of a table whose
+    rows all move in every step, else -1. ``counts`` receives the number of changed rows.
     """
     for t in range(first, last):
         stamps = carray(_memory_at(stamps_at[t], rows), (sizes[t],))
@@ -234,9 +234,9 @@ def pick_all(
     first: int,
     last: int,
 ) -> None:
-    """Copies a table's first rows with their states, unless there is no room for any; then those that come without.
+    """Copies a table's first rows with their states, if there is room for any; then the rows without their state.
 
-    Those are all but the known ones, and of the known ones those that have ``changed``, whose ``places`` are said.
+    The latter are all unknown ones, and the known ones that have ``changed``, whose ``places`` are written.
     """
     wide, step = U(width), U(stride)
     for t in range(first, last):
@@ -283,9 +283,9 @@ def _chain(
     buckets: Any,
     scratch: Any,
 ) -> int:
-    """Chains the lookups of each distinct row in their order; returns how many there are, -1 if one is behind.
+    """Chains the lookups of each distinct row in their order; returns their count, -1 if a row is behind.
 
-    Rows and gradients are asked of the memory on the way, to be there when they are added up and moved.
+    Rows and gradients are prefetched on the way, for the sums and moves that follow.
 
     ``scratch``: of each lookup the next one of its row; of each distinct row its first and its last lookup.
     """
@@ -330,7 +330,7 @@ def _chain(
 
 
 def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
-    """Moves one row by the rule of this ``kind``; each is compiled apart, or none of them is fast."""
+    """Moves one row by the rule of this ``kind``; each kind is compiled separately, else none of them is fast."""
 
 
 @_overload(move)
@@ -356,7 +356,7 @@ def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, gr
 def foresee(
     kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
 ) -> None:
-    """What ``squares.foresee`` does to one row."""
+    """Do for one row what ``squares.foresee`` does."""
 
 
 @_inline
@@ -415,7 +415,7 @@ def _least(storage: Any) -> float:
 def _merged_squares(
     head: int, following: Any, begin: int, grads: Any, grads_at: int, apart: int, wide: Any, squares: Any
 ) -> float:
-    """What ``squares.merged_squares`` says of one row, whose lookups are chained from ``head`` on."""
+    """``squares.merged_squares`` of one row, whose lookups are chained from ``head`` on."""
     every = own = 0.0
     i = head
     while i >= 0:
@@ -457,7 +457,7 @@ def step_all(
 ) -> None:
     """One step of each table: a row's gradients are summed in the order of its lookups, the row moves and is stamped.
 
-    Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left as it is.
+    Gradients lie as ``gather_all`` has its output. A table with a row that is behind is marked and left unchanged.
     ``squares`` are those of each lookup, as ``squares.py`` describes them; none if every gradient is of one step.
     ``kind`` is a ``kind_of``, ``like`` has the storage's type, ``total`` is scratch of one row.
     """
@@ -512,7 +512,7 @@ def step_all(
 
 
 def kind_of(family: str, states: int) -> tuple[int, ...]:
-    """The ``kind`` by which ``step_all`` knows a rule: a tuple whose length says which, so that it is a type."""
+    """The ``kind`` that stands for a rule in ``step_all``: a tuple whose length identifies it, so that it is a type."""
     if family == "SGD":
         return (0,) * (2 if states else 1)
     return (0,) * {"Adagrad": 3, "RowWiseAdagrad": 4}.get(family, 5)

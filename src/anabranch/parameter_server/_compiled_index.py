@@ -1,7 +1,7 @@
-"""The index of a dynamic vocabulary, compiled: open addressing, and a heap that knows which row leaves next.
+"""The index of a dynamic vocabulary, compiled: open addressing, and a heap of the rows to evict next.
 
-``keys`` and ``slots`` are one hash table of a power of two: an id lies at the first free place from its mixed bits on,
-``slots`` says its row, or -1 where nothing lies. Any int64 is an id. Rows are handed out from 0 up; once they are all
+``keys`` and ``slots`` are one hash table of a power of two: an id lies at the first free place from its mixed bits on;
+``slots`` holds its row, or -1 in a free place. Any int64 is an id. Rows are handed out from 0 up; once they are all
 in use a new id takes the row of another.
 
 ``heap`` orders the rows by (uses or 0, last use, row), the least first. Keys only grow, so an entry is brought up to
@@ -21,7 +21,7 @@ _AHEAD = 12  # ids
 
 @_inline
 def _place(keys: Any, slots: Any, wanted: Any) -> Any:
-    """Where ``wanted`` lies, or would lie."""
+    """The place of ``wanted`` in the hash table, or the free place where it would go."""
     mask = U(keys.size - 1)
     at = _mix(U(wanted)) & mask
     while slots[at] >= 0 and keys[at] != wanted:
@@ -31,7 +31,7 @@ def _place(keys: Any, slots: Any, wanted: Any) -> Any:
 
 @_inline
 def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
-    """Asks the memory for where the id that is looked up a little later lies."""
+    """Prefetches the place of the id that is looked up a little later."""
     if i + _AHEAD < ids.size:
         at = _mix(U(ids[i + _AHEAD])) & U(keys.size - 1)
         _prefetch(keys, at)
@@ -40,7 +40,7 @@ def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
 
 @_kernel
 def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
-    """The row of each id, -1 for one that is not there."""
+    """The row of each id, -1 for one without a row."""
     for i in range(ids.size):
         _look_ahead(keys, slots, ids, i)
         out[i] = slots[_place(keys, slots, ids[i])]
@@ -57,7 +57,7 @@ def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
 
 @_inline
 def _remove(keys: Any, slots: Any, leaving: Any) -> None:
-    """Takes an id out and moves those that it had pushed on back, so that no search ends too early."""
+    """Removes an id and moves back those that it had pushed on, so that no search ends too early."""
     mask = U(keys.size - 1)
     hole = _place(keys, slots, leaving)
     at = hole
@@ -88,7 +88,7 @@ def _swap(heap: Any, a: Any, b: Any) -> None:
 
 @_inline
 def _sink(heap: Any, size: int) -> None:
-    """Moves the top down to where it belongs."""
+    """Sinks the top to its place."""
     first, second, third = heap[0, 0], heap[0, 1], heap[0, 2]
     at = 0
     while 2 * at + 1 < size:
@@ -154,11 +154,11 @@ def use(
     reused: Any,
     left: Any,
 ) -> tuple[int, int, int]:
-    """The row of each id in a training step; admits those that ``admitted`` says. A row is used at most once a step.
+    """The row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once a step.
 
-    Returns how many rows are filled, the size of the heap, and how many rows were taken from other ids: ``reused``
-    lists them, ``left`` whose they were. No row that this step has used is taken, nor one that ``settled`` steps have
-    used; without another, a new id is not admitted: its row is -1.
+    Returns the number of filled rows, the size of the heap, and the number of rows taken from other ids: ``reused``
+    lists them, ``left`` their former ids. No row that this step has used is taken, nor one used in ``settled`` steps;
+    without another, a new id is not admitted: its row is -1.
     """
     taken = 0
     for i in range(ids.size):
@@ -189,7 +189,7 @@ def use(
                 if heap[0, 0] != now or heap[0, 1] != last_use[top]:
                     heap[0, 0], heap[0, 1] = now, last_use[top]
                     _sink(heap, heap_size)
-                elif uses[top] >= settled:  # stays for good, so it need not be asked about again
+                elif uses[top] >= settled:  # stays for good, so it need not be checked again
                     heap_size = _drop_top(heap, heap_size)
                 elif last_use[top] == step:
                     if not by_frequency:  # the longest unused row is in use, so all are

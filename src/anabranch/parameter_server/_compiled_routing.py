@@ -1,6 +1,6 @@
-"""Kernels that find out where the ids of a message go: what ``routing.py`` runs, compiled.
+"""Kernels that route the ids of a message to shards: what ``routing.py`` runs, compiled.
 
-``starts`` says which ids are whose: those of table ``t`` are ``starts[t]:starts[t + 1]``.
+``starts`` splits the ids by table: those of table ``t`` are ``starts[t]:starts[t + 1]``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from anabranch.parameter_server._compiled import U, _feistel, _kernel, _mix
 
 @_kernel
 def owners(ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shards: int, out: Any) -> int:
-    """The shard of each id; returns the first that is no id of its table, or -1. A limit of -1 allows any."""
+    """The shard of each id; returns the position of the first id outside its table, or -1. A limit of -1 allows any."""
     many = U(shards)
     for t in range(limits.size):
         limit = limits[t]

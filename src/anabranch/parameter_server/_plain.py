@@ -1,4 +1,4 @@
-"""The table kernels in plain PyTorch and NumPy: what runs without Numba, and what ``_compiled`` is checked against.
+"""The table kernels in plain PyTorch and NumPy: used without Numba, and the reference for ``_compiled``.
 
 The update rules are torch's own fused optimizers, run on copies of the rows. Those copies are padded to whole vector
 registers, because torch's kernels treat the last few elements of a tensor in another way.
@@ -39,7 +39,7 @@ def _working(storage: Array) -> torch.dtype:
 
 
 def first_outside(ids: Array, rows: int) -> int:
-    """The position of the first id that is no row of ``rows``, -1 if all are."""
+    """The position of the first id outside ``range(rows)``, -1 without any."""
     bad = np.flatnonzero((ids < 0) | (ids >= rows))
     return int(bad[0]) if bad.size else -1
 
@@ -51,7 +51,7 @@ def _mix(x: Any) -> Any:
 
 
 def merge(rows: Array, buckets: Array, unique: Array, inverse: Array) -> int:
-    """Numbers the distinct rows in the order they first come; returns how many there are."""
+    """Numbers the distinct rows in the order in which they first appear; returns their count."""
     distinct, first, back = np.unique(rows, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     unique[: distinct.size] = distinct[order]
@@ -62,7 +62,7 @@ def merge(rows: Array, buckets: Array, unique: Array, inverse: Array) -> int:
 
 
 def place(ids: Array, rows: int, half: int, key: int, out: Array, forward: bool) -> None:
-    """Where a keyed permutation of ``range(rows)`` puts each id; or, not ``forward``, which id it puts there."""
+    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
     out[:] = ids
     pending = np.arange(ids.size)
     while pending.size:
@@ -100,7 +100,7 @@ def gather(
 
 
 def first_behind(stamps: Array, rows: Array, needed: int) -> int:
-    """The position of the first row whose stamp is below ``needed``, -1 if there is none; rows of -1 have no stamp."""
+    """The position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no stamp."""
     known = np.flatnonzero(rows >= 0)
     behind = known[stamps[rows[known]] < needed]
     return int(behind[0]) if behind.size else -1
@@ -220,7 +220,7 @@ def initialise(
     first: int,
     last: int,
 ) -> None:
-    """Gives each row the first values that its id has: 0 ``low``, 1 uniform in [low, high), 2 normal(low, high)."""
+    """Gives each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high)."""
     words = _mix(np.uint64(key) ^ _mix(ids[first:last].view(np.uint64) + _GOLDEN))
     columns = np.arange(1, width + 1, dtype=np.uint64) * _GOLDEN
     bits = _mix(words[:, None] + columns)

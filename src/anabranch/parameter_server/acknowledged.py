@@ -1,8 +1,8 @@
-"""``Acknowledged``: the numbered requests that a shard has done, by client, and how many pushes of each it holds.
+"""``Acknowledged``: the numbered requests that a shard has done, by client, and the number of pushes it holds of each.
 
-The requests are remembered so that one whose acknowledgement was lost with the process is answered when it comes again,
-not done again. A push has its place among its client's pushes on this shard, from 1, which its answer says; so a client
-whose latest place lies above what the shard holds knows exactly which of its pushes are gone.
+The requests are remembered so that a retry after the process died with the acknowledgement is answered, not done
+again. A push has its place among its client's pushes on this shard, from 1, which its answer carries; so a client
+whose latest place is above the shard's count knows exactly which of its pushes are lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Client:
 
 
 class Acknowledged:
-    """What was done, of the clients that were heard last.
+    """The last requests done for each client, and the number of its pushes; the client silent longest is forgotten.
 
     >>> done = Acknowledged()
     >>> client = b"c" * 16
@@ -57,7 +57,7 @@ class Acknowledged:
         return client.pushes if push else 0
 
     def take_back(self, identity: Identity) -> None:
-        """The request that was counted last was refused after all."""
+        """Forgets the request that was counted last, which was refused after all."""
         client = self._clients[identity[0]]
         sequence, place = client.done.pop()
         assert sequence == identity[1]
@@ -92,7 +92,7 @@ class Acknowledged:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Becomes what ``state`` gave; a checkpoint of before has no places, and no counts of pushes."""
+        """Loads what ``state`` gave; an old checkpoint has no places, and no counts of pushes."""
         done = cast(Mapping[bytes, Sequence[int]], state["done"])
         places = cast(Mapping[bytes, Sequence[int]], state.get("places", {}))
         pushes = cast(Mapping[bytes, int], state.get("pushes", {}))

@@ -1,4 +1,4 @@
-"""How a shard tells a directory that it is there: one in this process, or one that is served at an endpoint."""
+"""Announcing a shard to a directory, in this process or served at an endpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Announces", "ServedDirectory"]
 
 
 class Announces(Protocol):
-    """What a server needs of a directory."""
+    """The interface of a directory that a server needs."""
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Says that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Says that ``endpoint`` does not serve ``uids`` any more."""
 
 
 class ServedDirectory:
-    """The directory that an ``anabranch.DirectoryServer`` serves, as a shard speaks to it."""
+    """The directory behind an ``anabranch.DirectoryServer``, as a shard calls it."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class ServedDirectory:
         self._client = Client(role="parameters", keys=keys, insecure=insecure, transport=transport)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
-        """``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
+        """Announces that ``endpoint`` serves ``uids`` for the next ``ttl`` seconds."""
         self._tell("directory.announce", (list(uids), endpoint, ttl))
 
     def withdraw(self, uids: Iterable[str], endpoint: str) -> None:
-        """``endpoint`` does not serve ``uids`` any more."""
+        """Announces that ``endpoint`` does not serve ``uids`` any more."""
         self._tell("directory.withdraw", (list(uids), endpoint))
 
     def _tell(self, verb: str, what: object) -> None:

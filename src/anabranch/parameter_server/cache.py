@@ -1,4 +1,4 @@
-"""The worker's cache: rows that are used again and again stay here, a bounded number of steps behind the servers.
+"""The worker's cache: rows that are used again and again, kept a bounded number of steps behind the servers.
 
 ::
 
@@ -8,26 +8,26 @@
     write(ids, grads, step):  the row here moves at once (own writes are read); its gradient waits, and is pushed once
                               the first of it is push_bound steps old
 
-Own gradients can only move a row here whose optimizer's state is here, and most rows are used once and leave: a row
-comes without it. Its first gradient is pushed with the step; used again, it comes with its state, which from then on is
-moved here and comes no more.
+Own gradients can move a cached row only if its optimizer's state is cached too, but most rows are used once and then
+evicted: a row first comes without it. Its first gradient is pushed with the step; used again, it comes with its state,
+and from then on is moved here and not sent again.
 
-What the next step reads is asked about while this one goes on, as of the pushes before this step::
+Rows of the next step are asked about during this one, as of the pushes before this step::
 
     ahead(ids, step):  not here, soon too old, or used again and without its state ──> ask; gradients of the latter wait
     take_in(...):      as it was at ``step``, with the own gradients that wait; what was pushed since is left as it is,
                        and asked about when it is read, for own writes are read
 
 So that a row need not be asked about twice, or by a read that must wait for the answer, bounds of ``SPARE`` steps and
-more are used up but for one: a row is asked about ahead a step before it is too old, and gradients are pushed a step
+more keep one step in reserve: a row is asked about ahead a step before it is too old, and gradients are pushed a step
 before they have waited too long, unless an answer is on its way to which they must be added.
 
 An update of another worker waits there for at most push_bound steps, and is missed here for at most pull_bound: a read
 misses none older than their sum. Steps are the clock, not lookups, so a hot id ages no faster than others.
 
-What waits is added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would take the sum
-of 50 alike gradients for one of 2,500 times the square. So each row's sum goes with its *squares*: the sum of its
-gradients' squares, in squares of their sum.
+Waiting gradients are added up, and an optimizer that scales its steps by squared gradients (Adagrad, Adam) would square
+the sum of 50 equal gradients: 2,500 times one square instead of 50. So each row's sum goes with its *squares*: the sum
+of its gradients' squares, divided by the square of their sum.
 
 ``RowCache`` is the cache of one table in its simple form; ``cache_group.py`` does the same to many tables at once.
 """
@@ -54,14 +54,15 @@ SETTLED = 10  # steps of use after which LFUOpt keeps a row for good
 _LONG_AGO = -(1 << 40)
 _NEVER = 1 << 40
 Move = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""What own gradients do to rows here, until the servers' are known: ``(rows, gradients, squares) -> rows``."""
+"""A local estimate of a gradient's effect on cached rows, until the servers' rows are known:
+``(rows, gradients, squares) -> rows``."""
 Due = tuple[Tensor, Tensor, Tensor | None]
-"""What goes to the servers: ids, a gradient of each, and its squares (``None``: they are those of one step)."""
+"""Gradients for the servers: ids, a gradient of each, and its squares (``None`` for gradients of one step)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """How each table is cached on the workers.
+    """Configuration of the workers' cache of each table.
 
     >>> Cache(policy="LFU", capacity=10_000, pull_bound=5).pull_bound
     5
@@ -70,8 +71,8 @@ class Cache:
     ValueError: capacity=0 must be a number of rows, at least 1
 
     Attributes:
-        policy: who leaves: ``"LRU"`` the row unused longest, ``"LFU"`` the one used in the fewest steps; under
-            ``"LFUOpt"`` a row used in 10 steps stays for good, and once all have, no other comes in.
+        policy: the row to evict: ``"LRU"`` the one unused longest, ``"LFU"`` the one used in the fewest steps; under
+            ``"LFUOpt"`` a row used in 10 steps stays for good, and once all have, no further row is cached.
         capacity: rows, of each table.
         pull_bound: steps that a row may be behind the servers.
         push_bound: steps that own gradients may wait before they are pushed.
@@ -103,25 +104,25 @@ class Peer(Protocol):
     """The far side of one table."""
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the rows whose version is not the ``known`` one: positions among ``ids``, versions, rows.
+        """Positions among ``ids``, versions and rows, of the rows whose version differs from the ``known`` one.
 
         Those known as ``WITH_STATE`` come with their optimizer's state, if the cache needs it.
         """
 
     def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
-        """Gradients, at once."""
+        """Pushes gradients at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What a cache has done: rows.
+    """Counters of a cache, in rows.
 
     Attributes:
-        hits: read without a row coming over: checked lately, or asked about and unchanged.
+        hits: read without a transfer: checked lately, or asked about and unchanged.
         misses: read and pulled.
-        refreshed: of the misses, rows that were here and too old, and had changed.
-        evictions: rows that left for others.
-        pushed: gradients of rows that went to the servers.
+        refreshed: misses on rows that were cached but too old, and had changed.
+        evictions: rows evicted to make room.
+        pushed: gradients of rows sent to the servers.
     """
 
     hits: int
@@ -138,8 +139,8 @@ class RowCache:
         cache: policy, capacity and bounds.
         width, dtype: of a row.
         held: numbers a row as the peer sends them: with the optimizer's state, if ``move`` needs it; else ``width``.
-        peer: where rows come from and gradients go.
-        move: what own gradients do to rows here; required with a ``push_bound``. Without it a row that was pushed is
+        peer: the source of rows and the receiver of gradients.
+        move: the effect of own gradients on cached rows; required with a ``push_bound``. Without it a pushed row is
             asked about when it is next read, so that own writes are read.
     """
 
@@ -187,7 +188,7 @@ class RowCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, step: int, *, training: bool = True) -> Tensor:
-        """The rows of distinct ``ids`` at ``step``; evaluation asks about all, puts none in and counts as no use."""
+        """The rows of distinct ``ids`` at ``step``; evaluation asks about all, caches none and counts as no use."""
         slots = self._use(ids, step) if training else self._find(ids)
         here = slots >= 0
         at = slots.clamp(min=0)
@@ -195,14 +196,14 @@ class RowCache:
         held = known >= 0
         bound = self.cache.pull_bound if training else 0
         ask = torch.nonzero(~held | (step - self._checked.index_select(0, at) > bound))[:, 0]
-        out = self._rows.index_select(0, at)  # what is not fresh is written over
+        out = self._rows.index_select(0, at)  # rows that are not fresh are overwritten
         if len(ask):
             self._fetch(ids, slots, known, ask, out, step)
         self._hits += len(ids) - len(ask)
         return out if self.held == self._width else out[:, : self._width].contiguous()
 
     def stale(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Those of distinct ``ids`` that ``read`` would ask the peer about, and the versions known of them here."""
+        """The distinct ``ids`` that ``read`` would ask the peer about, and their cached versions."""
         slots = self._find(ids)
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
@@ -212,10 +213,10 @@ class RowCache:
         return ids[ask], asked
 
     def _asked(self, ask: Tensor, slots: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the rows to ask about, in order, those that come with their state first; and the versions to ask with.
+        """Of the rows to ask about, in order, those to come with their state first; and the versions to ask with.
 
         A row that is used again and has no state here comes with it. Rows with their state are answered first, so in
-        this order no positions need be said of rows that all come.
+        this order no positions need be sent of rows that all come.
         """
         known = known[ask]
         if self._stateless:
@@ -226,9 +227,9 @@ class RowCache:
         return ask[order], asked[order]
 
     def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Those of the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
+        """The distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
 
-        What this step will push is left out, for the answer would lack it. Evaluation asks for what is not here.
+        Rows that this step will push are left out: the answer would lack the push. Evaluation asks for missing rows.
         """
         slots = self._find(ids)
         at = slots.clamp(min=0)
@@ -259,9 +260,9 @@ class RowCache:
         rows: Tensor,
         step: int,
     ) -> None:
-        """Takes in what ``ahead`` asked about at ``step``: rows at ``positions`` of ``ids``; the others are unchanged.
+        """Takes in rows that ``ahead`` asked about at ``step``, at ``positions`` of ``ids``; the others are unchanged.
 
-        ``wanted`` are all ids of the next step: none of them leaves for what comes.
+        ``wanted`` are all ids of the next step: none of them is evicted to make room.
         """
         self._use(wanted, step + 1)
         slots = self._find(ids)
@@ -335,7 +336,7 @@ class RowCache:
         self._refreshed += int((known[came] >= 0).sum())
 
     def _with_states(self, rows: Tensor, cached: Tensor, into: Tensor, asked: Tensor) -> Tensor:
-        """Rows as they came, with the states that are here already."""
+        """The received rows, with the states that are cached already."""
         here = (asked >= 0) & self._stated[into]
         self._stated[into] = here | (asked == WITH_STATE)
         rows = rows.clone()
@@ -343,7 +344,7 @@ class RowCache:
         return rows
 
     def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
-        """Rows as they came, with the gradients that still wait here applied again."""
+        """The received rows, with the gradients that still wait here applied again."""
         assert self._move is not None
         dirty = self._due_at[into] < _NEVER
         if not dirty.any():
@@ -359,7 +360,7 @@ class RowCache:
     def write(self, ids: Tensor, grads: Tensor, step: int) -> Due:
         """Takes the gradients of distinct ``ids`` at ``step``; returns those that are due at the peer.
 
-        What is returned counts as pushed.
+        The returned gradients count as pushed.
         """
         slots = self._find(ids)
         held = slots >= 0
@@ -395,11 +396,11 @@ class RowCache:
         return pushed, torch.cat([grads.index_select(0, rest), due_grads]), squares
 
     def nothing(self) -> tuple[Tensor, Tensor]:
-        """No ids and no gradients: what is written in a step that has none."""
+        """No ids and no gradients, for a step that writes none."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
 
     def waiting(self) -> Due:
-        """All that waits here, which counts as pushed: for saving and closing."""
+        """All gradients that wait here, which then count as pushed: for saving and closing."""
         taken = self._take(torch.nonzero(self._due_at < _NEVER)[:, 0])
         self._sent.append((self._clock, taken[0]))
         return taken
@@ -428,19 +429,19 @@ class RowCache:
             self._peer.push(ids, grads, squares)
 
     def drop(self) -> None:
-        """Forgets all rows; gradients that wait are lost, so take ``waiting`` first if they count."""
+        """Forgets all rows and the gradients that wait; take ``waiting`` first if they must not be lost."""
         self._begin()
 
     def statistics(self) -> CacheStatistics:
-        """Counts since it was made."""
+        """Counters since it was made."""
         return CacheStatistics(self._hits, self._misses, self._refreshed, self._evictions, self._pushed)
 
 
 def spare_of(cache: Cache) -> int:
-    """Of how many steps the bounds are kept free."""
+    """The number of steps kept in reserve of the bounds."""
     return int(cache.pull_bound >= SPARE and (cache.push_bound >= SPARE or not cache.push_bound))
 
 
 def _energies(grads: Tensor) -> Tensor:
-    """Of each row the sum of its squares."""
+    """Each row's sum of squares."""
     return grads.float().square().sum(1)

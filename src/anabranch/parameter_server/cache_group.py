@@ -1,10 +1,10 @@
-"""The caches of all of a worker's tables: one by one, or those that are alike in one call.
+"""The caches of all of a worker's tables: one by one, or tables of one kind in one call.
 
-A step's ids of all tables are known together, and a model has dozens of tables: what a call of a kernel costs beside
-the rows is the same for ten rows and ten thousand, and what a torch call costs beside them is paid a dozen times a
-table. ``CacheGroup`` keeps the rows of tables of one width, dtype and rule in arrays of their own and does to them in
-one compiled call what ``RowCache`` does to one table, bit for bit but for squares, whose sums are taken in another
-order. ``CachesOneByOne`` is the simple form: for whatever no group can have, and where Numba is not.
+A step's ids of all tables are known together, and a model has dozens of tables: a kernel's fixed cost is the same for
+ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times a table. ``CacheGroup`` keeps the rows
+of tables of one width, dtype and rule in arrays of its own and does to them in one compiled call what ``RowCache`` does
+to one table, bit for bit except for squares, whose sums are taken in another order. ``CachesOneByOne`` is the simple
+form: for tables that no group can have, and without Numba.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Ids = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a read must ask the servers about before it can be answered.
+    """The request to the servers that a read needs before it can be answered.
 
     Attributes:
-        ids: by table, those to ask about; a table of which nothing is asked may be left out.
-        known: by table, the version to ask with of each.
-        leaving: by table, gradients of rows that left, which go to the servers.
-        state: what ``answer`` needs to know.
+        ids: by table, the ids to ask about; tables without any may be missing.
+        known: by table, the cached version of each id.
+        leaving: by table, gradients of evicted rows, which go to the servers.
+        state: private data for ``answer``.
     """
 
     ids: dict[str, Tensor]
@@ -48,35 +48,35 @@ class Question:
 
 
 class Caches(Protocol):
-    """The caches of several tables; ``RowCache`` says what each method does to one."""
+    """The caches of several tables; ``RowCache`` describes each method for one."""
 
     def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        """The first half of ``read``: what to ask about. No other call comes between it and ``answer``."""
+        """The first half of ``read``: the request to make. No other call may come between it and ``answer``."""
 
     def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        """The second half: the rows of all that was wanted, and what has left meanwhile."""
+        """The second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
 
     def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        """What to ask about during ``step`` so that the next one, which wants these ids, need not."""
+        """The request to make during ``step`` so that the next one, which wants these ids, need not."""
 
     def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Takes in what ``ahead`` asked about, and says what left for it."""
+        """Takes in the rows that ``ahead`` asked about; returns the gradients evicted for them."""
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        """Takes the gradients of distinct ids; what is due at the servers."""
+        """Takes the gradients of distinct ids; returns those that are due at the servers."""
 
     def waiting(self) -> dict[str, Due]:
-        """All that waits, which counts as pushed."""
+        """All gradients that wait, which then count as pushed."""
 
     def drop(self) -> None:
-        """Forgets all."""
+        """Forgets all rows and gradients."""
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """Counts since each was made."""
+        """Counters since each was made."""
 
 
 class _Far:
-    """The far side of one ``RowCache``, which is asked before the cache asks."""
+    """The far side of one ``RowCache``, with rows fetched before the cache asks."""
 
     def __init__(self) -> None:
         self.answer: Pulled | None = None
@@ -90,7 +90,7 @@ class _Far:
         self.leaving.append((ids, grads, squares))
 
     def left(self) -> Due | None:
-        """What has left since the last call; there is no more than one, for every call takes it."""
+        """The gradients evicted since the last call; at most one set, because every call takes it."""
         parts, self.leaving = self.leaving, []
         assert len(parts) <= 1
         return parts[0] if parts else None
@@ -117,7 +117,7 @@ class CachesOneByOne:
         step: Callable[[], int],
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
-        """Another table. ``rule`` is its optimizer and ``step`` the step that own writes are moved in."""
+        """Adds a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
         held = rule().row_width(width) if self._cache.push_bound else width
         far = _Far()
 
@@ -187,7 +187,7 @@ class CachesOneByOne:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What ``CacheGroup.ask`` has found out."""
+    """The state that ``CacheGroup.ask`` hands to ``answer``."""
 
     names: list[str]
     members: Array
@@ -203,7 +203,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What ``CacheGroup.ahead`` has found out."""
+    """The state that ``CacheGroup.ahead`` hands to ``take_in``."""
 
     names: list[str]
     members: Array
@@ -319,7 +319,7 @@ class CacheGroup:
         return _parts(names, asked.rows, asked.starts, empty=True), {}
 
     def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
-        """Of all that came the positions, where each table's begin, the versions and the rows."""
+        """The received rows of all tables: their positions, where each table's begin, the versions and the rows."""
         came = [found.get(name) for name in names]
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
@@ -332,7 +332,7 @@ class CacheGroup:
         return positions, starts, versions, rows.numpy()
 
     def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
-        """Applies the gradients that still wait to rows that came; returns their places, and what they are now."""
+        """Applies the gradients that still wait to received rows; returns their places and new values."""
         tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
         at = tables * self._cache.capacity + slots
         rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
@@ -363,7 +363,7 @@ class CacheGroup:
         self._clock = step
         total = ask_starts[-1]
         some, known = ids.index_select(0, torch.from_numpy(asks[:total])), asked[:total]
-        if not training:  # which is no use of what is here
+        if not training:  # evaluation does not count as a use of cached rows
             ids, starts = some, ask_starts
         state = _Ahead(names, members, ids, starts, step, some, known, ask_starts)
         return Question(_parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state)
@@ -396,7 +396,7 @@ class CacheGroup:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        """Takes the gradients of distinct ids; what is due at the servers."""
+        """Takes the gradients of distinct ids; returns those that are due at the servers."""
         none = torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
         if self._cache.push_bound:
             given = {name: given.get(name, none) for name in self.names}
@@ -422,7 +422,7 @@ class CacheGroup:
         return self._left(names, members, room, step, empty=True)
 
     def waiting(self) -> dict[str, Due]:
-        """All that waits, which counts as pushed."""
+        """All gradients that wait, which then count as pushed."""
         if not self._cache.push_bound:
             return {}
         members = np.arange(len(self.names))
@@ -432,12 +432,12 @@ class CacheGroup:
         return self._left(self.names, members, room, self._clock)
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """Counts since it was made."""
+        """Counters since it was made."""
         return {
             name: CacheStatistics(*counts) for name, counts in zip(self.names, self._counters.tolist(), strict=True)
         }
 
-    # --- how tables lie side by side --------------------------------------------------------------------------------
+    # --- layout of tables in the arrays -----------------------------------------------------------------------------
 
     def _lookups(self, ids: Ids) -> tuple[list[str], Array, Array]:
         """The tables' names and numbers, and where the ids of each begin."""
@@ -457,7 +457,7 @@ class CacheGroup:
         )
 
     def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
-        """What goes to the servers with the push of ``step``."""
+        """The gradients that go to the servers with the push of ``step``, by table."""
         if room.starts[-1]:
             self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
         ids, grads, squares = (
@@ -468,7 +468,7 @@ class CacheGroup:
 
 
 def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:
-    """What is each table's of ``whole``; without the ``empty`` ones unless they are asked for."""
+    """Split ``whole`` by table; tables without rows are left out unless ``empty``."""
     parts = zip(names, torch.split(whole, np.diff(starts).tolist()), strict=True)
     return {name: part for name, part in parts if empty or len(part)}
 

@@ -1,11 +1,11 @@
-"""``ParameterClient``: tables and parameters as the shards hold them, by name and id.
+"""``ParameterClient``: tables and parameters on the shards, by name and id.
 
-A request that concerns several shards asks them all at once; what it asks of one is one message. Rows go where
-``Placement`` says, a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
-exactly once, so a connection that was lost is no reason to fail: the transport asks again until the deadline.
+A request that concerns several shards goes to all at once, in one message each. Rows are placed by
+``Placement``; a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
+exactly once, so a lost connection does not fail the call: the transport retries until the deadline.
 
-The file is long because it is the whole surface of the shards, call by call; how rows become messages is
-``row_messages.py``.
+The file is long because it is the whole interface to the shards, call by call; ``row_messages.py`` turns rows into
+messages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Worker:
     """A worker of a job, for a client whose reads and pushes are ordered with those of the other workers.
 
     Attributes:
-        rank, world: which of how many.
+        rank, world: the worker's number, and the number of workers.
         consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
     """
 
@@ -87,12 +87,12 @@ class Worker:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one client has asked about one table or parameter.
+    """Counters of one client's messages about one table or parameter.
 
     Attributes:
-        pulls, pushes: messages that read and moved it, those to several shards at once counted as one.
+        pulls, pushes: messages that read and changed it; one to several shards at once counts as one.
         bytes: of ids, versions, rows and gradients, both ways.
-        wait_seconds: that the caller waited for answers; a message about several is shared between them.
+        wait_seconds: time that the caller waited for answers; a message about several is shared between them.
     """
 
     pulls: int = 0
@@ -103,7 +103,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What the client knows of one name: a table with its placement, or a dense parameter."""
+    """The client's record of one name: a table with its placement, or a dense parameter."""
 
     placement: Placement | None
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class _Block:
 
 
 class ParameterClient:
-    """Reads and changes what the shards hold.
+    """Reads and changes tables and parameters on the shards.
 
     >>> with ParameterClient() as client:  # no servers in this job: a shard in this process
     ...     client.init("users", (1000, 2), kind="rows", init=1.0)
@@ -140,18 +140,18 @@ class ParameterClient:
     Args:
         endpoints: of all shards, in their order; by default those of the job, and without any a shard in this process.
         worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
-            once, and it reads what is there.
+            once, and it reads the present values.
         timeout: seconds that a call may take.
         watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
             started again is rejoined while there are retries and time.
-        compression: how rows and their gradients are rounded on the way: ``None`` not at all, ``"bfloat16"`` to half
-            their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids, versions, dense parameters and what is saved are
+        compression: rounding of rows and their gradients on the way: ``None`` for none, ``"bfloat16"`` to half
+            their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids, versions, dense parameters and checkpoints are
             exact.
 
     Attributes:
-        in_process: whether the one shard is in this process, and ends with this client.
-        made: the tables that this client has made, or has found to be there, and the optimizers it said they have.
+        in_process: true if the one shard is in this process, and ends with this client.
+        made: the tables that this client has made or found, and their optimizers.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
     id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
@@ -205,7 +205,7 @@ class ParameterClient:
 
     @property
     def shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self._endpoints)
 
     @property
@@ -215,12 +215,12 @@ class ParameterClient:
 
     @property
     def worker(self) -> Worker | None:
-        """Which worker of a job this is; ``None`` for a bare client."""
+        """This worker of a job; ``None`` for a bare client."""
         return self._worker
 
     @property
     def rank(self) -> int:
-        """The worker's rank; a bare client is alone, and 0."""
+        """The worker's rank; 0 for a bare client, which is alone."""
         return 0 if self._worker is None else self._worker.rank
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class ParameterClient:
         init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
         optimizer: OptimizerFactory = _SGD,
     ) -> None:
-        """Makes a dense parameter, or a table whose first dimension is its rows; one that is there stays as it is.
+        """Makes a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
 
         Args:
             name: letters, digits, ``_ - .``; never a path.
@@ -242,12 +242,12 @@ class ParameterClient:
             kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
             dtype: float32, float64 or bfloat16.
             init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
-                shards draw themselves and of which no worker ever holds the whole.
+                shards draw themselves, so that no worker ever holds the whole.
             optimizer: makes the optimizer of a parameter; the shards run it.
 
         Raises:
             SchemaError: there is one of that name and another shape, dtype or optimizer.
-            ValueError: an optimizer that shards cannot run, or a shape or dtype that cannot be.
+            ValueError: an optimizer that shards cannot run, or an invalid shape or dtype.
         """
         shape = tuple(shape)
         rule = RowOptimizer.from_factory(optimizer)
@@ -259,7 +259,7 @@ class ParameterClient:
             raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
-        """Makes the table that ``spec`` describes on every shard; one that is there stays as it is."""
+        """Makes the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         if self.in_process:
             compile_kernels(spec.dtype)
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
@@ -298,7 +298,7 @@ class ParameterClient:
             return
         if isinstance(kept, Tensor):
             kept = Kept(kept)
-        # Every row is up to date, so nobody will look at the steps before.
+        # Every row is up to date, so earlier steps will not be replayed.
         history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
         flat = kept.values.detach().reshape(len(kept.values), -1)
         row_wise = rule.family is Family.ROW_WISE_ADAGRAD
@@ -342,7 +342,7 @@ class ParameterClient:
         return Kept(values, [state.reshape(holding.shape) for state in states], step)
 
     def write_dense(self, name: str, kept: Kept, rule: RowOptimizer) -> None:
-        """Makes the dense parameter ``name`` as it was kept; one that is there is overwritten."""
+        """Makes the dense parameter ``name`` from its kept state; an existing one is overwritten."""
         self.init_dense(name, kept.values, rule)
         if kept.step:
             parts = [part.detach().cpu().contiguous() for part in (kept.values, *kept.states)]
@@ -350,18 +350,18 @@ class ParameterClient:
             self._call(self._home(name), "restore", message, parts, once=True)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        """Makes the dense parameter ``name`` with ``value`` on its shard; one that is there stays as it is."""
+        """Makes the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
         check_plain(value, f"the first value of {name}")
         message = pack(InitMessage(name, rule.to_dict()))
         self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
         self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
 
     def expect_dense(self, name: str, like: Tensor) -> None:
-        """Counts on a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        """Registers a dense parameter of the shape and dtype of ``like``, which another client makes."""
         self._hold(name, _Holding(None, like.dtype, tuple(like.shape)))
 
     def drop(self, names: Iterable[str] | None) -> None:
-        """Forgets those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
+        """Drops those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
         wanted = None if names is None else set(names)
         for shard, described in enumerate(self._describe()):
             held = [entry["spec"]["name"] for entry in described["tables"]]
@@ -431,14 +431,14 @@ class ParameterClient:
         """Rows of several tables, and dense parameters (no ids), in one message a shard.
 
         Args:
-            wanted: flat int64 ids by table; for a dense parameter none.
+            wanted: flat int64 ids by table; none for a dense parameter.
             training: admits ids to dynamic tables.
-            step: of the worker, whose turn is waited for; ``None`` reads what is there.
-            known: for each table the version that is held of each id, as ``Pulled`` had it, -1 for none; of those with
-                one only rows that have changed since come.
-            widths: rows said to be known as ``WITH_STATE`` come with their optimizer's state, and this is how many
-                numbers that is a row; the state of the others is left zero.
-            ahead: nobody waits for the answer yet.
+            step: the worker's step, whose turn is waited for; ``None`` reads the present values.
+            known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version comes
+                only if it has changed since.
+            widths: rows known as ``WITH_STATE`` come with their optimizer's state, and this is the number of
+                numbers of such a row; the state of the others is left zero.
+            ahead: true if no caller waits for the answer yet.
             exact: rows are not rounded on the way, whatever ``compression`` says.
         """
         for name, some in wanted.items():
@@ -479,7 +479,7 @@ class ParameterClient:
         return {name: found[name] for name in wanted}
 
     def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
-        """Those parameters of a message that lie on this shard."""
+        """The parameters of a message that lie on this shard."""
         mine = [name for name in layout.dense if self._home(name) == shard]
         return {name: Share(self._holdings[name].dtype, self._holdings[name].shape) for name in mine}
 
@@ -492,7 +492,7 @@ class ParameterClient:
             traffic.wait_seconds += waited
 
     def traffic(self) -> dict[str, Traffic]:
-        """What this client has asked so far, by table and parameter."""
+        """Counters of this client so far, by table and parameter."""
         with self._counting:
             return {name: replace(traffic) for name, traffic in self._traffic.items()}
 
@@ -513,14 +513,14 @@ class ParameterClient:
 
         Args:
             gradients: ids and a gradient for each by table; those of one id are added up.
-            rules: the optimizers with the numbers of this step; without, those that the shards have.
-            step: of the worker, whose push it is; ``None`` is applied at once.
-            weight: what this worker's gradients count beside the others': its rows, if they are means over them.
+            rules: the optimizers with the numbers of this step; by default those that the shards have.
+            step: the step of the worker's push; without one the push is applied at once.
+            weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
             mean: gradients are averaged by weight; else they are added up.
-            hold: what the workers' pushes come to waits until ``release``; under ``bsp`` only.
+            hold: the merged pushes wait until ``release``; under ``bsp`` only.
             squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
-            beside: of a worker, applied at once like a bare client's, but by the worker's share in the last step.
-            awaited: whether anybody waits for it, for the books.
+            beside: a worker's push, applied at once like a bare client's, but by the worker's share in the last step.
+            awaited: whether to count the wait in the statistics.
         """
         if hold and (self._worker is None or self._worker.consistency != "bsp"):
             raise ValueError(
@@ -557,7 +557,7 @@ class ParameterClient:
                 requests.append(self._request(shard, "push", pack(message), tensors, step=step))
                 if not all_finite(tensors):
                     refused.append(requests[-1])
-        # A shard that has no NaN of it would apply its part of what is refused as a whole, so it is not asked.
+        # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
         self._gather(refused or requests, deadline)
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
@@ -574,7 +574,7 @@ class ParameterClient:
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float) -> None:
-        """Applies what is held of ``step``, times ``scale``; all workers call it with the same one."""
+        """Applies the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
         rank, _ = self._turn(step)
         message = pack(ReleaseMessage(rank, step, scale))
         self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
@@ -582,7 +582,7 @@ class ParameterClient:
     # --- the job ----------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> None:
-        """Says which worker this is, and that its next push is that of ``step``."""
+        """Registers this worker with the shards; its next push is that of ``step``."""
         assert self._worker is not None
         worker = self._worker
         for ledger in self._ledgers.values():
@@ -594,13 +594,13 @@ class ParameterClient:
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
 
     def wait_for_turn(self, step: int) -> None:
-        """Returns once the job's consistency lets this worker read at ``step``: for a step that reads nothing here."""
+        """Waits until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
         message = pack(PullMessage([], False, 0, *self._turn(step)))
         request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
         self._in_turn([request], Deadline.after(self._timeout))
 
     def barrier(self) -> None:
-        """Returns once every worker of the job has called it as often; a bare client is alone."""
+        """Waits until every worker of the job has called it as often; a bare client does not wait."""
         if self._worker is None:
             return
         self._barriers += 1
@@ -608,7 +608,7 @@ class ParameterClient:
         self._in_turn([self._request(0, "barrier", pack(message))], Deadline.after(self._timeout))
 
     def statistics(self) -> list[ShardStatistics]:
-        """What each shard has done since it started."""
+        """Statistics of each shard since it started."""
         answers = self._all([self._request(shard, "statistics", once=False) for shard in range(self.shards)])
         return [unpack(answer.payload, ShardStatistics) for answer in answers]
 
@@ -623,9 +623,9 @@ class ParameterClient:
         checkpoint.write(path, groups, state, step=step)
 
     def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
-        """What ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
+        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
 
-        A group asks for its tensors when it is called: a dense parameter, or so many rows that they fit a worker.
+        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
         """
         wanted = None if names is None else set(names)
         tables: dict[str, dict[str, Any]] = {}
@@ -667,19 +667,19 @@ class ParameterClient:
         return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replaces all tables and parameters by those of a checkpoint, whatever number of shards wrote it."""
+        """Replaces all tables and parameters by those of a checkpoint, written by any number of shards."""
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)
 
     def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Puts back what ``collect`` gave."""
+        """Loads what ``collect`` gave, in place of everything on the shards."""
         if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
             raise CheckpointError("this checkpoint holds no tables and parameters of servers")
         self.drop(None)
         self.restore_some(state, groups)
 
     def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """As ``restore``, beside what else is there."""
+        """As ``restore``, but leaves other tables and parameters in place."""
         for entry in state["tables"]:
             self._restore_table(entry, groups)
         for entry in state["dense"]:
@@ -718,7 +718,7 @@ class ParameterClient:
         answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
         return [unpack(answer.payload, dict[str, Any]) for answer in answers]
 
-    # --- who holds what ---------------------------------------------------------------------------------------------
+    # --- names and placements ---------------------------------------------------------------------------------------
 
     def _holding(self, name: str, *, rows: bool = False) -> _Holding:
         if name not in self._holdings:
@@ -735,7 +735,7 @@ class ParameterClient:
         self._layouts.clear()
 
     def _layout(self, names: Iterable[str]) -> Layout:
-        """That of a message about ``names``."""
+        """The layout of a message about ``names``."""
         key = tuple(names)
         found = self._layouts.get(key)
         if found is None:
@@ -774,7 +774,7 @@ class ParameterClient:
             raise ValueError("a bare client has no steps; give ParameterClient a worker")
         return self._worker.rank, step
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def _request(
         self,
@@ -823,7 +823,7 @@ class ParameterClient:
         return answers
 
     def _told(self, request: Request, error: Exception) -> Exception:
-        """The error to raise; of a shard that holds less than it did, what it holds is taken note of."""
+        """The error to raise; if a shard has lost pushes, forget their places."""
         if isinstance(error, RolledBack):
             said = Standing.decode(request.schema)
             assert said is not None
@@ -834,9 +834,9 @@ class ParameterClient:
         return error
 
     def _in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
-        """As ``_gather``, for what may wait for other workers: looks in between whether they are still there.
+        """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
 
-        Each look costs the request anew, so they come at growing intervals: one that is slow in itself gets through.
+        Each check costs the request anew, so they come at growing intervals: a slow request gets through.
         """
         if self._watch is None:
             return self._gather(requests, deadline)
@@ -850,10 +850,10 @@ class ParameterClient:
         return self._gather(requests, deadline)
 
     def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
-        """What a call of this client on another thread has come to; looks meanwhile whether all workers are there.
+        """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
 
         Raises:
-            PeerLost: another worker is not.
+            PeerLost: another worker is gone.
             DeadlineExceeded: the call has overrun its own deadline.
         """
         deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
@@ -877,14 +877,14 @@ class ParameterClient:
 
 
 def _at_once(table: Mapping[str, Any]) -> int:
-    """How many rows of a table that a shard describes a checkpoint holds at once."""
+    """The number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
     spec = TableSpec.from_dict(table["spec"])
     row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
     return max(1, min(_CHUNK, _AT_ONCE // row))
 
 
 def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
-    """The blocks in their order, together as long as they are no more than ``rows`` rows."""
+    """The blocks in their order, joined as long as they have at most ``rows`` rows."""
     found: list[list[_Block]] = [[]]
     for block in blocks:
         if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:

@@ -28,7 +28,7 @@ class DenseParameter:
 
     Attributes:
         step: optimizer steps so far.
-        value: the tensor as it is now; a step replaces it and leaves the old one as a reader may still hold it.
+        value: the present tensor; a step replaces it and leaves the old one unchanged for readers that hold it.
     """
 
     def __init__(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
@@ -43,7 +43,7 @@ class DenseParameter:
             kind = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
         self.bounds = Bounds.of(rule, self.value, self.states)
-        """How large its numbers can be at most."""
+        """Upper bounds on the magnitude of its numbers."""
         self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
 
     def bounds_after(self, peak: float) -> Bounds:
@@ -51,7 +51,7 @@ class DenseParameter:
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
-        """Takes the bounds from the numbers themselves."""
+        """Sets the bounds from the numbers themselves."""
         self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     @property
@@ -71,7 +71,7 @@ class DenseParameter:
         """One optimizer step with ``grad``, of the parameter's shape.
 
         Raises:
-            SchemaError: another shape, or a dtype that is no float. Nothing is changed.
+            SchemaError: another shape, or a dtype that is not a float. Nothing is changed.
         """
         if grad.shape != self.value.shape or not grad.is_floating_point():
             raise SchemaError(
@@ -95,7 +95,7 @@ class DenseParameter:
         self.value = value
 
     def push_guarded(self, grad: Tensor) -> Callable[[], None]:
-        """``push``, unless it would make a number NaN or Inf; returns what takes it back.
+        """``push``, unless it would make a number NaN or Inf; returns a function that undoes it.
 
         Raises:
             NonFinite: it would; nothing was changed.
@@ -125,7 +125,7 @@ class DenseParameter:
         """Takes value and states from a checkpoint.
 
         Raises:
-            SchemaError: they are not as many, or not of the shapes and dtypes, that the optimizer keeps.
+            SchemaError: their number, shapes or dtypes differ from those that the optimizer keeps.
         """
         self.check_restored(tensors)
         self.value, *self.states = (tensor.clone() for tensor in tensors)

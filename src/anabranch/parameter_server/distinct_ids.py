@@ -1,6 +1,6 @@
-"""The distinct ids of a batch, of all tables at once: what a step reads, and where each lookup finds its row.
+"""The distinct ids of a batch, of all tables at once: the rows that a step reads, and each lookup's place among them.
 
-They are found once a batch: asking ahead, reading, and looking up all need them.
+Computed once for each batch: asking ahead, reading, and looking up all need them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Distinct:
 
     Attributes:
         given: all ids, flat.
-        ids: those of the table, each once, ascending.
-        inverse: where each of ``given`` is among them; ``None`` if some are not of the table.
+        ids: the valid ones, each once, ascending.
+        inverse: the index in ``ids`` of each of ``given``; ``None`` if some are outside the table.
     """
 
     given: Tensor
@@ -34,7 +34,7 @@ class Distinct:
     inverse: Tensor | None
 
     def is_of(self, ids: Tensor) -> bool:
-        """Whether ``ids`` are the given ones, in whatever form."""
+        """True if ``ids`` equal the given ones, whatever their shape, dtype and device."""
         return ids.numel() == len(self.given) and torch.equal(self.given, ids.detach().cpu().long().reshape(-1))
 
     def of(self, ids: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ class Distinct:
 def distinct_ids(
     wanted: Mapping[str, Tensor], rows: Mapping[str, int], kind: Literal["compiled", "plain"] | None = None
 ) -> dict[str, Distinct]:
-    """The distinct ids of each table, less those that it does not have.
+    """The distinct ids of each table, without those outside it.
 
     >>> found = distinct_ids({"users": torch.tensor([[7, 3], [7, 7]])}, {"users": 10})["users"]
     >>> found.ids, found.of(torch.tensor([[7, 3], [7, 7]]))
@@ -53,9 +53,9 @@ def distinct_ids(
             [1, 1]]))
 
     Args:
-        wanted: ids by table, of any form.
-        rows: how many rows each table has.
-        kind: compiled for all tables at once, or plain; by default compiled if Numba is there.
+        wanted: ids by table, of any shape.
+        rows: the number of rows of each table.
+        kind: compiled for all tables at once, or plain; by default compiled if Numba is installed.
     """
     flat = {name: ids.detach().cpu().long().reshape(-1) for name, ids in wanted.items()}
     if not flat or kind == "plain" or (kind is None and kernels() is kernels("plain")):
@@ -75,7 +75,7 @@ def distinct_ids(
 
 
 def unique_of(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each of ``ids`` once, ascending, and where each is among them."""
+    """Each of ``ids`` once, ascending, and the index of each among them."""
     found, inverse = torch.unique(ids.long(), return_inverse=True)
     return found, inverse
 

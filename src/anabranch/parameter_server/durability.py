@@ -1,16 +1,16 @@
-"""What a shard keeps on disk, so that one that was killed comes back: nothing, checkpoints, or every change.
+"""State of a shard on disk, from which it restarts after being killed: nothing, checkpoints, or every change.
 
 ::
 
-    start: own the directory, load the newest whole checkpoint, do its log and those after it again
+    start: own the directory, load the newest whole checkpoint, replay its log and those after it
     change: log (ordered under the shard's lock) ──> do ──> commit ──> acknowledge
-    checkpoint: begin log n+1 and copy the state under the lock; write and sync; forget the logs of the one before
+    checkpoint: begin log n+1 and copy the state under the lock; write and sync; delete the logs of the one before
 
-Under ``"checkpoint"`` the log holds what makes and drops tables, which is little, and none of their pushes: those since
-the last checkpoint are gone when the process is killed. How many, the shard knows by the count in the directory's
-``owner`` file, and each client is told of its own (``acknowledged.py``).
+Under ``"checkpoint"`` the log holds only the creation and removal of tables, which is little, and none of their pushes:
+those since the last checkpoint are lost when the process is killed. The shard knows their number from the count in the
+directory's ``owner`` file, and each client is told of its own (``acknowledged.py``).
 
-A table that lies in a file has no copy: it is written under the lock, a few rows at a time, and requests wait for that.
+A table in a file is not copied: it is written under the lock, a few rows at a time, and requests wait for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Durability", "Keeper"]
 Durability = Literal["none", "checkpoint", "log"]
 _log = logging.getLogger("anabranch.parameter_server")
 _NOBODY: Identity = (b"", 0)
-# What a shard cannot be asked for again by anybody who goes on pushing: logged under "checkpoint" too.
+# Changes that clients would not request again after a restart, but go on pushing: logged under "checkpoint" too.
 _ALWAYS_LOGGED = frozenset({"init", "join", "drop", "restore"})
 
 
@@ -52,12 +52,12 @@ _CHOICES = "put its files back from a copy, or start with --repair, which goes o
 
 
 class Keeper:
-    """Keeps one shard's state in a directory, which is its own until ``close``.
+    """Keeps one shard's state in a directory, which it owns until ``close``.
 
     Args:
         durability: ``"none"``, ``"checkpoint"`` or ``"log"``.
         directory: of this shard alone; required unless ``"none"``.
-        repair: goes on with what can be read of a damaged log or of lost checkpoints.
+        repair: use the readable part of a damaged log or of lost checkpoints.
 
     Raises:
         CheckpointError: another server has the directory.
@@ -87,14 +87,14 @@ class Keeper:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if there is a checkpoint, or none is to be kept."""
+        """True if there is a checkpoint, or none is kept."""
         return self._owner is None or self._owner.position.saved >= 0
 
     def start(self, shard: Shard) -> list[Identity]:
-        """Brings the shard to where it was; returns the requests that were done.
+        """Restores the shard's state; returns the requests that were done.
 
         Raises:
-            CheckpointError: what is there is damaged, and ``repair`` was not asked for.
+            CheckpointError: the files are damaged, and ``repair`` was not asked for.
         """
         self._shard = shard
         if self._directory is None or self._owner is None:
@@ -121,7 +121,7 @@ class Keeper:
         return list(self._done.identities())
 
     def _load(self, shard: Shard) -> Position | None:
-        """Takes the newest whole checkpoint; returns where the log goes on from it."""
+        """Loads the newest whole checkpoint; returns the log position after it."""
         assert self._directory is not None
         assert self._owner is not None
         saved = self._owner.position.saved
@@ -155,14 +155,14 @@ class Keeper:
         try:
             shard.replay(record.verb, record.payload, tensors)
         except (ValueError, TypeError, ArithmeticError) as error:
-            # It failed when it was asked for too, and was not acknowledged: no reason never to start again.
+            # The change failed at first too, and was not acknowledged: no reason to refuse to start.
             report("parameter_server.record_refused", verb=record.verb, error=str(error))
         else:
             self._count((record.epoch, record.sequence), record.verb)
 
     @contextmanager
     def asked_by(self, identity: Identity) -> Iterator[None]:
-        """What this thread journals in the block was asked for by ``identity``."""
+        """Attribute changes that this thread journals in the block to the request ``identity``."""
         self._asking.identity, self._asking.place = identity, 0
         try:
             yield
@@ -179,7 +179,7 @@ class Keeper:
         self._touched += 1
 
     def take_back(self) -> None:
-        """The change that was journaled last was refused when it was done; called under the shard's lock."""
+        """Forgets the change journaled last, which was refused when it was done; called under the shard's lock."""
         identity = getattr(self._asking, "identity", _NOBODY)
         if identity[0]:
             self._done.take_back(identity)
@@ -191,14 +191,14 @@ class Keeper:
             self._changes += 1
 
     def place(self, identity: Identity | None = None) -> int:
-        """The place of a push among those of its client, from 1: of the one that this thread has done last."""
+        """The place of ``identity``'s push among its client's, from 1; by default of the push this thread did last."""
         return cast(int, self._asking.place) if identity is None else self._done.place(identity)
 
     def check(self, standing: Standing) -> None:
         """Raises if the shard holds less than a client has been told.
 
         Raises:
-            RolledBack: so many of its pushes are gone, counted by their places.
+            RolledBack: some of its pushes are lost; gives their number.
         """
         holds = self._done.pushes(standing.epoch)
         lost = 0 if holds is None else max(standing.pushes - holds, 0)
@@ -211,7 +211,7 @@ class Keeper:
             )
 
     def commit(self, deadline: Deadline) -> None:
-        """Returns once every change journaled so far is durable, as far as the durability promises it."""
+        """Waits until every change journaled so far is durable, as far as the durability promises it."""
         if self._log is not None and self._owner is not None:
             self._log.commit(self._position, deadline)
             if self._durability == "checkpoint":
@@ -219,7 +219,7 @@ class Keeper:
                 self._owner.note(changes=self._changes)
 
     def checkpoint(self) -> None:
-        """Writes the shard as it is now, if it has changed since it was last written."""
+        """Writes the shard's present state, if it has changed since it was last written."""
         if self._log is None or self._owner is None or self._directory is None:
             return
         with self._checkpointing:
@@ -240,12 +240,12 @@ class Keeper:
             fault_point("durability.before_forgetting")
             self._saved_touched = touched
             self._owner.note(durable=True, saved=changes)
-            # Those of the checkpoint before stay, for that one is kept too: should this one be damaged, it goes on.
+            # Logs since the checkpoint before stay, because it is kept too, and used if this one is damaged.
             self._log.forget_before(self._forget_before)
             self._forget_before = at.file
 
     def _journal_pending(self) -> None:
-        """Pushes that wait for other workers' are in no snapshot; they come first in the new log."""
+        """Journals the pushes that wait for other workers', which no snapshot holds; they come first in the new log."""
         self._pending, touched = True, self._touched
         try:
             self._shard.journal_pending()
@@ -260,7 +260,7 @@ class Keeper:
         checkpoint.write(self._directory, groups, state, step=changes)
 
     def close(self) -> None:
-        """Closes the log, with all of it on the disk, and gives the directory up."""
+        """Syncs and closes the log, and gives the directory up."""
         try:
             if self._log is not None:
                 self._log.close()

@@ -1,9 +1,9 @@
 """A vocabulary in which any int64 is an id: rows are given to ids when training first uses them.
 
-Evaluation never admits: an id that is not there reads as the values that it would begin with. Where the table is full,
+Evaluation never admits: an unknown id reads as its first values. If the table is full,
 a new id takes the row that was unused longest, or used in the fewest steps; a row that the running step has used is
-never taken, and an id for which no row is left waits for another step. The same calls give the same rows on every
-machine, so a log can be replayed: an admission that is left to chance is drawn from the id and the step.
+never taken, and an id without a row waits for another step. The same calls give the same rows on every
+machine, so a log can be replayed: random admission is drawn from the id and the step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class DynamicVocabulary:
 
     @property
     def rows(self) -> int:
-        """How many rows have been handed out."""
+        """The number of rows handed out."""
         return self._index.rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """The row of each id, -1 for one that has none; and the rows that other ids have just lost."""
+        """The row of each id, -1 for one without; and the rows that other ids have just lost."""
         self._check_owner(ids)
         if not training:
             return self._index.find(ids), _NOTHING
@@ -81,12 +81,12 @@ class DynamicVocabulary:
         return np.arange(first, max(first, min(first + rows, self._index.rows)))
 
     def usage(self, rows: Ids) -> Ids:
-        """Of each row: in how many steps it was used, and in which last; ``[rows, 2]``."""
+        """For each row the number of steps that used it, and the last of them; ``[rows, 2]``."""
         _, uses, last_use = self._index.entries()
         return np.stack([uses[rows], last_use[rows]], axis=1)
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises what ``restore`` would."""
+        """Raises the errors that ``restore`` would raise."""
         self._check_owner(ids)
         self._index.check_new(ids)
 

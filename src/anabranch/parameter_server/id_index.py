@@ -1,6 +1,6 @@
-"""From ids to rows, in a bounded number of rows: who has one, who gets one, and whose it was.
+"""From ids to rows, in a bounded number of rows: lookup, allocation and eviction.
 
-What dynamic vocabularies and caches have in common. The compiled index is checked against the plain one, a dictionary.
+Shared by dynamic vocabularies and caches. The compiled index is checked against the plain one, a dictionary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class IdIndex(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows have been given."""
+        """The number of rows handed out."""
 
     def find(self, ids: Ids) -> Ids:
-        """The row of each id, -1 for one that has none."""
+        """The row of each id, -1 for one without."""
 
     def use(self, ids: Ids, admitted: Flags, step: int) -> tuple[Ids, Ids]:
-        """The row of each id that ``step`` uses, given to those that have none; and the rows taken from others."""
+        """The row of each id that ``step`` uses, given to ids without one; and the rows taken from other ids."""
 
     def entries(self) -> tuple[Ids, Ids, Ids]:
-        """Of each row, its id, in how many steps it was used, and in which last."""
+        """For each row its id, the number of steps that used it, and the last of them."""
 
     def check_new(self, ids: Ids) -> None:
         """Raises ``ValueError`` for ids that ``restore`` cannot give rows to."""

@@ -54,7 +54,7 @@ class Normal:
 
 
 Initial = Constant | Uniform | Normal
-"""How rows start."""
+"""The initial value of rows."""
 
 
 def _check_finite(kind: str, **numbers: float) -> None:
@@ -64,7 +64,7 @@ def _check_finite(kind: str, **numbers: float) -> None:
 
 
 def table_key(seed: int, name: str) -> int:
-    """64 bits for a table: other tables and other seeds get other numbers for the same id.
+    """64 bits for a table: another table or seed gives the same id other numbers.
 
     >>> table_key(0, "users") == table_key(0, "users"), table_key(0, "users") == table_key(1, "users")
     (True, False)

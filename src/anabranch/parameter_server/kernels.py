@@ -1,7 +1,7 @@
-"""Which kernels run: the compiled ones where Numba is installed, else the plain ones, said once.
+"""Selection of kernels: the compiled ones where Numba is installed, else the plain ones, reported once.
 
-Both are modules of the same functions; the compiled module's docstring has the conventions they share. ``Crew`` runs
-one of them on several threads of ours.
+Both are modules of the same functions; the compiled module's docstring has the conventions that they share. ``Crew``
+runs one of them on several threads of this package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALL = 1 << 15  # numbers below which waking a thread costs more than it bring
 
 
 class Kernels(Protocol):
-    """The functions that both kernel modules have; each is described where it is written."""
+    """The functions that both kernel modules have; each is described where it is defined."""
 
     first_outside: Callable[..., int]
     merge: Callable[..., int]
@@ -46,7 +46,7 @@ class Kernels(Protocol):
 
 
 def kernels(kind: Literal["compiled", "plain"] | None = None) -> Kernels:
-    """The kernels of that kind; by default the compiled ones if Numba is there.
+    """The kernels of that kind; by default the compiled ones if Numba is installed.
 
     >>> kernels("plain").first_outside(np.array([0, 4, 2]), 4)
     1
@@ -83,7 +83,7 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def as_rows(tensor: Tensor, width: int) -> tuple[NDArray[Any], int]:
-    """The memory under a CPU tensor of ``[..., width]``, and how far apart its rows begin; copied only if they must be.
+    """The memory under a CPU tensor of ``[..., width]``, and the distance between its rows; copied only if necessary.
 
     >>> memory, apart = as_rows(torch.zeros(3, 10)[:, 2:6], 4)
     >>> memory.size, apart
@@ -103,7 +103,7 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What arithmetic on rows of ``dtype`` is done in: bfloat16 in float32, others in their own."""
+    """The dtype of arithmetic on rows of ``dtype``: float32 for bfloat16, else the same."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -120,7 +120,7 @@ class Crew:
     process when two threads enter a kernel together, or after a fork.
 
     Args:
-        threads: how many threads work at most, the caller's among them; at least 1.
+        threads: the most threads that work, the caller's among them; at least 1.
     """
 
     def __init__(self, threads: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The bytes of a push log's files: how a record is framed, and what a reader can say of a file that does not read on.
+"""The bytes of a push log's files: the frame of a record, and a reader's diagnosis of a file that cannot be read on.
 
 ::
 
@@ -10,11 +10,11 @@
     +------------------------------------------------------------+
 
 Records are numbered over all files, and each frame holds the checksum of the one before (its *chain*), so that a record
-that is missing, repeated or of another log is found. The mark is there to be searched for: where a frame does not read,
-valid frames behind it tell damage from the tail of a write that a crash cut short.
+that is missing, repeated or of another log is found. The mark can be searched for: behind an unreadable frame,
+valid frames mean damage, and none mean the tail of a write that a crash cut short.
 
-Files written before had frames of length, checksum and body alone; they are read as they are. Their records are counted
-on, and the next file goes on from that count.
+Older files had frames of length, checksum and body alone; they are still read. Their records are counted, and the next
+file goes on from that count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARK = b"\xabrec"
 _FRAME = struct.Struct("<4sQQII")
 _OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
-# Of all that changes of a shard may come with; rounded rows are int8 with scales of uint8.
+# All dtypes that a shard's changes may carry; rounded rows are int8 with scales of uint8.
 _DTYPES = {
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
     "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
@@ -49,7 +49,7 @@ _DTYPES = {
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """One thing that was done: its verb, its message, and who asked for it under which number."""
+    """One change that was done: its verb, its message, and the client and number of the request."""
 
     verb: str
     payload: bytes
@@ -63,11 +63,11 @@ class Preamble:
     """The beginning of a log file.
 
     Attributes:
-        file: its number, which its name says as well.
+        file: its number, which is also in its name.
         first: the number of its first record, counted from 0 over all files.
-        chain: the checksum of the record before that; if there is none a random number, which names the log, and 0 if
+        chain: the checksum of the record before that; without one a random number, which names the log, and 0 if
             it was written without numbers.
-        epoch: of the server that wrote it, which counts the starts.
+        epoch: of the server that wrote it: the number of starts so far.
     """
 
     file: int
@@ -76,20 +76,20 @@ class Preamble:
     epoch: int
 
     def encode(self) -> bytes:
-        """Its bytes."""
+        """The preamble as bytes."""
         start = _PREAMBLE.pack(_MAGIC, self.file, self.first, self.chain, self.epoch, 0)[:-4]
         return start + zlib.crc32(start).to_bytes(4, "little")
 
     @classmethod
     def read(cls, path: Path) -> Preamble | None:
-        """That of the file at ``path``; ``None`` of a file that was written before there were any.
+        """The preamble of the file at ``path``; ``None`` for an older file, which has none.
 
         Raises:
             ValueError: the file is too short to have one, or it is damaged.
         """
         with path.open("rb") as file:
             start = file.read(_PREAMBLE.size)
-        # The file is of either kind; the old one begins with a length below 2^32, or is empty.
+        # The file is of either kind; an older one begins with a length below 2^32, or is empty.
         if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
             return None
         if len(start) < _PREAMBLE.size:
@@ -110,20 +110,20 @@ def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
 
 
 def frame_of(body: bytes, number: int, chain: int) -> tuple[bytes, int]:
-    """What stands before a body, and its checksum, which is the next one's chain."""
+    """The frame before a body, and its checksum, which is the next frame's chain."""
     start = _FRAME.pack(_MARK, len(body), number, chain, 0)[:-4]
     checksum = zlib.crc32(body, zlib.crc32(start))
     return start + checksum.to_bytes(4, "little"), checksum
 
 
 class Frames:
-    """The frames of one file, read in their order up to the end or to the first that does not read.
+    """The frames of one file, read in their order up to the end or to the first unreadable one.
 
     Attributes:
         at: the byte behind the last frame that was read.
         count: the number of the next record.
         chain: the checksum of the last record.
-        fault: what is wrong at ``at``; ``None`` at the end of the file.
+        fault: the damage found at ``at``; ``None`` at the end of the file.
     """
 
     def __init__(self, path: Path, preamble: Preamble | None, count: int, chain: int) -> None:
@@ -160,7 +160,7 @@ class Frames:
                 self.chain = 0 if self._old else checksum
 
     def _length(self, frame: bytes) -> tuple[int, int, int] | str:
-        """How long the body is, the checksum so far and the whole one; or what is wrong."""
+        """The body's length, the checksum so far and the expected one; or a description of the damage."""
         if len(frame) < _FRAME.size:
             return f"a record's frame ends after {len(frame)} bytes"
         mark, length, number, chain, checksum = _FRAME.unpack(frame)
@@ -185,14 +185,14 @@ class Frames:
         return length, 0, checksum
 
     def behind(self) -> int:
-        """How many whole records the rest of the file holds, behind the one that does not read."""
+        """The number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             return self._old_behind(memory) if self._old else _whole_frames(memory, self.at)
 
     def _old_behind(self, memory: mmap.mmap) -> int:
-        """Without marks only the length that the damaged frame names leads on."""
+        """Without marks only the length in the damaged frame leads to the next one."""
         found, at = 0, self.at
         while at + _OLD_FRAME.size <= len(memory):
             length, checksum = _OLD_FRAME.unpack_from(memory, at)
@@ -243,12 +243,12 @@ def log_path(directory: Path, number: int) -> Path:
 
 
 def log_numbers(directory: Path) -> list[int]:
-    """The numbers of the log files that are there, ascending."""
+    """The numbers of the log files in the directory, ascending."""
     return sorted(int(path.name[4:]) for path in directory.glob("log-*") if path.name[4:].isdigit())
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Writes all of ``data``, however little the file takes at once."""
+    """Writes all of ``data``, in as many calls as it takes."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]

@@ -1,19 +1,19 @@
-"""What workers and shards say to one another: the payload of each verb, beside the tensors.
+"""Messages between workers and shards: the payload of each verb, beside the tensors.
 
-A message speaks of several tables and parameters at once, so that what a step asks of a shard is one message. Their
-ids travel in one tensor, of int32 where every id of all its tables fits and else of int64, and their numbers as
-``packing.py`` has it, each part's one after the other, so the count of tensors never grows with the count of tables.
+A message covers several tables and parameters at once, so that all requests of a step to a shard are one message. Their
+ids travel in one tensor, of int32 where every id of all its tables fits and else of int64. Their numbers are laid out
+by ``packing.py``, one part after the other, so the number of tensors never grows with the number of tables.
 
-Ids of one part that differ in kind are ordered by it, and the part says how many there are of each, so nothing is said
-of an id that its kind does not need::
+Ids of one part that differ in kind are ordered by kind, and the part gives the number of each, so no id carries fields
+that its kind does not need::
 
     pull   with state │ not known │ known        ages of the known ones only
     push   of one step │ sums over several       squares of the sums only
 
-Whether a known row has changed is found by steps, not by versions of rows: rows are read as of the table's step, and
-whoever has them asks again with that step. A row has changed if its last step is later. Steps say nothing where a shard
-did not go on from where it was: one that was started anew, or that took rows or let tables go. It then has another
-``generation``, and under another than the asker's every known row has changed.
+A known row is found to have changed by steps, not by versions of rows: rows are read as of the table's step, and a
+client that holds them asks again with that step. A row has changed if its last step is later. Steps are not comparable
+where a shard did not continue from its earlier state: one that was started anew, or that loaded rows or dropped tables.
+It then has another ``generation``, and for a client with an older one every known row has changed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
     "check_kinds",
 ]
 
-WITH_STATE = -2  # said as known of a row: it comes whatever is known of it, and its optimizer's state with it
-OLDEST = (1 << 15) - 1  # steps; the age of a row is said in 16 bits
+WITH_STATE = -2  # as the known version of a row: it comes in any case, with its optimizer's state
+OLDEST = (1 << 15) - 1  # steps; the age of a row is sent in 16 bits
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -53,7 +53,7 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One table's or parameter's share of a push: how many ids it has (0 for a dense parameter), and its rule.
+    """One table's or parameter's share of a push: the number of its ids (0 for a dense parameter), and its rule.
 
     The last ``sums`` of the ids have gradients that are sums over several steps.
     """
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class PullPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One table's or parameter's share of a pull: how many ids it has (0 for a dense parameter).
+    """One table's or parameter's share of a pull: the number of its ids (0 for a dense parameter).
 
     The first ``stated`` of them come with their optimizer's state, as ``RowTable.pull_with_state`` gives it. The last
     ``known`` come only if they have changed since the table's step ``since``, less each one's age.
@@ -79,7 +79,7 @@ class PullPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class InitMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A table, by its ``TableSpec``; or a dense parameter, whose value is the message's one tensor."""
+    """Makes a table by its ``TableSpec``; or a dense parameter, whose value is the message's one tensor."""
 
     name: str
     rule: dict[str, float | str | bool]
@@ -87,13 +87,13 @@ class InitMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class DropMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A table or a parameter goes, so that a checkpoint's can take its place; ``""`` drops the job's steps too."""
+    """Drops a table or a parameter, so that a checkpoint's can take its place; ``""`` drops the job's steps too."""
 
     name: str
 
 
 class RestoreMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Rows or a parameter of a checkpoint, state and stamps included.
+    """Restores rows or a parameter of a checkpoint, state and stamps included.
 
     Tensors of a table: ids, values, stamps, sums, usage, history; of a parameter: its value and states.
     """
@@ -111,14 +111,14 @@ class ExportMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class NormMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Asks for the sum of squares of what the workers' held pushes of ``step`` come to on this shard."""
+    """Asks for the sum of squares of the merged held pushes of ``step`` on this shard."""
 
     rank: _Rank
     step: _Count
 
 
 class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The held pushes of ``step`` are applied, times ``scale``; the first worker's release does it."""
+    """Applies the held pushes of ``step``, times ``scale``; the first worker's release does it."""
 
     rank: _Rank
     step: _Count
@@ -126,7 +126,7 @@ class ReleaseMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker is at its ``number``-th barrier of ``world`` workers."""
+    """Announces a worker at its ``number``-th barrier of ``world`` workers."""
 
     rank: _Rank
     world: _World
@@ -134,7 +134,7 @@ class BarrierMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker of a job, and how the job's steps are ordered."""
+    """Registers a worker of a job, with the order of the job's steps."""
 
     rank: _Rank
     world: _World
@@ -145,8 +145,8 @@ class JoinMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Reads rows and parameters. Tensors: all ids; and, if any are known, the age of each that is, int16.
 
-    ``generation`` is the shard's that the known rows are of. ``rank`` is -1 for one who belongs to no job; others are
-    answered as of ``step``, as the job's consistency says.
+    ``generation`` is the shard's, as of the known rows. ``rank`` is -1 for a client without a job; others are
+    answered as of ``step``, by the job's consistency.
     """
 
     parts: list[PullPart]
@@ -157,12 +157,12 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def knows(self) -> int:
-        """How many ids are known."""
+        """The number of known ids."""
         return sum(part.known for part in self.parts)
 
 
 class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The shard's generation, and of each part the step as of which its rows are, and how many known ones have changed.
+    """The shard's generation, and of each part the step of its rows, and the number of known ones that have changed.
 
     Tensors: if any ids were known, the places of those that have changed among the known ones of their part, int32,
     ascending. Then numbers: of each part with any, the rows that come with their state; then of each part the rows that
@@ -177,9 +177,9 @@ class PullReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Gradients of one step. Tensors: all ids; if any are sums, the squares of those, bfloat16; then the numbers.
 
-    ``weight`` is what the worker's gradients count beside those of the others: its rows, if they are means over them.
-    A worker's push with ``step`` -1 lies beside the order of steps: it is done at once, by the worker's share in the
-    last one. With ``hold`` what the workers' gradients come to waits for a ``ReleaseMessage``.
+    ``weight`` is the weight of the worker's gradients among the workers': its rows, if they are means over them.
+    A worker's push with ``step`` -1 is outside the order of steps: it is done at once, by the worker's share in the
+    last one. With ``hold`` the merged gradients of the workers wait for a ``ReleaseMessage``.
     """
 
     parts: list[Part]
@@ -192,7 +192,7 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def sums(self) -> int:
-        """How many gradients are sums over several steps."""
+        """The number of gradients that are sums over several steps."""
         return sum(part.sums for part in self.parts)
 
 

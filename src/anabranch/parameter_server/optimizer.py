@@ -30,7 +30,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         lr_decay: the rate of step t is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: added to the gradient as ``weight_decay * weight``; refused with sparse gradients, as in
             ``torch.optim.Adagrad``.
-        initial_accumulator_value: what the sums start from, >= 0.
+        initial_accumulator_value: the first value of the sums, >= 0.
         eps: added to the root, >= 0.
         maximize: ascends instead.
 

@@ -1,4 +1,4 @@
-"""An optimizer's state as torch names it and as servers keep it, so that parameters move between the two in mid-run."""
+"""An optimizer's state in torch's form and in the servers', so that parameters move between the two during training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES: dict[Family, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A parameter's values with all that its optimizer keeps of it.
+    """A parameter's values with its optimizer's state.
 
     Attributes:
         values: of the whole parameter.
@@ -39,7 +39,7 @@ class Kept:
 
 
 def to_torch(rule: RowOptimizer, kept: Kept) -> dict[str, object]:
-    """What ``optimizer.state[parameter]`` would be.
+    """Convert to the form of ``optimizer.state[parameter]``.
 
     >>> rule = RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     >>> to_torch(rule, Kept(torch.zeros(2), [torch.ones(2)], 3))
@@ -56,7 +56,7 @@ def to_torch(rule: RowOptimizer, kept: Kept) -> dict[str, object]:
 
 
 def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> Kept:
-    """The inverse of ``to_torch``; an empty ``state`` is that of a parameter that no step has moved yet.
+    """The inverse of ``to_torch``; an empty ``state`` is that of a parameter without any step so far.
 
     Raises:
         ValueError: a state of another optimizer, or of another shape.

@@ -1,19 +1,19 @@
-"""Finite gradients whose update is not: how a push that would do it is found without a second look at every row.
+"""Finite gradients whose update overflows: detecting such a push without a second look at every row.
 
-Two gradients of 3e38 for one row are finite and their sum is not; three of -3e38 make a momentum of NaN. A push is
-refused for that only after rows have moved, so somebody must have kept what they were. Almost no push needs it:
+Two gradients of 3e38 for one row are finite and their sum is not; three of -3e38 make a momentum of NaN. Such a push
+is refused only after rows have moved, so their old values must have been kept. Almost no push needs it:
 
 ::
 
     a bound for the message's gradients, merged ──┐
     the rule and its numbers                    ──┼──> a bound for every number of the table after the step
     the table's bound before                    ──┘          │
-                                          below 1e37: the kernels run as they are, nothing is kept or looked at
-                                          else: rows are copied, moved, looked at, and put back if they overflow
+                                          below 1e37: the kernels run without keeping or checking anything
+                                          else: rows are copied, moved, checked, and put back if they overflow
 
-The first bound comes from one dot product, which takes the place of the search for NaN; the others are a few
+The first bound comes from one dot product, which replaces the search for NaN; the others are a few
 multiplications a table. With ordinary numbers it takes at least 10^5 steps to reach the limit, and mostly 10^30; then
-the table's numbers are looked at once, and the bound begins again from what they are.
+the table's numbers are scanned once, and the bound starts again from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_SHRUNK = 256.0  # squares.py may take all but 2^-16 off a square that is a
 
 
 class Bounds(NamedTuple):
-    """The largest that the numbers of a table or a parameter can be.
+    """Upper bounds on the magnitude of a table's or a parameter's numbers.
 
     >>> rule = RowOptimizer(Family.SGD, lr=0.5)
     >>> Bounds(1.0).after(rule, peak=4.0, width=2)
@@ -57,7 +57,7 @@ class Bounds(NamedTuple):
         return self.weights <= _LIMIT and self.first <= _LIMIT and self.sums <= _LIMIT
 
     def after(self, rule: RowOptimizer, peak: float, width: int) -> Bounds:
-        """Those after one step of ``rule`` with gradients, merged, of at most ``peak``, on all rows or any."""
+        """The bounds after one step of ``rule`` with merged gradients of at most ``peak``, on all rows or some."""
         decay, lr = abs(rule.weight_decay), abs(rule.lr)
         grad = peak if rule.family is Family.ADAMW else peak + decay * self.weights
         if rule.family is Family.SGD and not rule.momentum:
@@ -77,12 +77,12 @@ class Bounds(NamedTuple):
         return Bounds(self.weights * shrunk + move, first, max(self.sums, grad * grad))
 
     def joined(self, other: Bounds) -> Bounds:
-        """Those of numbers that are under one of both."""
+        """The larger bounds of both."""
         return Bounds(max(self.weights, other.weights), max(self.first, other.first), max(self.sums, other.sums))
 
     @classmethod
     def of(cls, rule: RowOptimizer, weights: Tensor, states: Sequence[Tensor]) -> Bounds:
-        """Those of numbers that are there; ``states`` in the order in which the rule keeps them."""
+        """The bounds of existing numbers; ``states`` in the order in which the rule keeps them."""
         found = [_largest(state) for state in states]
         if rule.beta2 and len(states) == 2 and not _is_of_one_history(rule, *states):
             return cls(math.inf)
@@ -93,7 +93,7 @@ class Bounds(NamedTuple):
 
 
 def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
-    """A bound for any sum of a row's gradients in a message; Inf or NaN if the numbers are not known to be finite.
+    """An upper bound for any sum of a row's gradients in a message; Inf or NaN if some number may not be finite.
 
     >>> round(peak_of([torch.tensor([3.0, -4.0])]), 6)
     7.071068
@@ -118,7 +118,7 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
 
 
 def _ratio(rule: RowOptimizer) -> float:
-    """The most that Adam's first moment can be of the root of its second, by the inequality of Cauchy and Schwarz."""
+    """The most that Adam's first moment can be in units of its second moment's root, by Cauchy and Schwarz."""
     shrinks = rule.beta1 * rule.beta1 / rule.beta2 if rule.beta2 else 1.0
     if shrinks >= 1:
         return math.inf
@@ -126,12 +126,12 @@ def _ratio(rule: RowOptimizer) -> float:
 
 
 def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> bool:
-    """Whether ``_ratio`` holds for moments that came from elsewhere; those below 1e-15 move nothing."""
+    """True if ``_ratio`` holds for loaded moments; first moments below 1e-15 are too small to matter."""
     return bool((first.abs().float() <= _ratio(rule) * second.float().clamp(min=0).sqrt() + 1e-15).all())
 
 
 def _largest(numbers: Tensor) -> float:
-    """The largest magnitude; NaN if any is. The least and the most are found far quicker than a norm."""
+    """The largest magnitude; NaN if any is NaN. Minimum and maximum are found far quicker than a norm."""
     if not numbers.numel():
         return 0.0
     least, most = torch.aminmax(numbers)

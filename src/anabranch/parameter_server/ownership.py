@@ -1,15 +1,15 @@
-"""``Ownership``: one server a directory, and what its files must hold at least.
+"""``Ownership``: one server for each directory, and a record of what its files must hold at least.
 
 ::
 
     the directory itself    locked with flock: the kernel lets go when the process dies, however it does
     owner                   epoch | log file, records, chain | checkpoint | changes | pid: two slots, in turn
 
-The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything, and one that
+The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything; a server that
 was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
-anything: it can no longer write. The *position* is what was durable when it was written, which it is after each sync of
-the log and without one of its own: it never says more than there is, and after the death of a process it says all of
-it. So a log that was cut, emptied or removed since is found.
+anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
+the log and without a sync of its own: it is never ahead of the log, and after the death of a process it is exact.
+So a log that was cut, emptied or removed since is detected.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Position:
 
     Attributes:
         file: the number of the newest log file; 0 without one.
-        records: how many records the log had that were durable, counted over all its files.
+        records: the number of durable records of the log, counted over all its files.
         chain: the checksum of the last one.
-        saved: how many changes the newest durable checkpoint holds; -1 as long as there is none.
-        changes: how many changes the shard had acknowledged, logged or not.
+        saved: the number of changes in the newest durable checkpoint; -1 as long as there is none.
+        changes: the number of changes that the shard had acknowledged, logged or not.
     """
 
     file: int = 0
@@ -66,7 +66,7 @@ class _Slot:
 
 
 class Ownership:
-    """The one server that may write into a directory, for as long as it lives.
+    """Makes this the one server that may write into a directory, as long as it lives.
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp())
@@ -82,11 +82,11 @@ class Ownership:
     2
 
     Args:
-        directory: made if it is not there.
+        directory: made if it does not exist.
 
     Attributes:
-        epoch: how many servers have owned it, this one included.
-        found: what the one before said the directory holds; ``None`` if no server has said so yet.
+        epoch: the number of servers that have owned it, this one included.
+        found: the contents recorded by the server before; ``None`` if none has recorded any.
 
     Raises:
         CheckpointError: another server has the directory, or nothing in its ``owner`` file can be read.
@@ -117,7 +117,7 @@ class Ownership:
         return self._slot.position
 
     def note(self, *, durable: bool = False, **known: int) -> None:
-        """Says what the directory holds from now on, by the names of ``Position``; safe from several threads.
+        """Records the directory's contents from now on, by the names of ``Position``; safe from several threads.
 
         ``durable``: returns once that is on the disk.
         """
@@ -130,10 +130,10 @@ class Ownership:
             os.fsync(self._directory)
 
     def check(self) -> None:
-        """Raises if another server has taken the directory over since, or it is not where it was.
+        """Raises if another server has taken the directory over, or it has been moved.
 
         Raises:
-            CheckpointError: nothing that this server writes would be found when it is started again.
+            CheckpointError: changes written by this server would not be found at its next start.
         """
         if not self._is_in_place():
             raise CheckpointError(
@@ -156,7 +156,7 @@ class Ownership:
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
-        """Lets another server in."""
+        """Gives the directory up to another server."""
         _open.discard(self)
         file, self._file = self._file, -1
         if file >= 0:

@@ -1,9 +1,9 @@
-"""How the numbers of a message travel: one flat tensor a dtype, rows rounded if the sender asks for it.
+"""Packing of a message's numbers: one flat tensor for each dtype, rows rounded if the sender asks for it.
 
-Each table's and parameter's share lies behind that of the one before it. Under ``"bfloat16"`` rows and their gradients
-are rounded to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17
-bytes instead of 64. What an optimizer keeps for a row has a range that 8 bits do not: it travels as bfloat16 under
-either. Dense parameters, ids and versions are never rounded.
+Each table's and parameter's share follows the one before it. Under ``"bfloat16"`` rows and their gradients are rounded
+to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17 bytes instead
+of 64. An optimizer's state of a row has too wide a range for 8 bits: it travels as bfloat16 under either. Dense
+parameters, ids and versions are never rounded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 16
 _UNIT = 144
 _NO_NUMBER = 255
 _SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) / 2), torch.tensor([torch.nan])])
-"""What a scale's byte means: powers of the root of 2, from 3e-22 to 4e16; 0; and a block that holds NaN or Inf."""
+"""Value of a scale's byte: powers of the root of 2, from 3e-22 to 4e16; 0; and NaN for a block with NaN or Inf."""
 _MOST = torch.finfo(torch.bfloat16).max
 
 
@@ -51,20 +51,20 @@ class Share:
         return torch.int8 if compression == "int8" and self.kind == "rows" else torch.bfloat16
 
     def bytes(self, compression: Compression | None) -> int:
-        """How many of the message's bytes are its numbers."""
+        """The number of bytes that its numbers take in the message."""
         kind, count = self.travels_as(compression), math.prod(self.shape)
         return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
 
 
 def check_compression(given: str | None) -> Compression | None:
-    """``given``, if it is a compression; else a ``ValueError``."""
+    """Return ``given`` if it is a compression; else raise ``ValueError``."""
     if given not in (None, "bfloat16", "int8"):
         raise ValueError(f"rows travel uncompressed (None), as 'bfloat16' or as 'int8', not as {given!r}")
     return cast("Compression | None", given)
 
 
 def expected(shares: Iterable[Share], compression: Compression | None = None) -> list[tuple[torch.dtype, int]]:
-    """The dtype and size of each tensor that these shares travel as.
+    """The dtype and size of each tensor that carries these shares.
 
     >>> expected([Share(torch.float32, (10, 16), "rows"), Share(torch.float64, (3,))], "int8")
     [(torch.float64, 3), (torch.int8, 160), (torch.uint8, 10)]
@@ -80,7 +80,7 @@ def expected(shares: Iterable[Share], compression: Compression | None = None) ->
 
 
 def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
-    """What to send for ``tensors``, whose shares these are."""
+    """Join ``tensors``, with these shares, into the tensors to send."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor, share in zip(tensors, shares, strict=True):
         kind = share.travels_as(compression)
@@ -96,7 +96,7 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
 
 
 def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
-    """The tensors that ``join`` made ``flat`` of, up to rounding; parts of its memory where nothing was rounded.
+    """Split ``flat`` into the tensors that ``join`` got, up to rounding; views of its memory where nothing was rounded.
 
     Raises:
         SchemaError: the numbers are not as many, or not of the dtypes, that the shares need.
@@ -118,11 +118,11 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
 
 
 def all_finite(flat: Sequence[Tensor]) -> bool:
-    """Whether the numbers that travel as ``flat`` are finite."""
+    """True if the numbers that travel as ``flat`` are finite."""
     for tensor in flat:
         if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
             return False
-        # Their sum tells at once, unless it overflows.
+        # A finite sum proves it at once.
         if tensor.is_floating_point() and not math.isfinite(tensor.sum().item()) and not torch.isfinite(tensor).all():
             return False
     return True
@@ -134,7 +134,7 @@ def largest_scale(scales: Tensor) -> float:
 
 
 def _in_bfloat16(flat: Tensor) -> Tensor:
-    """Numbers too large are rounded to the largest rather than to infinity; what is none stays none."""
+    """Round to bfloat16; saturate overflow; keep NaN and Inf."""
     rounded = flat.clamp(-_MOST, _MOST).to(torch.bfloat16)
     return rounded if all_finite([flat]) else torch.where(torch.isfinite(flat), rounded, flat.to(torch.bfloat16))
 
@@ -151,7 +151,7 @@ def _in_blocks(flat: Tensor) -> list[Tensor]:
 
 
 def _bytes_of(scales: Tensor) -> Tensor:
-    """The least scales that a byte can say and that are not below these."""
+    """The smallest representable scales that are not below these."""
     steps = (torch.ceil(2 * torch.log2(scales)) + _UNIT).clamp(1, _NO_NUMBER - 1)
     steps = torch.where(torch.isfinite(scales), steps, _NO_NUMBER)
     return torch.where(scales == 0, 0, steps).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which shard holds which row, so that the rows asked for most do not all lie on one.
+"""Placement of rows on shards, such that the rows asked for most do not all lie on one.
 
 Ids are often ranked by frequency, or share a factor, so neither blocks of ids nor ``id % shards`` are safe. A keyed
 permutation of the ids comes first, then ``% shards``. It is a bijection, so a fixed table needs no index: shard and
@@ -33,8 +33,8 @@ class Placement:
     True
 
     Attributes:
-        rows: how many rows the table has, ``None`` if any int64 is an id of it.
-        shards: how many shards hold them.
+        rows: the number of rows of the table, ``None`` if any int64 is an id of it.
+        shards: the number of shards that hold them.
         key: 64 bits that fix the permutation; every worker and shard must use the same.
     """
 
@@ -60,13 +60,13 @@ class Placement:
         return places if self.shards == 1 else self._permuted(places * self.shards + shard, forward=False)
 
     def count(self, shard: int) -> int:
-        """How many rows of a fixed table ``shard`` holds."""
+        """The number of rows of a fixed table that ``shard`` holds."""
         assert self.rows is not None
         return (self.rows - shard + self.shards - 1) // self.shards
 
     @property
     def half(self) -> int:
-        """Half the bits of the power of four that the permutation of a fixed table is made in."""
+        """Half the bits of the power of four in which a fixed table's ids are permuted."""
         assert self.rows is not None
         return max(1, (max(self.rows - 1, 1).bit_length() + 1) // 2)
 
@@ -78,7 +78,7 @@ class Placement:
 
 
 def mixed(ids: Ids, key: int) -> NDArray[np.uint64]:
-    """64 bits of each id in which every bit of id and key has its part."""
+    """64 bits of each id that depend on every bit of id and key."""
     x = ids.view(np.uint64) ^ np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

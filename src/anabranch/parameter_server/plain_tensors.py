@@ -1,4 +1,4 @@
-"""What kinds of tensors tables and parameters take, and one sentence for every other kind."""
+"""The kinds of tensors that tables and parameters accept, and one error message for every other kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_plain"]
 
 
 def check_plain(tensor: Tensor, what: str) -> None:
-    """Raises for a tensor that is not dense, real and in memory; its conversion would lose something, or not work.
+    """Raises for a tensor that is not dense, real and in memory, whose conversion would lose something or fail.
 
     >>> check_plain(torch.ones(2), "the gradient of w")
     >>> check_plain(torch.ones(2, dtype=torch.complex64), "the gradient of w")
@@ -21,7 +21,7 @@ def check_plain(tensor: Tensor, what: str) -> None:
 torch.view_as_real(tensor)
 
     Raises:
-        SchemaError: a complex, sparse, quantised, nested or meta tensor; says what to give instead.
+        SchemaError: a complex, sparse, quantised, nested or meta tensor; the message names a replacement.
     """
     if tensor.is_nested:
         raise SchemaError(f"{what} is a nested tensor; give torch.nested.to_padded_tensor(tensor, 0.0)")

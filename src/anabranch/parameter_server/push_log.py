@@ -1,11 +1,11 @@
-"""An append-only log of what was done to a shard, so that a shard that was killed can do it again.
+"""An append-only log of a shard's changes, which a restarted shard replays.
 
 Appending orders records; committing makes them durable. Several threads that commit at once share one ``fsync``: the
-first to come syncs for all that have appended by then, the others wait for it. What was durable is then noted in the
-directory's ``owner`` file, and a server that another one has replaced finds that out before it acknowledges anything.
+first syncs for all that have appended by then, the others wait for it. The durable position is then written to the
+directory's ``owner`` file, and a server that another one has replaced learns it before it acknowledges anything.
 
 A log file is never rewritten. A checkpoint begins a new one, and removes the older ones once it is durable itself.
-``log_format.py`` has the bytes, ``recovery.py`` reads them.
+``log_format.py`` defines the bytes, ``recovery.py`` reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["PushLog"]
 
 
 class PushLog:
-    """The log files of one directory, of which the newest is written; a context manager.
+    """The log files of one directory, the newest of which is written; a context manager.
 
     >>> import tempfile, torch
     >>> from anabranch.parameter_server.recovery import LogReader
@@ -49,13 +49,13 @@ class PushLog:
     [('push', [tensor([1., 1.])])]
 
     Args:
-        directory: made if it is not there.
-        owner: who may write there; without one the log has the directory to itself until it is closed.
-        after: where the records end that are there already, as a ``LogReader`` found it.
+        directory: made if it does not exist.
+        owner: the right to write there; without one the log owns the directory until it is closed.
+        after: the end of the existing records, as a ``LogReader`` found it.
 
     Raises:
-        CheckpointError: another server has the directory, or the disk is full or failing. The log takes nothing more
-            then: what was appended is not known to be there, and the shard must be started again from what is.
+        CheckpointError: another server has the directory, or the disk is full or failing. The log refuses further
+            records then: whether the last ones are on the disk is unknown, so the shard must be restarted.
     """
 
     def __init__(self, directory: Path, owner: Ownership | None = None, after: Position | None = None) -> None:
@@ -66,7 +66,7 @@ class PushLog:
         here = after or Position()
         self._number = max(here.file, *log_numbers(directory), 0)
         self._records = self._durable = here.records
-        # That of a new log is random: so its files are not taken for those of another one.
+        # A new log starts from a random number, so that its files are not taken for those of another one.
         self._chain = self._durable_chain = here.chain if here.file else secrets.randbits(32)
         self._syncing = False
         self._broken: Exception | None = None
@@ -84,7 +84,7 @@ class PushLog:
             return Position(self._number, self._records, self._chain)
 
     def append(self, record: Record, tensors: Sequence[Tensor] = ()) -> int:
-        """Writes a record after those that are there; returns what to ``commit``."""
+        """Writes a record after the existing ones; returns the position to ``commit``."""
         body = encode_record(record, tensors)
         with self._state:
             self._check()
@@ -104,7 +104,7 @@ class PushLog:
             return self._records
 
     def commit(self, position: int, deadline: Deadline) -> None:
-        """Returns once everything up to ``position`` is on the disk."""
+        """Waits until all records up to ``position`` are on the disk."""
         while True:
             with self._state:
                 while self._durable < position and self._syncing:
@@ -138,7 +138,7 @@ class PushLog:
                 self._state.notify_all()
 
     def _check_whole(self, file: int, size: int) -> None:
-        """Raises if somebody has cut or removed the file since: what is written behind would not be found again."""
+        """Raises if the file was cut or removed meanwhile: records written behind the cut would not be found again."""
         there = os.fstat(file)
         if there.st_size < size or not there.st_nlink:
             what = f"has {there.st_size} of the {size} bytes written" if there.st_nlink else "was removed"
@@ -148,7 +148,7 @@ class PushLog:
             )
 
     def rotate(self) -> Position:
-        """Begins a new file, with all before it on the disk; returns where it begins."""
+        """Begins a new file, with all earlier ones on the disk; returns its position."""
         with self._state:
             while self._syncing:
                 if not self._state.wait(timeout=60.0):

@@ -1,14 +1,14 @@
-"""``LogReader``: the records that a directory's log holds, and an answer where it does not hold all of them.
+"""``LogReader``: the records of a directory's log, and a diagnosis if some are missing.
 
 ::
 
     checkpoint ──> log file n ──> n + 1 ──> ... ──> the newest ──> where the owner said that all was durable
                    each begins where the one before ends           no earlier than that
 
-Three ends are told apart. The log is whole. Or its last write was cut short by a crash: nothing valid lies behind it
-and nothing that was acknowledged is missing, so it is cut off, and said. Or the log is *damaged*: valid records lie
+Three ends are distinguished. The log is whole. Or its last write was cut short by a crash: nothing valid lies behind it
+and no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records lie
 behind the place, a file is missing or empty, or the log ends before its last durable position. Then acknowledged
-changes are gone, and the shard refuses to start rather than go on without them; ``repair`` keeps what comes before.
+changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the damage.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _Found = tuple[Record, list[Tensor]]
 
 
 class LogReader:
-    """The records of a directory's log, in order; an iterator to be gone over once.
+    """The records of a directory's log, in order; an iterator to be used once.
 
     Args:
         directory: of the shard.
-        start: where the checkpoint that was loaded ends, and the file that goes on from there; without a checkpoint
+        start: the position where the loaded checkpoint ends, and the file that goes on from there; without a checkpoint
             the log begins with its first record.
-        known: what the directory's owner said that it holds, if any has.
-        repair: damage ends the log instead of raising.
+        known: the contents that the directory's owner recorded, if any.
+        repair: let damage end the log instead of raising.
 
     Attributes:
-        end: where the records end, after the last one was read.
-        lost: what is wrong, where damage has ended the log; else ``None``.
+        end: the position after the last record that was read.
+        lost: the damage that has ended the log; else ``None``.
 
     Raises:
-        CheckpointError: the log is damaged; says where, how much is lost, and the choices.
+        CheckpointError: the log is damaged; gives the place, the loss, and the choices.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LogReader:
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """The record at which the next file goes on; what a replaced server wrote behind it was not acknowledged."""
+        """The record at which the next file goes on; records of a replaced server behind it were not acknowledged."""
         if number + 1 not in self._numbers:
             return None
         try:
@@ -117,7 +117,7 @@ class LogReader:
         return None if after is None else after.first
 
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
-        """Cuts a torn tail off; whether that is what it is, and the log goes on."""
+        """Cuts a torn tail off; true if the fault is one, and the log goes on."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
         old_start = frames._old and not behind  # each start began a new file, and left the tail as it was
         if not behind and frames.count >= self._known.records and (last or old_start):
@@ -129,7 +129,7 @@ class LogReader:
         return False
 
     def _cut(self, path: Path, at: int, why: str) -> None:
-        """Takes off the end of a write that a crash has cut short; nobody was told that it was done."""
+        """Removes the end of a write that a crash has cut short; it was never acknowledged."""
         size = path.stat().st_size
         cut = size - at
         _log.warning("%s: the last write was cut short (%s); %d bytes behind byte %d are dropped", path, why, cut, at)
@@ -153,7 +153,7 @@ class LogReader:
             )
 
     def repair(self) -> None:
-        """Makes the log end where it was read to; files and parts behind that are set aside, not destroyed."""
+        """Makes the log end at the last record read; later files and parts are set aside, not destroyed."""
         aside = self._directory / "set-aside"
         for number in log_numbers(self._directory):
             path = log_path(self._directory, number)

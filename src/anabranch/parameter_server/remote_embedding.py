@@ -1,4 +1,4 @@
-"""``RemoteEmbedding``: an embedding whose rows are created on the servers and never lie whole on a worker."""
+"""``RemoteEmbedding``: an embedding whose rows are created on the servers, and never all held by a worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RemoteEmbedding(nn.Module):
             [0.5000, 0.5000]])
     >>> users.close()
 
-    In the ``TrainStep`` of an executor the pushes of a step are ordered as its consistency says. Only rows that were
+    In the ``TrainStep`` of an executor the pushes of a step are ordered by its consistency. Only rows that were
     looked up move, as under ``torch.optim.SparseAdam``.
 
     Args:
@@ -40,17 +40,17 @@ class RemoteEmbedding(nn.Module):
         embedding_dim: numbers a row.
         mode: ``None`` gives a row for each id, ``[*ids.shape, embedding_dim]``; ``"sum"``, ``"mean"`` and ``"max"``
             reduce bags as ``torch.nn.EmbeddingBag`` does, with ``offsets`` and ``per_sample_weights``.
-        init: how rows begin: a number, ``Constant``, ``Uniform`` or ``Normal``.
-        optimizer: makes the optimizer that moves the rows; ``None`` is the ``TrainStep``'s.
+        init: the first values of rows: a number, ``Constant``, ``Uniform`` or ``Normal``.
+        optimizer: makes the optimizer that moves the rows; ``None`` takes the ``TrainStep``'s.
         capacity: most rows of a dynamic vocabulary, over all servers.
-        eviction: who leaves a full table: the row unused longest (``"age"``) or used in the fewest steps.
-        admission: probability that a training use admits a new id; until then it reads as it would begin.
-        memory_map: the servers keep the table in a file of theirs and map it, for tables larger than memory.
+        eviction: the row to evict from a full table: the one unused longest (``"age"``) or used in the fewest steps.
+        admission: probability that a training use admits a new id; until then it reads as its first values.
+        memory_map: the servers keep the table in a mapped file of theirs, for tables larger than memory.
         dtype: float32, float64 or bfloat16.
         seed: with the name, fixes the first values of all rows.
 
     Raises:
-        ValueError: a value that cannot be, or in training no optimizer.
+        ValueError: an invalid value, or in training no optimizer.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RemoteEmbedding(nn.Module):
         return None if rule is None else lambda: rule
 
     def attach(self, source: RowSource) -> None:
-        """Reads from ``source`` from now on, and leaves gradients there."""
+        """Reads from ``source`` from now on, and sends gradients there."""
         self.close()
         self._link.source = source
 
@@ -105,7 +105,7 @@ class RemoteEmbedding(nn.Module):
         return self._look_up(ids, offsets, per_sample_weights)
 
     def call_whole(self, *args: Tensor | None) -> list[Tensor]:
-        """``forward``, for a call that Dynamo leaves whole."""
+        """``forward``, as one call that Dynamo leaves whole."""
         ids, offsets, weights = args
         assert ids is not None
         return [self._look_up(ids, offsets, weights)]
@@ -130,7 +130,7 @@ class RemoteEmbedding(nn.Module):
         return source
 
     def close(self) -> None:
-        """Closes the client that it made for itself, if it made one."""
+        """Closes the client that the module made for itself, if any."""
         client, self._link.own_client = self._link.own_client, None
         self._link.source = None
         if client is not None:
@@ -142,7 +142,7 @@ class RemoteEmbedding(nn.Module):
 
 
 class _Link:
-    """What the module reads from; not the module's own, for connecting is no change of the model."""
+    """The source that the module reads from; apart from the module, because connecting does not change the model."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None
@@ -150,7 +150,7 @@ class _Link:
 
 
 class _Alone:
-    """The table of a module that is in no step: reads what is there, pushes at once."""
+    """The table of a module outside any step: reads the present values, pushes at once."""
 
     def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:
         self.name, self._client, self._module = name, client, module

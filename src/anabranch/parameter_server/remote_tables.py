@@ -1,18 +1,18 @@
-"""``RemoteTables``: the tables that a model's steps read and move on the servers, as one worker sees them.
+"""``RemoteTables``: the tables on the servers that a model's steps read and move, as one worker sees them.
 
 ::
 
     begin(step) ──> forward: lookups read rows, through the cache ──> backward: gradients are collected
                 ──> push(weight): all of the step's gradients, one message a shard
 
-With a cache whose gradients may wait (``push_bound``), nothing of a step waits for the servers if it need not: its push
-is on its way while the next step runs, and what the next step reads is asked about while this one runs::
+With a cache whose gradients may wait (``push_bound``), a step waits for the servers only if it must: its push
+is sent while the next step runs, and the next step's rows are requested while this one runs::
 
     step 5    read ─ forward ─ backward ─ push ┐      read ─ forward ─ backward ─ push ┐      step 6
                   └ ahead of 6 ─────────────── │ ─────┘   └ ahead of 7 ─────           └ 6 ──────
                                                └ 5 ──────────────
 
-All of it is one state machine, so it is one file: every call first asks what is still on its way.
+All of it is one state machine, so it is one file: every call first handles the messages still on their way.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LAST_WAIT = 30.0
 Use = tuple[nn.Module, str]
 """A module that holds a parameter, and its name there."""
 Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
-"""Ids (none of a dense parameter), gradients and optimizers of what a push carries beside the looked-up tables."""
+"""Ids (none for a dense parameter), gradients and optimizers that a push carries beside the looked-up tables."""
 
 
 class RemoteTables:
@@ -71,7 +71,7 @@ class RemoteTables:
     2
 
     Args:
-        client: with a worker, whose steps are ordered with the other workers'; a bare one's are applied at once.
+        client: with a worker, whose steps are ordered with the other workers'; a bare client's are applied at once.
         cache: how each table is cached here; ``None`` reads every row from the servers.
     """
 
@@ -99,26 +99,26 @@ class RemoteTables:
 
     @property
     def prefetching(self) -> bool:
-        """Whether rows of the next step have been asked for: they are on their way, or wait for it to begin."""
+        """True if rows of the next step have been requested: they are on their way, or wait for it to begin."""
         return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
-        """What the servers know of one table."""
+        """The servers' spec of one table."""
         return self._sources[name].spec
 
-    # --- taking over ------------------------------------------------------------------------------------------------
+    # --- adopting parameters ----------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """Moves parameters of ``model`` to the servers, by their qualified names, and leaves stand-ins in their place.
 
         Every module that shares such a parameter gets the stand-in. Rank 0's values are taken; the memory here is
-        freed. The optimizer, which must have the parameters, says how the servers move them, with the numbers that it
-        has when a step is pushed; its own step passes them over, for they have no gradient here. A table whose lookups
+        freed. The optimizer, which must have the parameters, tells how the servers move them, with the numbers that it
+        has when a step is pushed; its own step skips them, because they have no gradient here. A table whose lookups
         are dense (``sparse=False``) moves in every step as a dense optimizer moves it.
 
         Raises:
             NotFound: no such parameter.
-            ValueError: one that is no table of two dimensions, or an optimizer that tables cannot run.
+            ValueError: not a table of two dimensions, or an optimizer that tables cannot run.
         """
         parameters = dict(model.named_parameters())
         found: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
@@ -141,14 +141,14 @@ class RemoteTables:
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
-        """Moves one parameter to the servers, under ``name``: rank 0's values, which are there after a barrier.
+        """Moves one parameter to the servers, under ``name``: rank 0's values, available after a barrier.
 
         Args:
             name: of the table.
             parameter: two-dimensional; its memory is freed.
-            users: the modules that hold it, and under which names; each gets the stand-in.
+            users: the modules that hold it, and its name in each; each gets the stand-in.
             rule: its optimizer, with the numbers that it has at the time of the call.
-            state: what the optimizer keeps of it so far, as torch names it.
+            state: its optimizer's state so far, as torch names it.
         """
         touched_only = rule().family is Family.SPARSE_ADAM or all(
             getattr(module, "sparse", False) is True for module, _ in users
@@ -174,7 +174,7 @@ class RemoteTables:
             module.register_parameter(label, parameter)
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Makes this the side of all ``RemoteEmbedding`` in ``model``; ``optimizer`` moves those without one."""
+        """Connects all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` moves those without one."""
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
@@ -190,7 +190,7 @@ class RemoteTables:
         return source
 
     def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
-        """The caches of all tables, and whose they are; tables that have come since the last call get theirs."""
+        """The caches of all tables, and the tables of each; new tables since the last call get theirs."""
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
@@ -212,7 +212,7 @@ class RemoteTables:
         return self._caches
 
     def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
-        """What is each cache's of ``some``, by table; nothing without caches."""
+        """Split ``some``, by table, into each cache's part; empty without caches."""
         if self._cache is None:
             return []
         parts = [
@@ -224,11 +224,11 @@ class RemoteTables:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, *, training: bool = True, between: Callable[[], None] | None = None) -> None:
-        """What follows belongs to ``step``.
+        """Begin ``step``.
 
         Args:
             step: counts pushes.
-            training: else it only reads, and admits no ids.
+            training: false if it only reads, and admits no ids.
             between: called once the step has read as often as the one before it: a good time to ``prefetch``.
         """
         self._collect()
@@ -244,13 +244,13 @@ class RemoteTables:
                 source.gradients.clear()
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
-        """Reads what this step's lookups are expected to need, of all tables together: one message a shard.
+        """Reads the rows that this step's lookups are expected to need, of all tables together: one message a shard.
 
-        A lookup of other ids reads them itself, so an expectation that is wrong costs time and nothing else. Ids of
-        dynamic vocabularies are left to the lookups, for reading them admits them.
+        A lookup of other ids reads them itself, so a wrong expectation only costs time. Ids of
+        dynamic vocabularies are left to the lookups, because reading them admits them.
 
         Args:
-            wanted: ids by table; those that a table does not have are left to the lookup that names them.
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
         """
         found = self._distinct(wanted)
         if found:
@@ -258,7 +258,7 @@ class RemoteTables:
                 self._sources[name].at_hand = found[name], rows
 
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
-        """The distinct ids of fixed tables, where they are not known from asking ahead."""
+        """The distinct ids of fixed tables, unless they are known from asking ahead."""
         known, self._ahead = self._ahead, {}
         found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
         rows = {name: self._sources[name].spec.rows for name in wanted}
@@ -276,7 +276,7 @@ class RemoteTables:
             self._leave(questions[-1][1].leaving)
         asked = {name: some for _, question in questions for name, some in question.ids.items()}
         known = {name: some for _, question in questions for name, some in question.known.items()}
-        # A row that left for an earlier read of this step comes back with the gradients that left with it.
+        # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
         back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
         self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
         found = self._pull_many(asked, known) if asked else {}
@@ -288,7 +288,7 @@ class RemoteTables:
         return rows
 
     def _leave(self, leaving: Mapping[str, Due]) -> None:
-        """What left the caches goes with the rest of the step, so that a step stays one message."""
+        """Send gradients evicted from the caches with the rest of the step, so that a step stays one message."""
         for name, due in leaving.items():
             self._sources[name].leaving.append(due)
 
@@ -297,10 +297,10 @@ class RemoteTables:
 
         They are read as of this step, before its pushes, and are cached rows when the next step begins: as old as that,
         so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed. With a
-        larger one cached rows that will be too old then are asked about as well.
+        larger one cached rows that will be too old by then are asked about as well.
 
         Args:
-            wanted: ids by table; those that a table does not have are left to the lookup that names them.
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
 
         Raises:
             ValueError: there is no cache.
@@ -329,14 +329,14 @@ class RemoteTables:
         return self._pull_many(asked, known, ahead=True)
 
     def _collect(self) -> None:
-        """Puts what was prefetched into the caches."""
+        """Puts prefetched rows into the caches."""
         if self._coming is None:
             return
         (questions, future), self._coming = self._coming, None
         came = self._client.wait_for(future, "pull", step=self._step)
         for caches, question in questions:
             self._leave(caches.take_in(question, came))
-        # Who left for them may be read in this step, so its gradients cannot wait for the step's push.
+        # Evicted rows may be read again this step: push their gradients now.
         self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
 
     def _count_read(self) -> None:
@@ -345,7 +345,7 @@ class RemoteTables:
             self._between()
 
     def close(self) -> None:
-        """Pushes what waits, and ends the thread that prefetches."""
+        """Pushes waiting gradients, and ends the thread that prefetches."""
         try:
             self._collect()
             self.flush()
@@ -353,7 +353,7 @@ class RemoteTables:
             self.abandon()
 
     def abandon(self) -> None:
-        """Ends the threads that prefetch and push, and lets go of what waits: after a failure."""
+        """Ends the threads that prefetch and push, and drops waiting gradients: after a failure."""
         self._coming = None
         if self._fetcher is not None:
             self._fetcher.shutdown()
@@ -374,7 +374,7 @@ class RemoteTables:
             self.abandon()
 
     def take(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What backward has left since ``begin``: by table, distinct ids and their gradients; empty if it left none."""
+        """The gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if none."""
         taken = {name: source.take() for name, source in self._sources.items()}
         return {name: given for name, given in taken.items() if given is not None}
 
@@ -387,17 +387,17 @@ class RemoteTables:
         given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         beside: Beside | None = None,
     ) -> None:
-        """Sends the step's gradients to the servers, all that concerns one of them in one message.
+        """Sends the step's gradients to the servers, in one message for each.
 
-        With a cache whose gradients wait it returns while they are on their way; should they not arrive, the next call
-        that needs them there raises what this one would have.
+        With a cache whose gradients wait it returns while they are on their way; if they do not arrive, the next call
+        that needs them there raises the error.
 
         Args:
             weight: the rows of this worker's batch, if its loss is a mean over them.
             mean: gradients of the workers are averaged by weight; else they are added up.
             hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
-            given: what ``take`` gave, if it was taken already.
-            beside: of what else lies on the servers, ids, gradients and the optimizer.
+            given: the result of ``take``, if it was taken already.
+            beside: ids, gradients and the optimizer of other parameters on the servers.
 
         Raises:
             ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
@@ -412,7 +412,7 @@ class RemoteTables:
         numbers = [grads for _, grads in given.values()] + [grads for _, grads, _ in (beside or {}).values()]
         if waits and not all_finite(numbers):
             refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
-            self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays as it is
+            self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
             return
         if self._cache is None:
             due = {name: (*some, None) for name, some in given.items()}
@@ -425,10 +425,10 @@ class RemoteTables:
                 due[name] = _all_due([due[name], *source.leaving])
                 source.leaving.clear()
         waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
-        if mean and not weight and waited:  # what waited has weight though this step's batch has none
+        if mean and not weight and waited:  # waiting gradients have weight though this step's batch has none
             self._push_at_once(waited)
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
-        # A sum may be too large though no gradient was: were it refused a step late, this worker would wait for the
+        # A sum may overflow though no gradient did: if it were refused a step late, this worker would wait for the
         # others in that step, and they for its push.
         leaves = waits and not beside and all_finite([grads for _, grads, _ in due.values()])
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
@@ -438,7 +438,7 @@ class RemoteTables:
             send()
 
     def _arrive(self) -> None:
-        """Returns once the last step's push has arrived, or raises what it has met."""
+        """Waits until the last step's push has arrived, or raises its error."""
         if self._leaves is not None:
             self._client.wait_for(self._leaves.arrived, "push", step=self._step)
             self._leaves.end(_LAST_WAIT)
@@ -452,7 +452,7 @@ class RemoteTables:
         self._client.release(self._step, scale)
 
     def flush(self) -> None:
-        """Pushes what waits in the caches, at once and beside the order of steps: before saving and closing."""
+        """Pushes gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
         self._arrive()
         waiting: dict[str, Due] = {}
         for caches, _ in self._caches:
@@ -467,7 +467,7 @@ class RemoteTables:
         if due:
             self._arrive()
             rules = {name: self._sources[name].rule() for name in due}
-            # Under bsp it waits for the other workers, who may be lost meanwhile: so it is waited for like any push.
+            # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
             self._leaves = _Push(
                 partial(
                     self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
@@ -479,7 +479,7 @@ class RemoteTables:
             self._sources[name].leaving.clear()
 
     def drop_caches(self) -> None:
-        """Forgets all cached and prefetched rows and what is on its way, for the servers' have been replaced."""
+        """Forgets all cached and prefetched rows and messages on their way: the servers' rows have been replaced."""
         self.come_to_rest()
         self._leaves = self._coming = None
         for caches, _ in self._caches:
@@ -488,21 +488,21 @@ class RemoteTables:
             source.leaving.clear()
 
     def come_to_rest(self) -> None:
-        """Returns once nothing is on its way, whatever has become of it: before the servers' rows are replaced."""
+        """Waits until no message is on its way, whatever its outcome: before the servers' rows are replaced."""
         ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
-            with suppress(Exception):  # raised by who needs it, if anybody does
+            with suppress(Exception):  # raised again where the result is needed
                 self._client.wait_for(future, "come to rest", step=self._step)
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """What each table's cache has done; nothing without caches."""
+        """Statistics of each table's cache; empty without caches."""
         return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
 
     def _sender(
         self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
     ) -> Callable[[], None]:
-        """What sends gradients with the numbers that optimizers have now."""
+        """A function that sends the gradients, with the optimizers' hyperparameters of this moment."""
         rules = {name: self._sources[name].rule() for name in due}
         rules |= {name: rule for name, (_, _, rule) in beside.items()}
         given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
@@ -523,7 +523,7 @@ class RemoteTables:
     ) -> dict[str, Pulled]:
         worker = self._client.worker
         if not ahead or worker is None or worker.consistency != "bsp":
-            self._arrive()  # own writes are read; ahead of a step bsp's servers see to it
+            self._arrive()  # own writes must be read; bsp's servers ensure it for reads ahead of a step
         return self._client.pull_many(
             ids,
             training=self._training,
@@ -536,7 +536,7 @@ class RemoteTables:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One table: where lookups read, and what they leave."""
+    """One table: the source of lookups' rows, and the receiver of their gradients."""
 
     name: str
     tables: RemoteTables
@@ -577,7 +577,7 @@ class _Source:
             self.gradients.append((ids, grads))
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """The step's gradients, one of each row; ``None`` if backward reached none."""
+        """The step's gradients, one for each row; ``None`` if backward reached none."""
         given, self.gradients = self.gradients, []
         if not given:
             return None
@@ -588,7 +588,7 @@ class _Source:
 
 
 class _Push:
-    """A push on a thread of its own, which ends with it: so tables that nobody closes leave no thread behind."""
+    """A push on a separate thread, which ends with it: so tables that are never closed leave no thread behind."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         self.arrived: Future[None] = Future()
@@ -599,13 +599,13 @@ class _Push:
     def _run(self) -> None:
         try:
             self._send()
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
             self.arrived.set_exception(error)
         else:
             self.arrived.set_result(None)
 
     def end(self, seconds: float) -> None:
-        """Waits until the thread has ended, whatever the push has met; it has a deadline of its own."""
+        """Waits until the thread has ended, whatever the push's outcome; it has a deadline of its own."""
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
@@ -641,7 +641,7 @@ def _squares_of(due: Mapping[str, Due]) -> dict[str, Tensor]:
 
 
 def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
-    """All modules that hold ``parameter``, and under which names."""
+    """All modules that hold ``parameter``, and its name in each."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
     return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
 

@@ -1,14 +1,14 @@
 """A stand-in for a weight that lives on the servers: it has shape and dtype, no memory, and can only be looked up.
 
-It takes the place of an embedding's weight, so a model runs as it is: ``F.embedding`` and ``F.embedding_bag``, whoever
-calls them, find it among their arguments and are answered with rows that were pulled::
+It replaces an embedding's weight, so a model runs unchanged: ``F.embedding`` and ``F.embedding_bag``, from any
+caller, find it among their arguments and return pulled rows::
 
     ids ──unique──> distinct ids ──pull──> rows [distinct, width] ──F.embedding(inverse, rows)──> output
                           └──────────────── push (ids, gradient of rows) <── backward, duplicates merged by torch
 
 The lookup itself is torch's own, on the few rows that came, so modes, ``padding_idx``, per-sample weights and the order
-in which duplicates are added up are torch's too. All of it lies behind one boundary, for how many rows come depends on
-the ids: the tape, or a captured graph, sees ids that go in and an output whose form follows from theirs.
+in which duplicates are added up are torch's too. All of it lies behind one boundary, because the number of rows depends
+on the ids: the tape, or a captured graph, sees ids that go in and an output whose form follows from theirs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = ["RemoteWeight", "RowSource", "Table", "look_up", "look_up_bags"]
 
 
 class RowSource(Protocol):
-    """Where a stand-in gets its rows, and leaves their gradients."""
+    """The source of a stand-in's rows, which also takes their gradients."""
 
     name: str
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each of ``ids`` once, ascending, and where each is among them; on their device."""
+        """Each of ``ids`` once, ascending, and the place of each among them; on their device."""
 
     def read(self, ids: Tensor) -> Tensor:
         """The rows of distinct ids, on the CPU."""
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        """The gradients of the rows of distinct ids."""
+        """Takes the gradients of the rows of distinct ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What must be known of a table before its rows come."""
+    """The facts of a table that are needed before its rows come."""
 
     name: str
     width: int
@@ -68,7 +68,7 @@ def look_up(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The boundary of a lookup of rows; of bags, whose backward has more to it, torch's own tape keeps track."""
+    """The boundary of a lookup of rows; for bags, which have a more complex backward, torch's own tape keeps track."""
 
     source: Callable[[], RowSource]
     table: Table
@@ -108,7 +108,7 @@ class _Rows:
 
 
 _merge = torch.ops.aten.embedding_dense_backward.default
-"""What torch does for a dense table: the gradients of one row added up in the order of its places."""
+"""Torch's gradient for a dense table: the gradients of one row are added in the order of its places."""
 
 
 def look_up_bags(
@@ -129,7 +129,7 @@ def look_up_bags(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> list[Tensor]:
         rows, inverse, place = _distinct_rows(source(), ids, padding_id, entry)
-        # torch's kernels take no bags of an empty table, and round otherwise where a table has a padding row.
+        # torch's kernels accept no bags of an empty table, and round differently if a table has a padding row.
         if not len(rows) or (padding_id is not None and place is None):
             place = len(rows) if padding_id is not None else None
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -191,7 +191,7 @@ def _without(ids: Tensor, grads: Tensor, place: int | None) -> tuple[Tensor, Ten
 
 
 class _Leave(torch.autograd.Function):
-    """Pulled rows: the identity forward; backward hands their gradient over, duplicates merged by then."""
+    """Pulled rows: the identity in forward; backward passes on their gradient, with duplicates merged by then."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, rows: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
@@ -210,7 +210,7 @@ class _Leave(torch.autograd.Function):
 class RemoteWeight(Tensor):
     """The stand-in for the weight of the table that ``source`` reads.
 
-    Any use but a lookup is a ``TypeError`` that names the table: the weight is not here to be multiplied.
+    Any use but a lookup is a ``TypeError`` that names the table, because the weight is not here to be multiplied.
     """
 
     source: RowSource
@@ -231,7 +231,7 @@ class RemoteWeight(Tensor):
         return made
 
     def read_from(self) -> RowSource:
-        """Where rows are read when a step runs."""
+        """The source from which rows are read when a step runs."""
         return self.source
 
     @classmethod
@@ -264,7 +264,7 @@ class RemoteWeight(Tensor):
 
 
 class _Whole:
-    """A lookup in the table of ``weight``, which the call does not carry."""
+    """A lookup in the table of ``weight``, without the weight among its arguments."""
 
     def __init__(self, weight: RemoteWeight, look_up: Callable[..., Tensor]) -> None:
         self._weight, self._look_up = weakref.ref(weight), look_up
@@ -280,7 +280,7 @@ class _Whole:
 
 
 _WEIGHT = "the weight"
-"""Stands for the weight among the arguments of a call that is left whole."""
+"""Replaces the weight among the arguments of a call that is left whole."""
 
 
 def _stands_for_weight(value: object) -> bool:
@@ -288,7 +288,7 @@ def _stands_for_weight(value: object) -> bool:
 
 
 def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The lookup as Dynamo is to see it."""
+    """The lookup in a form that Dynamo can read."""
     weight = kwargs["weight"] if "weight" in kwargs else args[1]
     handle = weight.rows_handle if func is F.embedding else weight.bags_handle
     others = tuple(_WEIGHT if index == 1 else value for index, value in enumerate(args))

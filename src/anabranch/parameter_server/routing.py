@@ -1,10 +1,10 @@
-"""Which shard each id of a message goes to, and in what order: of all tables at once.
+"""Routing of a message's ids to shards, and their order in it: for all tables at once.
 
 ::
 
     ids of all tables ──owners──> the shard of each ──arrange──> shard by shard, table by table, kind by kind
 
-A message has dozens of tables, and what a call costs beside the ids is paid once.
+A message has dozens of tables, so costs that do not depend on the number of ids are paid once for all.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _Kind = Literal["compiled", "plain"] | None
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Where the rows of several tables lie, as arrays.
+    """Placements of the rows of several tables, as arrays.
 
     Attributes:
-        each: of each table.
+        each: the placement of each table.
         limits: its rows, -1 where any int64 is an id.
         halves, keys: as ``Placement`` has them.
     """
@@ -42,7 +42,7 @@ class Placements:
 
     @classmethod
     def of(cls, each: Sequence[Placement]) -> Placements:
-        """Those of ``each``, which have the same shards."""
+        """The arrays of ``each``, placements over the same shards."""
         rows = [-1 if one.rows is None else one.rows for one in each]
         halves = [0 if one.rows is None else one.half for one in each]
         return cls(
@@ -51,7 +51,7 @@ class Placements:
 
 
 def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: _Kind = None) -> tuple[Array, int]:
-    """The shard of each id, and the place of the first that is no id of its table, or -1.
+    """The shard of each id, and the position of the first id outside its table, or -1.
 
     >>> tables = Placements.of([Placement(10, 1, 7), Placement(None, 1, 8)])
     >>> owners_of(np.array([3, 10, 10]), np.array([0, 2, 3]), tables, 1)[1]
@@ -75,17 +75,17 @@ def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: 
 def arrange(
     owners: Array, kinds: Array, starts: Array, shards: int, count: int, kind: _Kind = None
 ) -> tuple[Array, Array]:
-    """The order of ids by shard, by table, by kind, and else as they come; and how many there are of each.
+    """The order of ids by shard, by table, by kind, and else as they come; and the number of each.
 
     >>> arrange(np.array([1, 0, 1]), np.array([1, 0, 0]), np.array([0, 1, 3]), 2, 2)[0]
     array([1, 0, 2])
 
     Args:
         owners: the shard of each id.
-        kinds: what kind each is of, below ``count``.
-        starts: where each table's ids begin, and their end.
-        shards: how many there are.
-        count: how many kinds there are.
+        kinds: the kind of each, below ``count``.
+        starts: the start of each table's ids, and their end.
+        shards: the number of shards.
+        count: the number of kinds.
         kind: compiled or plain; by default compiled if Numba is there.
 
     Returns:

@@ -1,11 +1,11 @@
-"""A worker's questions and gradients as messages to the shards, and the shards' answers as its rows again.
+"""A worker's requests and gradients as messages to the shards, and the shards' answers as rows by table.
 
 ::
 
     ids of all tables ──routing──> by shard, table, kind ──Pull.parts, Pull.tensors──> shards
     rows by table, in the order of their ids <──Pull.pulled── Pull.take <──answers
 
-What is done to ids and rows is done to those of all tables at once.
+Each operation handles ids and rows of all tables at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Clock", "Layout", "Pull", "Pulled", "Push", "Routed"]
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of ids that are asked about, in the order in which they travel
 _ONE = 0x3F80  # the bits of 1 in bfloat16
-_SHORT = 1 << 31  # rows of a table whose ids fit into 32 bits
+_SHORT = 1 << 31  # the most rows of a table for ids of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Pulled:
     """Rows of one table as they came.
 
     Attributes:
-        positions: which of the ids that were asked for these are, ascending; int64.
-        versions: as of when each row is, to be said as ``known`` when it is asked about again; int64, at least 0.
+        positions: the positions of these rows among the ids asked for, ascending; int64.
+        versions: the version of each row, to be given as ``known`` when it is asked about again; int64, at least 0.
         rows: ``[len(positions), width]``.
     """
 
@@ -51,9 +51,9 @@ class Pulled:
 
 @dataclass(slots=True)
 class Clock:
-    """How the versions that a client hands out follow from one shard's steps: in each generation from a base on.
+    """Turns one shard's steps into versions that only grow: each generation counts from a base after the one before.
 
-    What was handed out before the base is of a generation that has ended, and counts as unknown.
+    A version below the base belongs to a generation that has ended, and counts as unknown.
 
     >>> clock = Clock()
     >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
@@ -74,13 +74,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Several tables, and the dense parameters that a message speaks of beside them.
+    """Several tables, and the dense parameters beside them in a message.
 
     Attributes:
         tables, dense: their names.
         placements: of the tables.
         kinds: dtype and width of each table's rows.
-        short: whether all ids fit into 32 bits.
+        short: true if all ids fit into 32 bits.
     """
 
     tables: list[str]
@@ -91,7 +91,7 @@ class Layout:
 
     @classmethod
     def of(cls, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[str]) -> Layout:
-        """That of tables with their placement and the dtype and width of their rows."""
+        """The layout of tables with their placement and the dtype and width of their rows."""
         placements = Placements.of([placement for placement, _, _ in tables.values()])
         short = all(0 <= rows <= _SHORT for rows in placements.limits.tolist())
         return cls(
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def ids_travel_as(self) -> torch.dtype:
-        """Half as long as they are, if none of the tables has an id that needs more."""
+        """The ids as int32, if no table has an id that needs more; else unchanged."""
         return torch.int32 if self.short else torch.int64
 
     def alike(self, wide: Sequence[int | None]) -> list[tuple[torch.dtype, int, int | None, list[int]]]:
@@ -117,11 +117,11 @@ class Routed:
     Args:
         layout: of the tables.
         ids: of each table, int64 of any shape.
-        shards: how many there are.
+        shards: the number of shards.
 
     Raises:
         SchemaError: ids that are not int64.
-        NotFound: one that is none of its table; says which, and where.
+        NotFound: an id outside its table; says which, and where.
     """
 
     def __init__(self, layout: Layout, ids: Sequence[Tensor], shards: int) -> None:
@@ -146,20 +146,20 @@ class Routed:
         self._edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
 
     def of(self, shard: int) -> slice:
-        """Where in the order a shard's ids are."""
+        """The slice of the order that holds a shard's ids."""
         return slice(self._edges[shard], self._edges[shard + 1])
 
     def ids_of(self, shard: int) -> Tensor:
-        """A shard's ids as they travel."""
+        """A shard's ids in the dtype in which they are sent."""
         return torch.from_numpy(self.flat[self.order[self.of(shard)]]).to(self.layout.ids_travel_as)
 
 
 class Pull:
-    """One question to all shards.
+    """One request to all shards.
 
     Args:
         routed: the ids that are asked for.
-        known: of each table, what ``ParameterClient.pull_many`` says; ``None`` if nothing is.
+        known: of each table, the versions held, as in ``ParameterClient.pull_many``; ``None`` if none are.
         wide: of each table the numbers of a row with its state, or ``None`` if none comes with it.
         clocks: generation and base of each shard's clock.
     """
@@ -186,7 +186,7 @@ class Pull:
         self._stated_rows, self._other_rows, self._changed_rows = (np.zeros(tables, np.int64) for _ in range(3))
 
     def _sort(self, known: Array, bases: Array) -> None:
-        """Finds the kind of each id, and of the known ones since when they are."""
+        """Finds the kind of each id, and the step of each known one."""
         routed = self._routed
         if known.size != routed.flat.size:
             raise SchemaError(f"{routed.flat.size} ids have {known.size} known versions")
@@ -212,7 +212,7 @@ class Pull:
         self._since, self._ages = since.reshape(self._since.shape), ages.astype(np.int16)
 
     def parts(self, shard: int) -> list[PullPart]:
-        """What is asked of the tables that have ids on a shard."""
+        """The parts of a shard's message: one for each table that has ids there."""
         counts, since = self._routed.counts[shard].tolist(), self._since[shard].tolist()
         return [
             PullPart(name, stated + unknown + known, stated, known, step)
@@ -221,7 +221,7 @@ class Pull:
         ]
 
     def tensors(self, shard: int) -> list[Tensor]:
-        """The question's tensors."""
+        """The request's tensors."""
         known = self._routed.counts[:, :, _KNOWN].sum(1)
         first = int(known[:shard].sum())
         ages = torch.from_numpy(self._ages[first : first + int(known[shard])])
@@ -230,10 +230,10 @@ class Pull:
     def take(
         self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int, dense: Mapping[str, Share]
     ) -> None:
-        """Takes a shard's answer in, which speaks of the parameters ``dense`` after its tables.
+        """Takes in a shard's answer, which has the parameters ``dense`` after its tables.
 
         Raises:
-            ProtocolError, SchemaError: it is no answer to what was asked.
+            ProtocolError, SchemaError: it does not fit the request.
         """
         routed = self._routed
         counts, some = routed.counts[shard], routed.of(shard)
@@ -269,10 +269,10 @@ class Pull:
     def _blocks(
         self, stated: Array, others: Array, concerned: Array, tensors: Sequence[Tensor], dense: Mapping[str, Share]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of each group of tables that are alike the rows with state, and those without."""
+        """For each group of tables of one kind the rows with state, and those without."""
         sizes, alike = (stated.tolist(), others.tolist()), self._alike
         shares: list[Share] = []
-        if len(alike) == 1:  # the shares of all tables are as one
+        if len(alike) == 1:  # the shares of all tables form one
             dtype, width, whole, _ = alike[0]
             if whole is not None and sum(sizes[0]):
                 shares.append(Share(dtype, (sum(sizes[0]), whole), "states"))
@@ -301,7 +301,7 @@ class Pull:
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
-        """What has come, by table and parameter."""
+        """The rows that have come, by table and parameter."""
         routed, none = self._routed, torch.empty(0, dtype=torch.int64)
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
         for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
@@ -322,7 +322,7 @@ class Pull:
         return found
 
     def bytes(self) -> list[int]:
-        """Of each table, how many bytes of ids, ages, places and rows have passed."""
+        """For each table the number of bytes of ids, ages, places and rows that have passed."""
         size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0)
         found = []
         rows = zip(self._stated_rows.tolist(), self._other_rows.tolist(), self._changed_rows.tolist(), strict=True)
@@ -377,7 +377,7 @@ class Push:
             self._groups.append((side_by_side(some), numbers))
 
     def parts(self, shard: int, rules: Sequence[int]) -> list[Part]:
-        """What the message says of each table; all have a part, for a table's step is counted on every shard."""
+        """The part of each table in the message; none is left out, because a table's step is counted on every shard."""
         counts = self._routed.counts[shard].tolist()
         return [
             Part(name, single + sums, rule, sums)
@@ -421,7 +421,7 @@ class Push:
         return grads.index_select(0, torch.from_numpy(where))
 
     def bytes(self) -> list[int]:
-        """Of each table, how many bytes of ids, squares and gradients pass."""
+        """For each table the number of bytes of ids, squares and gradients in the messages."""
         size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0).tolist()
         return [
             (single + sums) * size
@@ -432,7 +432,7 @@ class Push:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Array:
-    """All numbers of int64 tensors, one tensor's after the other's."""
+    """All numbers of int64 tensors, one tensor after the other."""
     if not tensors:
         return np.empty(0, np.int64)
     flat = [one if one.ndim == 1 and one.device.type == "cpu" else one.detach().cpu().reshape(-1) for one in tensors]
@@ -440,7 +440,11 @@ def _flat(tensors: Sequence[Tensor]) -> Array:
 
 
 def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
-    """Which of a shard's known ids have changed, if ``places`` says so for each part."""
+    """The positions of a shard's known ids that have changed, from the ``places`` it gives for each part.
+
+    Raises:
+        ProtocolError: the places are not ascending positions within each part.
+    """
     if places.dtype != torch.int32 or places.shape != (int(changed.sum()),):
         raise ProtocolError(f"shard {shard} says {tuple(places.shape)} {places.dtype} for {changed.tolist()} places")
     own = places.numpy().astype(np.int64)
@@ -451,7 +455,7 @@ def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
 
 
 def _together(parts: Sequence[tuple[Tensor, Tensor]], width: int, whole: int | None, dtype: torch.dtype) -> Tensor:
-    """All rows, one part's after the other's; those without state have zeros instead where others have one."""
+    """All rows, one part after the other; rows without state are padded with zeros where others have one."""
     if whole is None or whole == width:
         some = [one for pair in parts for one in pair if len(one)]
         return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype)

@@ -1,8 +1,8 @@
-"""What an optimizer asks of a row: its numbers, and the constants that one step of it needs.
+"""An optimizer as a server needs it: the state of a row, and the constants that one step needs.
 
-The worker's optimizer governs parameters wherever they live, so a server reads the same ``param_groups`` that torch
-reads. ``RowOptimizer`` is that reading as a value: it can be compared, written into a log and sent, and a change of any
-number by a scheduler is a new value for the next step.
+The worker's optimizer governs parameters wherever they live, so a server reads the same ``param_groups`` as torch.
+``RowOptimizer`` is that reading as a value: it can be compared, logged and sent, and a number changed by a
+scheduler makes a new value for the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""
 
 CONSTANTS = 12
-"""How many numbers one step needs; ``RowOptimizer.constants`` says which."""
+"""The count of numbers that one step needs; ``RowOptimizer.constants`` lists them."""
 
 
 class Family(StrEnum):
@@ -42,7 +42,7 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowOptimizer:
-    """An update rule and its numbers, as they stand at one step.
+    """An update rule and its numbers at one step.
 
     >>> rule = RowOptimizer.from_factory(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
     >>> rule.family, rule.lr, rule.states
@@ -51,8 +51,8 @@ class RowOptimizer:
     Attributes:
         family: the update rule.
         lr, weight_decay, momentum, dampening, nesterov, beta1, beta2, eps, lr_decay, maximize: as torch names them;
-            those that the family has no use for keep their defaults.
-        initial_accumulator_value: what Adagrad's sum of squares starts from.
+            those that the family does not use keep their defaults.
+        initial_accumulator_value: the first value of Adagrad's sum of squares.
     """
 
     family: Family
@@ -85,37 +85,37 @@ class RowOptimizer:
 
     @property
     def states(self) -> int:
-        """How many numbers of state each weight has; row-wise Adagrad's one number a row is not among them."""
+        """State numbers per weight; row-wise Adagrad's one number for a whole row is not counted."""
         if self.family is Family.SGD:
             return 1 if self.momentum else 0
         return {Family.ADAGRAD: 1, Family.ROW_WISE_ADAGRAD: 0}.get(self.family, 2)
 
     def row_width(self, width: int) -> int:
-        """Numbers of a row of ``width`` weights with all that is kept for it."""
+        """Numbers of a row of ``width`` weights with all its state."""
         return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
 
     @property
     def initial_state(self) -> float:
-        """The value that each number of state starts from."""
+        """The first value of each number of state."""
         return self.initial_accumulator_value
 
     @property
     def moves_quiet_rows(self) -> bool:
-        """Whether the dense optimizer also moves a row, or its state, in a step that gives it no gradient."""
+        """True if the dense optimizer also moves a row, or its state, in a step that gives it no gradient."""
         if self.family in (Family.ADAM, Family.ADAMW):
             return True
         return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
 
     def same_layout(self, other: RowOptimizer) -> bool:
-        """Whether rows kept for this rule can be updated by ``other``: only numbers differ, not what is stored."""
+        """True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state stored."""
         return self.family is other.family and self.states == other.states
 
     def constants(self, step: int) -> NDArray[np.float64]:
-        """What step number ``step`` (from 1) of this rule needs, computed in doubles as torch computes it.
+        """The constants for step number ``step`` (from 1) of this rule, computed in doubles as torch computes them.
 
         SGD: lr, momentum, 1 - dampening, nesterov, weight decay, sign, first step.
         Adagrad, row-wise Adagrad: decayed lr, eps, -, -, weight decay, sign.
-        Adam and kin: -lr/bc1, sqrt(bc2), 1 - beta1, beta2, weight decay (L2), sign, eps, 1 - lr * decoupled decay,
+        Adam family: -lr/bc1, sqrt(bc2), 1 - beta1, beta2, weight decay (L2), sign, eps, 1 - lr * decoupled decay,
         1 - beta2, beta1, step, lr; the step is 0 where torch has no fused form.
         """
         sign = -1.0 if self.maximize else 1.0
@@ -146,7 +146,7 @@ class RowOptimizer:
 
     @classmethod
     def from_factory(cls, factory: OptimizerFactory) -> RowOptimizer:
-        """The rule that ``factory`` would give a parameter; ``from_torch`` says which are refused."""
+        """The rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
         optimizer = factory([torch.nn.Parameter(torch.zeros(1))])
         return cls.from_torch(optimizer)
 
@@ -155,7 +155,7 @@ class RowOptimizer:
         """The rule of ``optimizer.param_groups[group]``, with the numbers that a scheduler has set by now.
 
         Raises:
-            ValueError: an optimizer, or an option of one, that tables cannot run; names it and those that they can.
+            ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
         """
         known: dict[type[torch.optim.Optimizer], Family] = {
             torch.optim.SGD: Family.SGD,

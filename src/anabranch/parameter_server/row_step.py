@@ -1,4 +1,4 @@
-"""One optimizer step on rows that a worker holds, with their state: what it reads of its own writes meanwhile."""
+"""One optimizer step on rows that a worker holds, with their state, so that it reads its own writes meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, square
     tensor([[0.5000, 1.5000, 1.0000, 1.0000]])
 
     Args:
-        rows: ``[n, rule.row_width(width)]``, as ``RowTable.pull_with_state`` gives them; left as they are.
+        rows: ``[n, rule.row_width(width)]``, as ``RowTable.pull_with_state`` gives them; left unchanged.
         grads: ``[n, width]``.
         rule: the update rule.
         step: from 1.

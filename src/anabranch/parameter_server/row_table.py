@@ -7,7 +7,7 @@
                       └── -1: not in the vocabulary; read as its first values, its gradient is dropped
 
 A row begins when it is first used, so a table of any size is made at once. The table counts its optimizer steps, and a
-row's stamp says up to which of them it has been brought. Under an optimizer that also moves rows without a gradient, a
+row's stamp is the step up to which it has been brought. Under an optimizer that also moves rows without a gradient, a
 row that is read has the steps it missed replayed, each with its own numbers.
 """
 
@@ -48,14 +48,14 @@ _MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Some rows of a table as a checkpoint or another shard takes them.
+    """Some rows of a table in the form for a checkpoint or another shard.
 
     Attributes:
         ids: int64 ``[rows]``.
         values: weights, then states: ``[rows, width * (1 + states)]``.
         stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
         sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
-        usage: int64 ``[rows, 2]``, in how many steps a row was used and in which last; ``[0, 2]`` of a fixed table.
+        usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` of a fixed table.
     """
 
     ids: Tensor
@@ -79,14 +79,14 @@ class RowTable:
 
     Args:
         spec: the table.
-        rule: its optimizer, which ``rule`` may later be set to with other numbers.
-        shard, shards: which part of the table this is.
-        crew: threads that share the work; without one the caller's alone.
-        kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled where Numba is installed.
+        rule: its optimizer; later numbers are set by ``rule``.
+        shard, shards: this part's number, and the number of parts.
+        crew: threads that share the work; by default the caller's alone.
+        kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled if Numba is installed.
         scratch, address_space: of a table with ``memory_map``: the directory of its file, by default the system's for
             temporary files, and the bytes to map at once, by default a quarter of what the process may still map.
 
-    Not safe for several threads at once: a shard lets one at a time in.
+    Not thread-safe: a shard lets one thread in at a time.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RowTable:
         self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
         self._measure_from = 0
         self.bounds = Bounds(self._first_value, 0.0, rule.initial_state)
-        """How large its numbers can be at most."""
+        """Upper bounds on the magnitude of its numbers."""
         self.width = spec.width
         self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
         if spec.rows is None:
@@ -151,13 +151,13 @@ class RowTable:
             )
         self._rule = rule
 
-    # --- what a group of tables asks of each ------------------------------------------------------------------------
+    # --- for groups of tables ---------------------------------------------------------------------------------------
 
     @property
     def kin(self) -> tuple[object, ...] | None:
-        """Tables with an equal kin may be worked on together, by ``TableGroup``; ``None`` for one that may not.
+        """Tables with an equal kin may be processed together, by ``TableGroup``; ``None`` for one that may not.
 
-        Those may not whose ids have to be looked up, or whose rows are not all at hand.
+        That is a table whose ids have to be looked up, or whose rows are not all in memory.
         """
         if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
             return None
@@ -167,12 +167,12 @@ class RowTable:
 
     @property
     def in_file(self) -> bool:
-        """True if its rows lie in a file, for it may be larger than memory."""
+        """True if its rows lie in a file, because it may be larger than memory."""
         return self.spec.memory_map
 
     @property
     def rows_at_once(self) -> int:
-        """The number of rows copied at once where all are to be: 16 MiB of them."""
+        """The number of rows copied at once when all are copied: 16 MiB of them."""
         return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
 
     @property
@@ -196,7 +196,7 @@ class RowTable:
         return self._lags and self._rule.moves_quiet_rows
 
     def count_step(self, constants: Array) -> None:
-        """A step with these constants has been done on all rows that had gradients."""
+        """Records that a step with these constants was done on all rows that had gradients."""
         if self._catches_up:
             self._remember(constants)
         self.step += 1
@@ -206,7 +206,7 @@ class RowTable:
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
-        """Takes the bounds from the numbers themselves, now and then: it looks at all of them."""
+        """Sets the bounds from the numbers themselves, now and then, because it scans all of them."""
         whole = self._storage.whole
         if whole is not None and self.step >= self._measure_from:
             self._measure_from = self.step + _MEASURE_EVERY
@@ -219,11 +219,11 @@ class RowTable:
     def pull(self, ids: Tensor, *, training: bool = False, out: Tensor | None = None) -> Tensor:
         """The rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
 
-        ``training`` admits ids that a dynamic table has not; otherwise they read as the values they would begin with.
+        ``training`` admits new ids to a dynamic table; otherwise they read as their first values.
         The rows are written to ``out`` if it is given, which may be part of a larger tensor.
 
         Raises:
-            NotFound: an id that is no row of the table; says which, and where.
+            NotFound: an id outside the table; says which, and where.
             SchemaError: ids that are not int64.
         """
         wanted = self._ids(ids)
@@ -247,20 +247,20 @@ class RowTable:
         return out
 
     def read(self, ids: Tensor, out: Tensor, *, training: bool = False) -> Tensor:
-        """``pull`` into ``out``, and what ``versions`` says of the same rows, looked up once."""
+        """``pull`` into ``out``, and ``versions`` of the same rows, looked up once."""
         self.pull(ids, training=training, out=out)
         return self._versions_of(self._located)
 
     def answer(
         self, ids: Tensor, stated: int, since: Tensor, *, training: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of which some need not come.
+        """Rows, some of which come only if they have changed.
 
         Args:
-            ids: the first ``stated`` of them come with what their optimizer keeps; the last ``len(since)`` come only if
+            ids: the first ``stated`` of them come with their optimizer's state; the last ``len(since)`` come only if
                 they have changed after the steps ``since``, int64.
-            stated: how many.
-            since: the table's step as of which each of them is known.
+            stated: the number of ids with state.
+            since: for each known one the table's step when it was read.
             training: as in ``pull``.
 
         Returns:
@@ -272,7 +272,7 @@ class RowTable:
         versions = self.read(ids, everyone, training=training)[known:]
         changed = versions > since
         if not self.spec.stays:
-            # An id that has lost its row reads as what it began with, at whatever step.
+            # An id that has lost its row reads as its first values, at any step.
             changed |= torch.full_like(changed, True) if self.moves_as_one else versions == 0
         places = torch.nonzero(changed)[:, 0]
         rows = everyone[stated:known]
@@ -281,7 +281,7 @@ class RowTable:
         return self.pull_with_state(ids[:stated]), rows, places
 
     def pull_with_state(self, ids: Tensor) -> Tensor:
-        """The rows of ``ids`` with what their optimizer keeps: ``[len(ids), rule.row_width(width)]``."""
+        """The rows of ``ids`` with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
         wanted = self._ids(ids)
         rows = self._locate(wanted, training=False)
         out = torch.full(
@@ -299,11 +299,11 @@ class RowTable:
         return out
 
     def check(self, ids: Tensor) -> None:
-        """Raises what ``pull`` would of ids that are no rows of this part of the table; changes nothing."""
+        """Raises the errors of ``pull`` for ids outside this part of the table; changes nothing."""
         self._vocabulary.locate(self._ids(ids), step=self.step, training=False)
 
     def versions(self, ids: Tensor, *, training: bool = False) -> Tensor:
-        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that has not yet.
+        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has.
 
         ``training`` admits ids, as in ``pull``.
         """
@@ -326,7 +326,7 @@ class RowTable:
         ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``, as ``squares.py`` describes them.
 
         Raises:
-            NotFound: an id that is no row of the table; says which, and where. Nothing is changed.
+            NotFound: an id outside the table; says which, and where. Nothing is changed.
             SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
         """
         wanted = self._ids(ids)
@@ -342,14 +342,14 @@ class RowTable:
             self._step(storage, where, merged)
 
     def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
-        """``push``, unless it would make a number of the rows NaN or Inf; returns what takes it back.
+        """``push``, unless it would make a number of the rows NaN or Inf; returns a function that undoes it.
 
         Raises:
-            NonFinite: it would; rows, states and the count of steps are as they were.
+            NonFinite: it would; rows, states and the count of steps are unchanged.
         """
         rows = np.unique(self._locate(self._ids(ids), training=True))
         rows = rows[rows >= 0]
-        self.pull(ids, training=True)  # begun and up to date, so that there is something to go back to
+        self.pull(ids, training=True)  # begun and up to date, so that there is a state to go back to
         before = self._copy(rows)
         step, lags, bounds = self.step, self._lags, self.bounds
 
@@ -397,9 +397,9 @@ class RowTable:
             storage.sums[unique] = sums.numpy()
 
     def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
-        """The distinct rows, the sum of each one's gradients, and where each first comes; unknown rows are dropped.
+        """The distinct rows, the sum of each one's gradients, and where each first appears; unknown rows are dropped.
 
-        And of each of ``rows`` that are known, which of the distinct ones it is.
+        Also, for each known one of ``rows``, its index among the distinct ones.
         """
         source = _NONE
         if self._may_miss(rows):
@@ -459,7 +459,7 @@ class RowTable:
             self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
 
     def _may_miss(self, rows: Array) -> bool:
-        """Tell whether some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        """True if some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
         return self.spec.rows is None and bool((rows < 0).any())
 
     def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
@@ -493,7 +493,7 @@ class RowTable:
         self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
 
     def _moves_quiet_rows(self, history: Array) -> bool:
-        """Tell whether any of these steps moves a row that has no gradient."""
+        """True if any of these steps moves a row that has no gradient."""
         if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
@@ -536,7 +536,7 @@ class RowTable:
     # --- saving, moving ---------------------------------------------------------------------------------------------
 
     def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
-        """All rows that have begun, as they lie, ``rows`` at a time; ``history`` belongs to them."""
+        """All rows that have begun, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
         for first in range(0, self.used, rows):
             block = self.block(first, rows)
             if len(block.ids):
@@ -557,10 +557,10 @@ class RowTable:
             )
 
     def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
-        """Raises what is wrong with rows that ``restore`` and ``resume`` are to take; changes nothing.
+        """Raises if rows do not fit ``restore`` and ``resume``; changes nothing.
 
         Raises:
-            NotFound: an id that is no row of this part of the table.
+            NotFound: an id outside this part of the table.
             SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
         """
         count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
@@ -590,7 +590,7 @@ class RowTable:
             raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
 
     def restore(self, block: RowBlock) -> None:
-        """Puts rows of ``blocks`` back, state and stamp included; ids are those of this shard."""
+        """Restores the rows of ``blocks``, state and stamp included; ids are those of this shard."""
         ids = self._ids(block.ids)
         rows = self._vocabulary.restore(ids, block.usage.numpy())
         self._make_room()
@@ -607,7 +607,7 @@ class RowTable:
         return torch.from_numpy(self._history[: self.step if self._catches_up else 0].copy())
 
     def resume(self, step: int, history: Tensor) -> None:
-        """Sets the count of steps, and their constants, that restored rows go on from."""
+        """Sets the count of steps, and their constants, from which restored rows go on."""
         self._check_history(step, history)
         self.step = step
         if self._catches_up:
@@ -628,7 +628,7 @@ class RowTable:
         """Bytes of rows, states and stamps that there is room for."""
         return self._storage.bytes()
 
-    # --- what comes in ----------------------------------------------------------------------------------------------
+    # --- checks of arguments ----------------------------------------------------------------------------------------
 
     def _ids(self, ids: Tensor) -> Array:
         if ids.dtype != torch.int64:

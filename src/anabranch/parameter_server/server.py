@@ -1,8 +1,8 @@
 """``ParameterServer``: a shard behind an endpoint.
 
-Every verb is checked against the shard's tables before memory is taken for its tensors. Whatever changes the shard is
-numbered by its client and done exactly once, and under ``durability="log"`` it is acknowledged only when it is on the
-disk.
+Every verb is checked against the shard's tables before memory is taken for its tensors. Changes to the shard are
+numbered by their client and done exactly once, and under ``durability="log"`` they are acknowledged only when they
+are on the disk.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ class ParameterServer:
     tensor([1., 1.])
 
     Args:
-        shard, shards: which of how many; clients name the endpoints in this order.
+        shard, shards: the shard's number, and the number of shards; clients name the endpoints in this order.
         listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
-        durability: ``"none"``: a shard that dies is gone; ``"checkpoint"``: it comes back as it was last written;
+        durability: ``"none"``: the state dies with the shard; ``"checkpoint"``: it comes back as last written;
             ``"log"``: with every push that was acknowledged.
-        checkpoint_dir: where; required unless ``"none"``. Each shard takes a directory of its own in it.
+        checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory.
         directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, or the endpoint of a
             ``DirectoryServer``.
-        checkpoint_seconds: a checkpoint is written so often, and on leaving the block.
+        checkpoint_seconds: seconds between checkpoints; another is written on leaving the block.
         threads: threads that share the work of one request.
-        memory_map_dir: where tables with ``memory_map`` keep their rows while the shard runs; by default
+        memory_map_dir: the directory for rows of tables with ``memory_map`` while the shard runs; by default
             ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
-            process: what outlives it is the checkpoint and the log.
-        repair: go on with what can be read of a damaged log or checkpoint, and set the rest aside; clients are told of
-            their pushes that are gone (``RolledBack``).
+            process: only the checkpoint and the log outlive it.
+        repair: use the readable part of a damaged log or checkpoint, and set the rest aside; clients learn of
+            their lost pushes (``RolledBack``).
         keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
 
     Raises:
         ValueError: a shard outside its shards, or durability without a directory.
-        CheckpointError: another server has the directory, or what is in it is damaged; says what, where, and the
-            choices.
+        CheckpointError: another server has the directory, or its files are damaged; gives the damage, its place, and
+            the choices.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ParameterServer:
         self._checkpoint_seconds = checkpoint_seconds
         self._crew = Crew(threads)
         self._keeper = Keeper(durability, own, repair=repair)
-        # Whatever fails before the block is entered gives the directory back.
+        # If anything fails before the block is entered, the directory is given back.
         self._giving_back = ExitStack()
         self._giving_back.callback(self._keeper.close)
         with self._giving_back:
@@ -158,11 +158,11 @@ class ParameterServer:
 
     @property
     def endpoint(self) -> str:
-        """Where clients find this shard."""
+        """The address at which clients find this shard."""
         return self._server.endpoint
 
     def statistics(self) -> ShardStatistics:
-        """What the shard has done since it started."""
+        """Statistics of the shard since it started."""
         return self._shard.statistics()
 
     def transport_statistics(self) -> ServerStatistics:
@@ -223,7 +223,7 @@ class ParameterServer:
         assert self._directory is not None
         try:
             ask(self._directory)
-        except BoundaryError as error:  # the shard serves on; who knows its endpoint finds it
+        except BoundaryError as error:  # the shard serves on, to clients that know its endpoint
             report(f"parameter_server.{what}_failed", error=str(error))
 
     # --- verbs ------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class ParameterServer:
         ]
 
     def _standing(self, check: _Check) -> _Check:
-        """The check, and before it whether the shard still holds what the asker was told that it does."""
+        """The check, after verifying that the shard still holds the pushes that the client was told of."""
 
         def checks(header: RequestHeader) -> None:
             standing = Standing.decode(header.schema)
@@ -280,7 +280,7 @@ class ParameterServer:
                     place = self._keeper.place()
             except (NotFound, NonFinite, SchemaError):
                 raise
-            except (ValueError, TypeError, KeyError) as error:  # a spec or an optimizer that cannot be
+            except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
                 raise SchemaError(f"{call.verb}: {error}") from error
             except (MemoryError, OverflowError) as error:
                 raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error

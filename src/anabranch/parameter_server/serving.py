@@ -1,4 +1,4 @@
-"""A shard as a service of its own: what ``anabranch serve parameters`` runs."""
+"""A shard as a service: run by ``anabranch serve parameters``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anabranch.transport.heap import keep_one_heap
 
 __all__ = ["serve_parameters"]
 
-_NAP = 3600.0  # seconds between looks at whether to stop; setting the event wakes at once
+_NAP = 3600.0  # seconds between checks whether to stop; setting the event wakes at once
 
 
 def serve_parameters(
@@ -35,8 +35,8 @@ def serve_parameters(
 ) -> None:
     """Serves one shard until ``stop`` is set, then drains and writes its state.
 
-    Takes the arguments of ``ParameterServer``; ``say`` is told ``listening on ENDPOINT`` once calls are served, and
-    prints it by default. ``beside`` makes something that lives as long as the server.
+    Takes the arguments of ``ParameterServer``; ``say`` is called with ``listening on ENDPOINT`` once calls are served,
+    and prints it by default. ``beside`` makes an object that lives as long as the server.
     """
     keep_one_heap()
     with (

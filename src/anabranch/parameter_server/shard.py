@@ -7,11 +7,11 @@
                                        │       └── bsp: kept until every worker's push of the step is there, then merged
                                        └── a shard that was killed does the log again, in the same order
 
-Everything that changes a shard is a record of verb, message and tensors, done under one lock by ``_do``. Doing the same
-records in the same order gives the same bits, which is what the log relies on. ``bsp`` applies a step once, to the mean
+Every change to a shard is a record of verb, message and tensors, done under one lock by ``_do``. Doing the same
+records in the same order gives the same bits, which the log relies on. ``bsp`` applies a step once, to the mean
 (or sum) of all workers' gradients, added up in the order of their ranks; ``ssp:K`` and ``asp`` apply each push as it
-comes. Who reads too early waits: under ``bsp`` for the pushes of the steps before, under ``ssp:K`` for workers that are
-more than K steps behind.
+comes. A read that is too early waits: under ``bsp`` for the pushes of the steps before, under ``ssp:K`` for workers
+that are more than K steps behind.
 
 The file is long because it is one state machine under one lock: each verb's check, its record and what the record does.
 """
@@ -62,7 +62,7 @@ from anabranch.parameter_server.table_spec import TableSpec, check_name
 
 __all__ = ["Consistency", "Shard", "ShardStatistics", "TableStatistics"]
 
-# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+# Built at import: constructing a msgspec decoder is not thread-safe.
 _MESSAGES: dict[str, msgspec.msgpack.Decoder[Any]] = {
     verb: msgspec.msgpack.Decoder(kind)
     for verb, kind in {
@@ -77,7 +77,7 @@ _BLOCK = ("ids", "values", "stamps", "sums", "usage", "history")
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """How the steps of a job's workers are ordered.
+    """The order of the steps of a job's workers.
 
     >>> Consistency.parse("ssp:3").lag, Consistency.parse("bsp").merges, Consistency.parse("asp").lag
     (3, True, None)
@@ -114,7 +114,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class TableStatistics:
-    """What was asked of one table or parameter: messages, rows, and how many rows it holds and has lost."""
+    """Requests for one table or parameter, in messages and rows, and the number of rows it holds and has evicted."""
 
     pulls: int
     pushes: int
@@ -128,12 +128,12 @@ class TableStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatistics:
-    """What a shard has done since it started.
+    """Statistics of a shard since it started.
 
     Attributes:
         tables: by name.
         refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
-        replayed: records done again from the log.
+        replayed: records replayed from the log.
     """
 
     tables: dict[str, TableStatistics]
@@ -143,7 +143,7 @@ class ShardStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where the numbers of an answer go: flat tensors as they are sent, and each part's share of them."""
+    """Memory for the numbers of an answer: flat tensors as they are sent, and each part's share of them."""
 
     flat: list[Tensor]
     parts: list[Tensor]
@@ -162,7 +162,7 @@ class _Pushed(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """The workers of a job: how many steps each has pushed, pushes that wait for the others', and for their release."""
+    """The workers of a job: steps pushed by each, pushes that wait for the others', and merged pushes to release."""
 
     world: int
     consistency: Consistency
@@ -170,17 +170,17 @@ class _Job:
     pending: dict[int, dict[int, _Pushed]] = field(default_factory=dict)
     held: dict[int, dict[int, _Pushed]] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)  # squared, of the last steps: some ask after the release
-    total: float | None = None  # what the workers' pushes of the last step weighed together
+    total: float | None = None  # the sum of the weights of the workers' pushes in the last step
 
 
 class Shard:
-    """The part of all tables and parameters that one server holds. Safe to use from several threads.
+    """The part of all tables and parameters on one server. Safe to use from several threads.
 
     Args:
-        shard, shards: which of how many.
-        crew: threads that share a table's work; without one the caller's alone.
+        shard, shards: the shard's number, and the number of shards.
+        crew: threads that share a table's work; by default the caller's alone.
         journal: called with every change before it is done.
-        take_back: called when the change that was journaled last was refused while it was done, and left nothing.
+        take_back: called when the change that was journaled last was refused while it was done, and changed nothing.
         scratch: where memory-mapped tables have their files.
     """
 
@@ -213,27 +213,27 @@ class Shard:
         self._replayed = 0
         self._generation = _new_generation()
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """Makes a table or a parameter; one that is there already stays as it is, if it is of the same shape.
+        """Makes a table or a parameter; an existing one stays unchanged, if it is of the same shape.
 
         Raises:
-            SchemaError: one of that name and another shape, dtype or optimizer is there.
-            ValueError: a table that cannot be, or numbers that are not finite.
+            SchemaError: one of that name has another shape, dtype or optimizer.
+            ValueError: an invalid table, or numbers that are not finite.
         """
         check_name(message.name)
         with self._state:
             if self._is_there(message, tensors):
                 return
-            self._build(message, tensors)  # what cannot be built must not come into the journal
+            self._build(message, tensors)  # a message that cannot be built must not come into the journal
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage) -> None:
-        """A worker of a job comes, or comes again after it was started anew: its steps count from ``message.step``.
+        """Registers a worker of a job, or a restarted one: its steps count from ``message.step``.
 
         Raises:
-            SchemaError: another worker has said another world or consistency.
+            SchemaError: another worker has given another world or consistency.
         """
         if not message.rank < message.world:
             raise SchemaError(f"rank {message.rank} lies outside a world of {message.world}")
@@ -277,13 +277,13 @@ class Shard:
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
     ) -> None:
-        """Gradients: done at once, or under ``bsp`` when every worker's of that step are there.
+        """Takes gradients: applied at once, or under ``bsp`` when every worker's of that step are there.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
-            NonFinite: NaN or Inf among the gradients, or in what finite ones would make of a row; counted by ``peer``,
+            NonFinite: NaN or Inf among the gradients, or in a row that finite ones would move; counted by ``peer``,
                 nothing is changed.
-            DeadlineExceeded: those of a worker that lie beside the steps count by its share in its last one, and not
+            DeadlineExceeded: a worker's push outside the steps counts by its share in its last one, and not
                 all have pushed that; names them.
         """
         tensors = _with_long_ids(tensors)
@@ -324,7 +324,7 @@ class Shard:
         """Applies the held pushes of a step, times ``scale``, unless another worker's release has done so.
 
         Raises:
-            NonFinite: a scale that is none.
+            NonFinite: a scale that is NaN or Inf.
             SchemaError: not all workers' pushes are held.
         """
         if not (math.isfinite(message.scale) and message.scale >= 0):
@@ -336,13 +336,13 @@ class Shard:
             self._record("release", message, ())
 
     def replay(self, verb: str, payload: bytes, tensors: Sequence[Tensor]) -> None:
-        """Does again what the journal was told."""
+        """Replays a journaled change."""
         with self._state:
             self._do(verb, _MESSAGES[verb].decode(payload), tensors)
             self._replayed += 1
 
     def statistics(self) -> ShardStatistics:
-        """Counts since the start."""
+        """Counters since the start."""
         with self._state:
             tables = {}
             for name, counts in self._counts.items():
@@ -424,7 +424,7 @@ class Shard:
         wanted: dict[str, Tensor] = {}
         for part, some in zip(parts, ids, strict=True):
             if part.name in self._tables:
-                # A fixed table checks ids when it reads them, and reading changes nothing of what others see.
+                # A fixed table checks ids when it reads them, and reading has no effect that others see.
                 if isinstance(message, PushMessage) or self._admits(part.name):
                     wanted[part.name] = some
             elif part.count:
@@ -453,7 +453,7 @@ class Shard:
         return ids, tensors[1]
 
     def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> float:
-        """Raises what is wrong with a push; returns its peak."""
+        """Raises if a push is invalid; returns its peak."""
         self._check_parts(message, tensors)
         flat = self._check_numbers(message, tensors)
         if not (math.isfinite(message.weight) and message.weight >= 0):
@@ -484,7 +484,7 @@ class Shard:
             raise SchemaError(f"worker {message.rank} pushes step {message.step}; its next is step {expected}")
 
     def _check_numbers(self, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors that hold the numbers, if they and the squares are as many as the message says."""
+        """The tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
         sums = message.sums()
         flat = tensors[1 + (sums > 0) :]
         came, wanted = [(one.dtype, one.numel()) for one in flat], self.numbers_of(message)
@@ -502,7 +502,7 @@ class Shard:
         return split(tensors[1 + (message.sums() > 0) :], self._shares_of(message), message.compression)
 
     def _shares_of(self, message: PullMessage | PushMessage) -> list[Share]:
-        """What each part's numbers are."""
+        """Dtype and shape of each part's numbers."""
         shares: list[Share] = []
         for part in message.parts:
             self._check_name(part.name)
@@ -525,7 +525,7 @@ class Shard:
     def _admits(self, name: str) -> bool:
         return name in self._tables and self._tables[name].spec.rows is None
 
-    # --- whose turn it is -------------------------------------------------------------------------------------------
+    # --- order of the workers' steps --------------------------------------------------------------------------------
 
     def _joined(self, rank: int) -> _Job:
         if self._job is None or rank >= self._job.world:
@@ -548,13 +548,13 @@ class Shard:
                 )
 
     def _wait_for_clocks(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
-        """Until every worker has pushed all steps before ``step``."""
+        """Waits until every worker has pushed all steps before ``step``."""
         patience = _patience(deadline)
         while late := [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]:
             if not self._state.wait(timeout=patience.remaining()):
                 raise _missing(late, patience, operation, step)
 
-    # --- doing ------------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------------------------
 
     def _record(
         self,
@@ -604,7 +604,7 @@ class Shard:
         self._state.notify_all()
 
     def _do_push(self, message: PushMessage, tensors: Sequence[Tensor], peak: float | None = None) -> None:
-        if peak is None:  # from the journal, which holds what was checked
+        if peak is None:  # from the journal, which holds only checked messages
             sums = message.sums()
             peak = peak_of(tensors[1 + (sums > 0) :], tensors[1] if sums else None)
         push = _Pushed(message, tensors, peak)
@@ -625,7 +625,7 @@ class Shard:
     def _merge(self, job: _Job, push: _Pushed) -> None:
         """Keeps a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
         step = push.message.step
-        # What is kept must not change when the sender's buffers are used again.
+        # A copy: kept tensors must not change when the sender's buffers are used again.
         push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
         kept = {**job.pending.get(step, {}), push.message.rank: push}
         if len(kept) < job.world:
@@ -671,10 +671,10 @@ class Shard:
     def _apply(self, pushes: Sequence[_Pushed], scale: float = 1.0, total: float | None = None) -> None:
         """One optimizer step for each table and parameter that any of the pushes names, or none for any of them.
 
-        ``total`` is what the pushes' weights are shares of, by default what they come to.
+        ``total`` is the sum of weights of which the pushes' are shares, by default that of these pushes.
 
         Raises:
-            NonFinite: a row would overflow; all are as they were.
+            NonFinite: a row would overflow; all are unchanged.
         """
         rules: dict[str, RowOptimizer] = {}
         for push in pushes:
@@ -729,7 +729,7 @@ class Shard:
         squares: Mapping[str, Tensor],
         dense: Mapping[str, Tensor],
     ) -> None:
-        """As ``_push_rows`` and each parameter's ``push``; what would overflow takes all of it back."""
+        """As ``_push_rows`` and each parameter's ``push``; if one would overflow, all of it is undone."""
         done: list[Callable[[], None]] = []
         try:
             for name, grad in dense.items():
@@ -755,7 +755,7 @@ class Shard:
                 group.push(everyone, side_by_side([grads[name] for name in names]), counts, own)
 
     def _read(self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None) -> tuple[PullReply, list[Tensor]]:
-        """What is asked for, less the known rows that have not changed."""
+        """Read the rows asked for, except known rows that have not changed."""
         for part in message.parts:
             self._counts[part.name].pulls += 1
         if ages is not None or any(part.stated for part in message.parts):
@@ -776,7 +776,7 @@ class Shard:
     def _choose(
         self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
     ) -> tuple[PullReply, list[Tensor]]:
-        """The answer where some rows come with their state, or only if they have changed."""
+        """The answer if some rows come with their state, or only if they have changed."""
         parts = {part.name: part for part in message.parts}
         wanted = {part.name: some for part, some in zip(message.parts, ids, strict=True) if part.name in self._tables}
         since = self._since(message, ages)
@@ -814,7 +814,7 @@ class Shard:
         return self._reply(message, [len(places[name]) if name in places else 0 for name in parts]), said
 
     def _since(self, message: PullMessage, ages: Tensor | None) -> dict[str, Tensor]:
-        """Of each part's known rows the step as of which they are known; -1, so all have changed, if nobody knows."""
+        """For each part's known rows the step at which they were read; -1, so that all count as changed, if unknown."""
         known = [part.known for part in message.parts]
         if ages is None or message.generation != self._generation:
             steps = torch.full((sum(known),), -1)
@@ -824,7 +824,7 @@ class Shard:
         return dict(zip((part.name for part in message.parts), torch.split(steps, known), strict=True))
 
     def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
-        """Puts everything that is asked for, with as little copying as can be, into ``room``."""
+        """Reads everything asked for, with as few copies as possible, into ``room``."""
         wanted: dict[str, Tensor] = {}
         places: dict[str, Tensor] = {}
         for part, some, place in zip(message.parts, ids, room.parts, strict=True):
@@ -871,10 +871,10 @@ class Shard:
             return holder.step, [block.ids, block.values, block.stamps, block.sums, block.usage, holder.history]
 
     def restore(self, message: RestoreMessage, tensors: Sequence[Tensor]) -> None:
-        """Puts back what ``export`` gave, here or on another shard.
+        """Restores what ``export`` gave, here or on another shard.
 
         Raises:
-            NotFound, SchemaError, NonFinite: it is none of this table or parameter; nothing is changed.
+            NotFound, SchemaError, NonFinite: it does not fit this table or parameter; nothing is changed.
         """
         with self._state:
             self._check_name(message.name)
@@ -891,7 +891,7 @@ class Shard:
             self._record("restore", message, tensors)
 
     def drop(self, message: DropMessage) -> None:
-        """Forgets a table or a parameter."""
+        """Drops a table or a parameter."""
         with self._state:
             if message.name:
                 self._check_name(message.name)
@@ -913,7 +913,7 @@ class Shard:
             raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
 
     def barrier(self, message: BarrierMessage, deadline: Deadline) -> None:
-        """Returns once all workers are at this barrier.
+        """Waits until all workers are at this barrier.
 
         Raises:
             DeadlineExceeded: some are not; names them.
@@ -929,11 +929,11 @@ class Shard:
                     raise _missing(late, patience, "barrier", message.number)
 
     def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
-        """Everything as it is now: plain values, and groups of tensors.
+        """The present state: plain values, and groups of tensors.
 
-        Rows that lie in a file, for they may be more than there is memory, are groups that are read when they are
-        called, a few rows each: the shard must not change until then. Not the pushes that wait for those of other
-        workers: the clocks are those before them, and ``journal_pending`` journals them again.
+        Rows in a file, which may exceed memory, are groups that are read when they are
+        called, a few rows each: the shard must not change until then. Pushes that wait for those of other
+        workers are not included: the clocks are those before them, and ``journal_pending`` journals them again.
         """
         with self._state:
             groups: dict[str, Group] = {}
@@ -982,7 +982,7 @@ class Shard:
                     self._journal("push", _encode(push.message), push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Becomes what ``snapshot`` gave; for a shard that holds nothing yet."""
+        """Loads what ``snapshot`` gave into a shard that holds nothing yet."""
         with self._state:
             for entry in state["tables"]:
                 spec = entry["spec"]
@@ -1024,14 +1024,14 @@ class Shard:
             return max([*steps, *(dense.step for dense in self._dense.values())], default=0)
 
     def locked(self) -> threading.Condition:
-        """The lock that every change is made under, for who must see none between two of its own steps."""
+        """The lock under which every change is made, for callers that must see none between two of their own steps."""
         return self._state
 
 
 def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
     """The largest magnitude of each after a step; ``None`` if a row may overflow.
 
-    Tables of one rule that stand alike share the answer.
+    Tables of one rule in the same state share the answer.
     """
     known: dict[tuple[Bounds, int, int], Bounds] = {}
     found: dict[str, Bounds] = {}
@@ -1080,12 +1080,12 @@ def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Ten
 
 
 def _without_kinds(message: PullMessage) -> PullMessage:
-    """What a pull admits, which does not depend on what its asker knows."""
+    """The pull as journaled: ids only."""
     return PullMessage([PullPart(part.name, part.count) for part in message.parts], message.training)
 
 
 def _new_generation() -> int:
-    """Unlike those before, also in a process that takes this one's place."""
+    """A random id, unlikely to repeat across restarts."""
     return 1 + secrets.randbelow((1 << 32) - 1)
 
 
@@ -1094,14 +1094,14 @@ def _told(tensor: Tensor) -> str:
 
 
 def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A message's tensors, the ids among them as long as ids are, who travel short where they fit."""
+    """Return a message's tensors with int32 ids widened to int64."""
     if not tensors or tensors[0].dtype != torch.int32:
         return tensors
     return [tensors[0].long(), *tensors[1:]]
 
 
 def _patience(deadline: Deadline | None) -> Deadline:
-    """A little less than the asker's, so that the answer, which says who is missing, is there before it gives up."""
+    """A little less than the client's remaining time, so that the error naming the missing workers arrives first."""
     return Deadline.after(1e-3) if deadline is None else deadline.sooner(max(0.8 * deadline.remaining(), 1e-3))
 
 

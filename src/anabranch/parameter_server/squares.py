@@ -1,10 +1,10 @@
-"""Gradients of several steps that come as one sum: what they add to an optimizer's second moments.
+"""Gradients of several steps that come as one sum: their effect on an optimizer's second moments.
 
-Adagrad and Adam scale a step by the squares of the gradients so far. Fifty gradients that are alike, added up, have
+Adagrad and Adam scale a step by the squares of the gradients so far. Fifty equal gradients, added up, have
 2,500 times the square of one, not 50 times: taken as one gradient they would slow a row down for good, most of all the
-rows that are used most. So a sum comes with its *squares*, the sum of its gradients' squares in squares of their sum: 1
-for a gradient of one step, 1/50 for 50 alike, 1 again for 50 that point anywhere. The kernels know nothing of it: they
-will add the square of the sum, and what is too much of it is taken off beforehand.
+most used rows. So a sum comes with its *squares*, the sum of its gradients' squares divided by the square of their sum:
+1 for a gradient of one step, 1/50 for 50 equal ones, 1 again for 50 in random directions. The kernels do not handle it:
+they add the square of the sum, and the excess is subtracted beforehand.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def merged_squares(grads: Tensor, squares: Tensor, inverse: NDArray[np.int64], c
     Args:
         grads: ``[n, width]``, of the parts.
         squares: ``[n]``.
-        inverse: ``[n]``: which row each part is of.
-        count: of rows.
+        inverse: ``[n]``: the row of each part.
+        count: the number of rows.
     """
     energies = grads.double().square().sum(1)
     total = np.bincount(inverse, weights=energies.numpy(), minlength=count)

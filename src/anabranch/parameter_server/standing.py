@@ -1,7 +1,7 @@
-"""``Standing``: what a client has been told that a shard holds of its pushes; it goes out with every request.
+"""``Standing``: the pushes that a client believes a shard to hold; it is sent with every request.
 
-The shard compares: if it holds less, it came back without changes that it had acknowledged, and the request is refused
-with ``RolledBack`` before anything is done.
+The shard compares: if it holds fewer, it came back without changes that it had acknowledged, and the request is refused
+with ``RolledBack`` before it is done.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _FORM = struct.Struct("<16sQQ")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The facts that one request states about its asker.
+    """The facts about the client in one request.
 
     Attributes:
         epoch: the client's.
-        pushes: the highest place that an answer named.
-        life: the shard's, for who must know of any loss; else 0.
+        pushes: the highest place in any answer.
+        life: the shard's, for clients that must learn of any loss; else 0.
     """
 
     epoch: bytes
@@ -30,12 +30,12 @@ class Standing:
     life: int = 0
 
     def encode(self) -> bytes:
-        """Its 32 bytes."""
+        """The standing as 32 bytes."""
         return _FORM.pack(self.epoch, self.pushes, self.life)
 
     @classmethod
     def decode(cls, memory: bytes) -> Standing | None:
-        """Return what ``encode`` was given, or nothing for a request that says nothing."""
+        """Decode the bytes of ``encode``; ``None`` for a request without a standing."""
         return cls(*_FORM.unpack(memory)) if len(memory) == _FORM.size else None
 
 
@@ -59,18 +59,18 @@ class Ledger:
         return self._runs[-1][1] if self._runs else 0
 
     def add(self, place: int) -> None:
-        """An answer has named ``place``."""
+        """Records ``place``, from an answer."""
         if self._runs and self._runs[-1][1] == place - 1:
             self._runs[-1] = (self._runs[-1][0], place)
         elif place > 0 and not any(first <= place <= last for first, last in self._runs):
             insort(self._runs, (place, place))
             at = self._runs.index((place, place))
-            for left in (at, at - 1):  # answers that came in another order than the pushes were done
+            for left in (at, at - 1):  # answers that came in another order than the pushes
                 if 0 <= left < len(self._runs) - 1 and self._runs[left][1] + 1 == self._runs[left + 1][0]:
                     self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
 
     def cut(self, holds: int) -> int:
-        """Takes out the places above ``holds``; returns how many they are."""
+        """Removes the places above ``holds``; returns their number."""
         lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
         self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
         return lost

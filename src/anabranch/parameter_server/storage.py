@@ -1,9 +1,9 @@
-"""Where rows lie: in memory, or in a file that is mapped as far as the address space allows.
+"""Storage of rows: in memory, or in a file that is mapped as far as the address space allows.
 
-A table in memory, or mapped whole, is three arrays that kernels work on as they are. A file larger than the address
-space may hold (``RLIMIT_AS``) is mapped a window at a time: the rows of one request are copied out into arrays of their
-own, worked on there, and copied back. The files have no names: they are memory that is not taken from the machine's,
-not a form of keeping.
+A table in memory, or mapped whole, is three arrays that kernels work on directly. A file larger than the address space
+may hold (``RLIMIT_AS``) is mapped a window at a time: the rows of one request are copied out into separate arrays,
+processed there, and copied back. The files have no names: they extend the machine's memory, and hold nothing that
+outlasts the process.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class RowStorage:
 
     @property
     def rows(self) -> int:
-        """How many rows there is room for."""
+        """The number of rows that there is room for."""
         return len(self.stamps)
 
     @property
     def whole(self) -> RowStorage | None:
-        """All rows in arrays as they are, or ``None`` where only some are at hand at a time."""
+        """All rows in arrays without a copy, or ``None`` if only some are mapped at a time."""
         return self
 
     def grow(self, rows: int) -> None:
-        """Makes room for ``rows`` rows; those that are there keep their places."""
+        """Makes room for ``rows`` rows; existing ones keep their places."""
         for name, width in (("values", self.stride), ("stamps", 1), ("sums", int(self.with_sums))):
             old = getattr(self, name)
             new = _zeros(rows * width, old.dtype)
@@ -67,14 +67,14 @@ class RowStorage:
             setattr(self, name, new)
 
     def forget(self, rows: Array) -> None:
-        """These rows begin again when they are next used."""
+        """Makes these rows begin again when they are next used."""
         self.stamps[rows] = 0
 
     @contextmanager
     def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
-        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere.
+        """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
 
-        Unless ``changing``, what is written to them need not stay.
+        Unless ``changing``, writes to them may be lost.
         """
         yield self, rows
 
@@ -87,11 +87,11 @@ class FileStorage:
     """Rows in a file without a name; see ``RowStorage``.
 
     Args:
-        directory: on the disk that is to hold them.
+        directory: on the disk that is to hold the rows.
         budget: bytes of address space to map at most; by default a quarter of what ``RLIMIT_AS`` leaves.
 
     Raises:
-        OSError: the disk has no room, or the directory is not there.
+        OSError: the disk is full, or the directory does not exist.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FileStorage:
         self.grow(rows)
 
     def grow(self, rows: int) -> None:
-        """Makes room for ``rows`` rows; those that are there keep their places."""
+        """Makes room for ``rows`` rows; existing ones keep their places."""
         self._windows.clear()
         self._mapped = 0
         self.whole = None
@@ -133,16 +133,16 @@ class FileStorage:
             self.whole.values, self.whole.stamps, self.whole.sums = arrays
 
     def forget(self, rows: Array) -> None:
-        """These rows begin again when they are next used."""
+        """Makes these rows begin again when they are next used."""
         if rows.size:
             with self.at_hand(rows) as (storage, where):
                 storage.stamps[where] = 0
 
     @contextmanager
     def at_hand(self, rows: Array, *, changing: bool = True) -> Iterator[tuple[RowStorage, Array]]:
-        """Arrays that hold ``rows``, and where in them each of ``rows`` lies; a row of -1 lies nowhere.
+        """Arrays that hold ``rows``, and the place of each of ``rows`` in them; -1 for a row of -1.
 
-        Unless ``changing``, what is written to them need not stay.
+        Unless ``changing``, writes to them may be lost.
         """
         if self.whole is not None:
             yield self.whole, rows
@@ -197,7 +197,7 @@ class FileStorage:
         return np.frombuffer(memory, kind)
 
     def bytes(self) -> int:
-        """Bytes of all rows, on the disk as far as they have been used."""
+        """Bytes of all rows; the disk holds only those that were used."""
         return self.rows * sum(width * kind.itemsize for width, kind in self._columns)
 
 
@@ -213,7 +213,7 @@ def _zeros(size: int, kind: np.dtype[Any]) -> Array:
 
 
 def _file_without_a_name(owner: FileStorage, directory: str | os.PathLike[str] | None) -> int:
-    """The descriptor of a file that is gone with ``owner``."""
+    """The descriptor of an unnamed file that is freed with ``owner``."""
     with tempfile.TemporaryFile(dir=directory) as file:
         descriptor = os.dup(file.fileno())
     weakref.finalize(owner, os.close, descriptor)

@@ -1,9 +1,9 @@
-"""``TableGroup``: tables that are alike, read and moved in one call.
+"""``TableGroup``: tables of one kind, read and moved in one call.
 
-What a call of a kernel costs beside the rows is the same for ten rows and ten thousand, and a model has dozens of
-tables. So those with as many numbers a row, of one type and one rule, are worked on together: one kernel finds, merges,
-moves and stamps the rows of all of them, the threads of the crew sharing out the tables. What it does to a table is
-what ``RowTable`` does, bit for bit, and it leaves to ``RowTable`` whatever is seldom: rows that have not begun, rows
+A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of
+tables. So those with as many numbers a row, of one type and one rule, are processed together: one kernel finds, merges,
+moves and stamps the rows of all of them, the threads of the crew sharing out the tables. The result for a table is
+that of ``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that have not begun, rows
 that lag.
 """
 
@@ -45,22 +45,22 @@ class TableGroup:
             [1., 1.]])
 
     Lookups come in one of two layouts. ``ids`` of ``[tables, batch]`` have rows and gradients of
-    ``[batch, tables, width]``, as a model concatenates its embeddings. Flat ``ids`` with ``counts``, how many each
+    ``[batch, tables, width]``, as a model concatenates its embeddings. Flat ``ids`` with ``counts``, the number of each
     table has, have rows and gradients of ``[len(ids), width]``, as messages have them.
 
     Args:
         tables: those of one ``kin``, none of them ``None``; they may be used by themselves as well.
-        crew: threads that share out the tables; without one the caller's alone.
+        crew: threads that share out the tables; by default the caller's alone.
 
     Raises:
-        ValueError: tables that are not alike, or that no group can have.
+        ValueError: tables of different kinds, or that no group can have.
     """
 
     def __init__(self, tables: Sequence[RowTable], crew: Crew | None = None) -> None:
         kinds = {table.kin for table in tables}
         if len(kinds) != 1 or None in kinds:
             raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
-        from anabranch.parameter_server import _compiled_group  # only where Numba is: a table without it has no kin
+        from anabranch.parameter_server import _compiled_group  # only with Numba: a table without it has no kin
 
         self._kernels = _compiled_group
         self.tables = list(tables)
@@ -91,10 +91,10 @@ class TableGroup:
         out: Tensor | None = None,
         versions: Tensor | None = None,
     ) -> Tensor:
-        """The rows of each table's ids, as of its last step; their versions too if a place for them is given.
+        """The rows of each table's ids, as of its last step; their versions too if an array for them is given.
 
         Raises:
-            NotFound: an id that is no row of its table; says which, and where.
+            NotFound: an id outside its table; says which, and where.
             SchemaError: ids, counts or out of another shape or dtype.
         """
         flat, starts, shape = self._lookups(ids, counts)
@@ -115,17 +115,17 @@ class TableGroup:
     def answer(
         self, ids: Tensor, counts: Sequence[int], stated: Sequence[int], known: Sequence[int], since: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Rows of flat ids of which some need not come; ``RowTable.answer`` says which, and is what this does to each.
+        """Rows of flat ids, some of which come only if they have changed; as ``RowTable.answer`` for each table.
 
         Args:
             ids: flat, of all tables.
-            counts: how many each table has.
-            stated: how many of each table's ids, the first, come with their state.
-            known: how many of each table's ids, the last, come only if they have changed.
-            since: of those the step as of which each is known, int64.
+            counts: the number of each table's ids.
+            stated: for each table the number of its first ids that come with their state.
+            known: for each table the number of its last ids, which come only if they have changed.
+            since: for each of those the step when it was read, int64.
 
         Returns:
-            Rows with state; those without; places among each table's known ones; and how many each table has of these.
+            Rows with state; those without; places among each table's known ones; and each table's number of these.
         """
         flat, starts, _ = self._lookups(ids, counts)
         rows = self._locate(flat, starts)
@@ -194,7 +194,7 @@ class TableGroup:
         ``squares`` are of gradients that are sums over several steps, one of each flat id, as ``squares.py`` has them.
 
         Raises:
-            NotFound: an id that is no row of its table; says which, and where. Nothing is changed.
+            NotFound: an id outside its table; says which, and where. Nothing is changed.
             SchemaError: ids, counts or gradients of another shape or dtype. Nothing is changed.
         """
         flat, starts, shape = self._lookups(ids, counts)
@@ -235,7 +235,7 @@ class TableGroup:
                 table.count_step(constants[k])
 
     def check(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Raises what ``pull`` would of flat ids that are no rows of their tables; changes nothing."""
+        """Raises the errors of ``pull`` for flat ids outside their tables; changes nothing."""
         flat, starts, _ = self._lookups(ids, counts)
         self._locate(flat, starts)
 
@@ -257,7 +257,7 @@ class TableGroup:
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts, shape
 
     def _layout(self, starts: Array, side_by_side: bool) -> tuple[Array, int]:
-        """Where each table's first row lies among all numbers, and how far apart its rows are."""
+        """The offset of each table's first row among all numbers, and the distance between its rows."""
         if side_by_side:
             return np.arange(len(self.tables)) * self._width, len(self.tables) * self._width
         return starts[:-1] * self._width, self._width
@@ -274,7 +274,7 @@ class TableGroup:
         return rows
 
     def _constants(self) -> Array:
-        """What the next step of each table needs; tables that stand at the same step with one rule share it."""
+        """Constants of each table's next step; tables at the same step with the same rule share them."""
         found: dict[tuple[int, int], Array] = {}
         each = []
         for table in self.tables:
@@ -290,7 +290,7 @@ class TableGroup:
             self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)]
 
     def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
-        """Calls ``run(part, first, last)`` for ranges of tables that have about as many lookups each."""
+        """Calls ``run(part, first, last)`` for ranges of tables with about equally many lookups each."""
         lookups = int(starts[-1])
         parts = max(1, min(self._crew.threads, len(self.tables)))
         edges = np.searchsorted(starts[:-1], [lookups * k / parts for k in range(parts + 1)])
@@ -305,7 +305,7 @@ class TableGroup:
 
 
 class Grouping:
-    """Which of a shard's tables are worked on together; remembers what it has found out of a message's names."""
+    """Groups of a shard's tables that are processed together, remembered by the names in a message."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
@@ -314,11 +314,11 @@ class Grouping:
     def of(
         self, tables: Mapping[str, RowTable], counts: Mapping[str, int]
     ) -> list[tuple[TableGroup | None, list[str]]]:
-        """Each group with its tables' names, and under ``None`` those that are worked on one by one.
+        """Each group with its tables' names, and under ``None`` the tables that are processed one by one.
 
         Args:
-            tables: all that there are, by name.
-            counts: the lookups of each table that is asked about, in their order.
+            tables: all tables, by name.
+            counts: the number of lookups of each table asked about, in their order.
         """
         if not balanced(list(counts.values()), self._crew.threads):
             return [(None, list(counts))]
@@ -338,7 +338,7 @@ class Grouping:
         return found
 
     def forget(self) -> None:
-        """The tables have changed."""
+        """Forgets all groups, because the tables have changed."""
         self._found.clear()
 
 
@@ -365,5 +365,5 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def balanced(counts: Sequence[int], threads: int) -> bool:
-    """Whether sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
+    """True if sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)

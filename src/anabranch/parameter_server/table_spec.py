@@ -1,4 +1,4 @@
-"""``TableSpec``: what workers and servers must agree on about one table."""
+"""``TableSpec``: the facts of one table on which workers and servers must agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _counts(value: object) -> bool:
 
 
 def check_name(name: str) -> str:
-    """``name``, if it is one that a table may have: letters, digits, dots, dashes and underscores, never a path."""
+    """Return ``name`` if it is valid: letters, digits, dots, dashes and underscores, never a path."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is no table name; use at most 200 letters, digits, '_', '-' and '.', the first no '-' or '.'"
@@ -35,7 +35,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One table of rows: its shape, its dtype, how rows begin and how they may leave.
+    """One table of rows: its shape, its dtype, the first values and the eviction of rows.
 
     >>> TableSpec("users", rows=1000, width=16).stays
     True
@@ -48,13 +48,13 @@ class TableSpec:
         rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
         width: numbers a row.
         dtype: float32, float64 or bfloat16.
-        initial: how rows begin.
+        initial: the first values of rows.
         seed: with the name and the id, fixes the first values of a row.
         every_row_moves: the optimizer moves rows that get no gradient too, as a dense torch optimizer does; a row is
             brought up to date when it is next read.
-        capacity: most rows a dynamic table holds, ``None`` for no limit. A server's shard takes its share of it.
-        eviction: which row leaves a full table for a new one: the one unused longest, or the one used in fewest steps.
-        admission: probability that a training use admits an id that the table has not.
+        capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it.
+        eviction: the row that leaves a full table for a new one: the one unused longest, or used in the fewest steps.
+        admission: probability that a training use admits a new id.
         memory_map: each shard keeps its rows in a file and maps it.
 
     Raises:
@@ -101,7 +101,7 @@ class TableSpec:
 
     @property
     def stays(self) -> bool:
-        """Whether a row, once there, never leaves."""
+        """True if a row, once admitted, is never evicted."""
         return self.rows is not None or self.capacity is None
 
     def to_dict(self) -> dict[str, object]:

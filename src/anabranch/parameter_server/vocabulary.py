@@ -1,4 +1,4 @@
-"""Which row of a table an id has. A fixed vocabulary computes it; a dynamic one looks it up and admits new ids."""
+"""The row of each id in a table. A fixed vocabulary computes it; a dynamic one looks it up and admits new ids."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Vocabulary(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows on this shard; of a dynamic vocabulary, those handed out."""
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """The row of each id, -1 for one that has none; and the rows that ids admitted in ``training`` took over."""
+        """The row of each id, -1 for one without; and the rows that ids admitted in ``training`` took over."""
 
     def ids(self, rows: Ids) -> Ids:
         """The ids of rows that are in use."""
@@ -36,13 +36,13 @@ class Vocabulary(Protocol):
         """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
 
     def usage(self, rows: Ids) -> Ids:
-        """Of each row: in how many steps it was used, and in which last, ``[rows, 2]``; ``[0, 2]`` if none leaves."""
+        """For each row the number of steps that used it, and the last: ``[rows, 2]``; ``[0, 2]`` without eviction."""
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises what ``restore`` would."""
+        """Raises the errors that ``restore`` would raise."""
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
-        """The rows of ids that come back with their usage."""
+        """Restores ids with their usage; returns their rows."""
 
 
 class FixedVocabulary:
@@ -56,7 +56,7 @@ class FixedVocabulary:
 
     @property
     def rows(self) -> int:
-        """How many rows this shard holds."""
+        """The number of rows on this shard."""
         return self._rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
@@ -86,11 +86,11 @@ class FixedVocabulary:
         return np.arange(first, max(first, min(first + rows, self.rows)))
 
     def usage(self, rows: Ids) -> Ids:
-        """Nothing: no row leaves."""
+        """No usage: no row is ever evicted."""
         return _NOTHING.reshape(0, 2)
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises what ``locate`` would."""
+        """Raises the errors of ``locate``."""
         self.locate(ids, step=0, training=False)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:

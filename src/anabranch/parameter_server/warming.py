@@ -1,8 +1,8 @@
-"""Compiles the kernels before anybody waits for them.
+"""Compiles the kernels before any request needs them.
 
-Compiling holds Python's interpreter for seconds, in which a server that is asked something sends no beats: its clients
-take it as lost. So a shard compiles what tables of float32 need before it listens; Numba keeps the result on the disk,
-and the next process loads it in a fraction of a second.
+Compiling holds Python's interpreter for seconds, in which a server that has a request sends no beats: its clients
+take it as lost. So a shard compiles the kernels for tables of float32 before it listens; Numba keeps the result on the
+disk, and the next process loads it in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RULES = (
 
 @functools.cache
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
-    """Compiles, or loads, what tables of ``dtype`` run on; the first call in a process does so, others return.
+    """Compiles, or loads, the kernels of tables of ``dtype``; only the first call in a process does so.
 
     >>> compile_kernels()
     """

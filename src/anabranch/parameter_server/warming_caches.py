@@ -1,6 +1,6 @@
-"""Compiles what a worker's cached tables run on before a step waits for it: about ten seconds, once on a machine.
+"""Compiles the kernels of a worker's cached tables before a step needs them: about ten seconds, once on a machine.
 
-A worker that compiles in its first step keeps all others waiting. What is compiled depends on the dtype of the rows and
+A worker that compiles in its first step keeps all others waiting. The kernels depend on the dtype of the rows and
 on the kind of their optimizer, so it is done once the tables are known; shards, which cache nothing, need none of it.
 """
 
@@ -32,7 +32,7 @@ _done: set[tuple[object, ...]] = set()
 
 
 class _Nobody:
-    """A client of no shards: every row is zeros and has just changed."""
+    """A client without shards: every row is zeros and has just changed."""
 
     worker = None
     rank = 0
@@ -72,9 +72,9 @@ class _Nobody:
 
 
 def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) -> None:
-    """Compiles, or loads, what tables of ``dtype`` under ``rule`` run on in a worker that caches them so.
+    """Compiles, or loads, the kernels of tables of ``dtype`` under ``rule`` with such a cache.
 
-    The first call in a process for a kind of rule and cache does so, others return.
+    Only the first call in a process for a kind of rule and cache does so.
 
     >>> from anabranch.parameter_server import Family
     >>> compile_cache_kernels(Cache(), RowOptimizer(Family.SGD, lr=0.1), torch.float32)

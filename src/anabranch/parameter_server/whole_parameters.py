@@ -1,7 +1,7 @@
-"""Parameters that live on the servers and of which every worker holds a copy: read whole, before a step begins.
+"""Parameters on the servers of which every worker holds a copy: read whole, before a step begins.
 
-Dense parameters are so always; a table is if the worker would rather refresh all of it than ask for the rows of each
-batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
+Dense parameters are always held so; a table is if the worker prefers to refresh all of it over asking for the rows of
+each batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class WholeParameters:
         *,
         sparse: bool | None = None,
     ) -> None:
-        """Puts rank 0's values on the servers, under ``name``; they are there after a barrier.
+        """Puts rank 0's values on the servers, under ``name``; they are available after a barrier.
 
         Args:
-            name: on the servers.
-            parameter: which stays here as a copy.
+            name: its name on the servers.
+            parameter: stays here as a copy.
             rule: its optimizer, with the numbers that it has at the time of the call.
-            state: what the optimizer keeps of it so far, as torch names it.
-            sparse: of a table, whether its lookups have sparse gradients; ``None`` for what is no table.
+            state: its optimizer's state so far, as torch names it.
+            sparse: for a table, whether its lookups have sparse gradients; ``None`` for any other parameter.
         """
         numbers = rule()
         kept = from_torch(numbers, parameter.detach(), state or {})
@@ -91,7 +91,7 @@ class WholeParameters:
         self._held[name] = _Held(parameter, rule, spec)
 
     def spec(self, name: str) -> TableSpec:
-        """What the servers know of one table."""
+        """The servers' spec of one table."""
         spec = self._held[name].spec
         assert spec is not None
         return spec
@@ -109,7 +109,7 @@ class WholeParameters:
                 self._held[name].parameter.copy_(pulled.rows)
 
     def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
-        """What a push carries for these gradients, dense or sparse ones."""
+        """The contents of a push for these gradients, dense or sparse ones."""
         return {
             name: (*self._as_pushed(name, gradient), self._held[name].rule()) for name, gradient in gradients.items()
         }

@@ -1,8 +1,8 @@
 """A sequential model split into stages that run at once, with tensors that jump over stages, and exact gradients.
 
-Not a tensor-parallel or data-parallel library, and no splitter of arbitrary graphs: what is split is a
-``nn.Sequential``, whose long connections are skips. Open ``pipe.py`` for what users hold, ``stage.py`` for how a stage
-runs forward and backward, ``runner.py`` for the loop over actions, ``schedule.py`` and ``orders.py`` for which actions,
+Not a tensor-parallel or data-parallel library, and it does not split arbitrary graphs: it splits a ``nn.Sequential``,
+whose long connections are skips. Open ``pipe.py`` for the users' class, ``stage.py`` for how a stage runs forward and
+backward, ``runner.py`` for the loop over actions, ``schedule.py`` and ``orders.py`` for the order of actions,
 ``skips.py`` for tensors that jump.
 """
 

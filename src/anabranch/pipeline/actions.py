@@ -1,4 +1,4 @@
-"""What a rank does in a step, as data: one ``Action`` after the other.
+"""A rank's part in a step, as data: one ``Action`` after the other.
 
 Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j`` of ``n`` stages, ``r`` of ``p`` ranks.
 """
@@ -12,7 +12,7 @@ __all__ = ["Action", "Kind"]
 
 
 class Kind(StrEnum):
-    """What an action does with its stage and microbatch.
+    """The kinds of action on a stage and microbatch.
 
     >>> Kind.F.value, Kind.SEND_F.computes
     ('F', False)
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs a stage, rather than moving values between two."""
+        """True if it runs a stage, rather than moving values between two."""
         return self in _COMPUTING
 
 
@@ -38,15 +38,15 @@ _COMPUTING = frozenset({Kind.F, Kind.B, Kind.W, Kind.R})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     >>> str(Action(Kind.F, 1, 0)), str(Action(Kind.SEND_F, 1, 0, 3))
     ('F1.0', 'SF1.0>3')
 
     Attributes:
-        kind: what it does.
-        stage: the stage it does it for.
-        microbatch: and the microbatch.
+        kind: the kind of action.
+        stage: its stage.
+        microbatch: its microbatch.
         peer: the stage at the other end, for actions that send or receive.
     """
 

@@ -1,6 +1,6 @@
 """The caller's modes, carried into worker threads: PyTorch keeps grad mode, inference mode and autocast per thread.
 
-So it does CUDA's current streams: a worker computes on the caller's, or it would not wait for what they still owe.
+CUDA's current streams are per thread too: a worker uses the caller's streams, else it would not wait for their work.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def current_streams() -> list[torch.cuda.Stream]:
     """The calling thread's current stream on each CUDA device; none before CUDA is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
-    # Entering a stream makes its device the current one: that of the caller comes last.
+    # Entering a stream makes its device the current one, so the stream on the caller's device comes last.
     current = torch.cuda.current_device()
     order = sorted(range(torch.cuda.device_count()), key=lambda index: index == current)
     return [torch.cuda.current_stream(index) for index in order]
@@ -70,7 +70,7 @@ def current_streams() -> list[torch.cuda.Stream]:
 
 @contextmanager
 def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Makes these the calling thread's current streams until the block ends."""
+    """Makes these streams the calling thread's current ones until the block ends."""
     with ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))

@@ -1,7 +1,7 @@
-"""Where to cut: stages whose dearest is as cheap as can be, by measured time or by size, boundaries included.
+"""Balancing: cuts that make the costliest stage as cheap as possible, by time or by size, boundaries included.
 
-Layers are measured one by one on a copy of the module, each forward and backward on what the one before gave it. The
-copy draws its random numbers from a stream of its own, so neither buffers nor the process's generator are touched.
+Layers are measured one by one on a copy of the module, each forward and backward on the output of the one before. The
+copy draws its random numbers from a separate stream, so neither buffers nor the process's generator are touched.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _MOST_REPEATS = 20
 
 
 def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
-    """How many layers to give each of ``n`` stages so that the slowest is as fast as can be.
+    """Return the number of layers for each of ``n`` stages so that the slowest is as fast as possible.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     >>> sum(balance_by_time(2, model, torch.randn(8, 64)))
     4
 
     Args:
-        n: how many stages.
+        n: the number of stages.
         module: the ``nn.Sequential`` to split; nested ones count as the layers inside.
         sample: a batch of the size that a microbatch will have.
 
     Returns:
         The number of flattened layers of each stage. A stage's time is that of its layers, forward and backward, and
-        of copying what crosses its ends, skips included.
+        of copying the values that cross its ends, skips included.
 
     Raises:
         ValueError: more stages than layers, or fewer than one.
@@ -52,20 +52,20 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
 
 def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
-    """How many layers to give each of ``n`` stages so that the largest is as small as can be.
+    """Return the number of layers for each of ``n`` stages so that the largest is as small as possible.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8))
     >>> balance_by_size(2, model, torch.randn(2, 8))
     [3, 1]
 
     Args:
-        n: how many stages.
+        n: the number of stages.
         module: the ``nn.Sequential`` to split; nested ones count as the layers inside.
         sample: a batch of the size that a microbatch will have.
 
     Returns:
         The number of flattened layers of each stage. A stage's size is the bytes of its parameters and their
-        gradients, of what its layers keep for backward, and of what crosses its ends, skips included.
+        gradients, of the values that its layers keep for backward, and of those that cross its ends, skips included.
 
     Raises:
         ValueError: more stages than layers, or fewer than one.
@@ -76,7 +76,7 @@ def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
 
 @dataclass(slots=True)
 class _Seen:
-    """What one layer was seen to take in and hand on."""
+    """The measured input, outputs and kept memory of one layer."""
 
     value: Structure
     kept_bytes: int
@@ -85,7 +85,7 @@ class _Seen:
 
 
 class _Profile:
-    """The layers of a copy of a module, and what running them on a sample takes."""
+    """The layers of a copy of a module, and measurements of running them on a sample."""
 
     def __init__(self, n: int, module: nn.Module, sample: Structure) -> None:
         self._layers = flatten_layers(copy.deepcopy(module))
@@ -130,7 +130,7 @@ class _Profile:
         self.seconds = fastest
 
     def boundaries(self, cost: Callable[[int], float]) -> list[float]:
-        """What crossing the cut before each layer costs, from the bytes of the value and of the skips over it."""
+        """The cost of the cut before each layer, from the bytes of the value and of the skips that cross it."""
         crossing = [0] + [seen.out_bytes for seen in self._seen[:-1]]
         for name, (first, last) in self._store.spans(self._layers).items():
             for cut in range(first + 1, last + 1):
@@ -139,7 +139,7 @@ class _Profile:
 
     @staticmethod
     def copy_seconds(size: int) -> float:
-        """How long a copy of ``size`` bytes takes, there and, as a gradient, back."""
+        """Seconds for a copy of ``size`` bytes, there and, as a gradient, back."""
         source = torch.zeros(size, dtype=torch.uint8)
         target = source.clone()
         started = time.perf_counter()
@@ -148,7 +148,7 @@ class _Profile:
 
 
 class _Recording(SkipStore):
-    """A store that notes how large each skip is, and lets what leaves it be differentiated anew."""
+    """A store that records the size of each skip, and makes a popped skip the start of a new graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Recording(SkipStore):
         super().put(name, _leaf(value), shared=True)
 
     def values_for(self, layer: Layer) -> dict[SkipName, Structure]:
-        """What the layer is about to pop."""
+        """The skips that the layer is about to pop."""
         declarations = filter(None, map(declaration_of, layer.module.modules()))
         names = [name for declaration in declarations for name in declaration.pops]
         return {name: self.take(name, shared=True) for name in names if name in self}
@@ -218,7 +218,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """The sizes of ``n`` consecutive parts of which the dearest, both its ends included, is cheapest."""
+    """The sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
     length = len(costs)
     before = [0.0]
     for cost in costs:
@@ -227,7 +227,7 @@ def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]
     def part(start: int, end: int) -> float:
         return before[end] - before[start] + crossing[start] + (crossing[end] if end < length else 0.0)
 
-    # best[end]: the dearest part and the cuts of the cheapest split of the first `end` layers so far.
+    # best[end]: the costliest part and the cuts of the cheapest split of the first `end` layers so far.
     best: dict[int, tuple[float, list[int]]] = {end: (part(0, end), [end]) for end in range(1, length - n + 2)}
     for k in range(2, n + 1):
         best = {

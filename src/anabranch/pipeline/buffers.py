@@ -1,4 +1,4 @@
-"""Memory that tensors are received into: what they let go of serves the next ones.
+"""Memory for received tensors: freed memory is used again for the next ones.
 
 Fresh memory of some megabytes costs a page fault every four kilobytes.
 """
@@ -22,7 +22,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class Buffers:
-    """The buffers of one thread that receives; tensors in them may be freed on any.
+    """The buffers of one receiving thread; tensors in them may be freed on any thread.
 
     >>> buffers = Buffers()
     >>> x = buffers.empty("float32", [1 << 15])
@@ -37,7 +37,7 @@ class Buffers:
         self._returned: deque[np.ndarray] = deque()  # by finalizers, at any moment: nothing but an append is safe
 
     def empty(self, dtype_name: str, shape: Sequence[int]) -> Tensor:
-        """A tensor of that dtype and shape, with anything in it."""
+        """A tensor of that dtype and shape, with arbitrary contents."""
         dtype = dtype_named(dtype_name)
         size = prod(shape) * dtype.itemsize
         if size < _SMALL_BYTES:

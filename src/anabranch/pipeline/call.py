@@ -32,7 +32,7 @@ __all__ = ["Call", "Engine", "Inputs", "Outcome", "Turn", "deliver", "open_porta
 
 
 class Inputs:
-    """What the caller gives: the batch for the first stage and keyword inputs, cut into microbatches."""
+    """The caller's inputs: the batch for the first stage and keyword inputs, cut into microbatches."""
 
     def __init__(self, value: Structure, keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
@@ -47,7 +47,7 @@ class Inputs:
         return [[self._packets[route][i] for route in routes] for i in range(len(self.sizes))]
 
     def gradients(self, answers: Mapping[int, Mapping[int, Mapping[str | None, Gradients]]]) -> list[Tensor | None]:
-        """The gradient of each of ``leaves``, from those that stages (by number) returned a microbatch and route."""
+        """The gradient of each of ``leaves``, from those that stages (by number) returned by microbatch and route."""
         found = []
         for name, structure in self._given.items():
             for index, leaf in enumerate(flatten(structure)[0]):
@@ -96,7 +96,7 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Outcome:
-    """What a run of actions left: output packets, gradients for the inputs, and what was observed."""
+    """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
 
     def __init__(self) -> None:
         self.observed = Observed()
@@ -111,7 +111,7 @@ class Turn(Protocol):
         """The facts of the call, made on the first stage's rank."""
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """What each of ``ranks`` gives under ``index``, this one included."""
+        """The tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
 
     def run(
         self,
@@ -121,32 +121,32 @@ class Turn(Protocol):
         *,
         keep: bool = False,
     ) -> Outcome:
-        """Carries out the actions of this process's ranks, returns what came of them, or raises what a stage did."""
+        """Carries out the actions of this process's ranks; returns their results, or raises the error of a stage."""
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What rank ``source`` gives, on every rank."""
+        """The value that rank ``source`` gives, on every rank."""
 
     def say(self, word: object) -> None:
-        """Leaves a plain value for all ranks; it travels with the end of the turn."""
+        """Leaves a plain value for all ranks, sent with the end of the turn."""
 
     def heard(self) -> dict[int, object]:
-        """What each rank said, once the turn has ended."""
+        """The word that each rank said, once the turn has ended."""
 
 
 class Engine(Protocol):
     """Takes the turns of a pipeline, on threads or with other processes.
 
     Attributes:
-        observed: what the last turns showed of all stages.
+        observed: measurements of all stages in the last turns.
     """
 
     observed: Observed
 
     def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
-        """Begins a turn of call number ``step``, which ends, for all ranks alike, with the block."""
+        """Begins a turn of call number ``step``, which ends, on all ranks alike, with the block."""
 
     def close(self) -> None:
-        """Ends what was started for it."""
+        """Ends the threads and connections started for it."""
 
 
 class Call:
@@ -158,9 +158,9 @@ class Call:
         actions: of each rank.
         step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
-        records: whether a backward may follow.
+        records: true if a backward may follow.
         ties: parameters that other ranks train too, and the ranks that do.
-        anchor: a leaf that makes the call differentiable on a rank that has none of its own to offer.
+        anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
     """
 
     def __init__(
@@ -190,17 +190,17 @@ class Call:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What the call is differentiable in: the inputs that require grad, the parameters, and the anchor."""
+        """The call's differentiable inputs: the inputs that require grad, the parameters, and the anchor."""
         return [*self.inputs.leaves, *self._parameters, *self._anchor]
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient can reach anything through it."""
+        """True if a gradient can reach anything through the call."""
         return self.records and bool(self.leaves)
 
     @property
     def has_output(self) -> bool:
-        """Whether the last stage is in this process."""
+        """True if the last stage is in this process."""
         return any(OUTSIDE in run.stage.targets for run in self._runs.values())
 
     def loss(self) -> Tensor | None:
@@ -209,7 +209,7 @@ class Call:
         return _sum(losses)
 
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
-        """Runs the F half. Returns the output, and for each of its leaves whether a gradient can enter there."""
+        """Runs the F half. Returns the output, and for each of its leaves whether it is differentiable."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
         packets = self._collect(turn.run(self._runs, half, self._outside()))
         if not packets:
@@ -317,7 +317,7 @@ class _Portal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # Not once_differentiable: it lets pass, as constants, what comes of gradients that need none themselves.
+            # Not once_differentiable: that would let results of gradients that need none pass as constants.
             raise RuntimeError(
                 "a pipeline gives no gradients of gradients: backward through it goes without create_graph=True; run "
                 "the unsplit module where you need them"
@@ -330,7 +330,7 @@ class _Portal(torch.autograd.Function):
 
 
 def open_portal(call: Call, turn: Turn) -> Structure:
-    """Runs the call's forward half now, and its backward half in the backward of what is returned."""
+    """Runs the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box
@@ -354,7 +354,7 @@ class _Deliver(torch.autograd.Function):
 def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
     """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included.
 
-    The list is emptied: a gradient that nobody else holds becomes ``.grad`` itself, without a copy.
+    The list is emptied: a gradient without another reference becomes ``.grad`` itself, without a copy.
     """
     reached = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
     given = [grad for grad in grads if grad is not None]

@@ -1,6 +1,6 @@
-"""Runs lists of actions on paper: every rank its own in order, a receive after its send has arrived.
+"""Simulates lists of actions: every rank runs its own in order, a receive after its send has arrived.
 
-That is the whole model, and the whole runtime: lists that end here end there.
+The runtime follows the same two rules: lists that end here end there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Clock", "Interval"]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When a computing action ran, in the units of its costs."""
+    """Start and end of a computing action, in the units of its costs."""
 
     action: Action
     start: float
@@ -37,9 +37,9 @@ class Clock:
         cost: the time of an action; of one that sends, the time until it arrives.
 
     Attributes:
-        times: when each rank was done.
+        times: the time at which each rank was done.
         intervals: the computing actions of each rank, in order.
-        stuck: ranks that wait for one another for ever, each with the action it stands at.
+        stuck: ranks that wait for one another for ever, each with the action that it waits in.
     """
 
     def __init__(self, actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]) -> None:
@@ -58,7 +58,7 @@ class Clock:
         ]
 
     def _advance(self, rank: int) -> bool:
-        """Runs the rank until it has to wait; whether it got anywhere."""
+        """Runs the rank until it has to wait; true if it ran any action."""
         start = self._done[rank]
         for action in self._actions[rank][start:]:
             if not self._step(rank, action):

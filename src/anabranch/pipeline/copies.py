@@ -1,4 +1,4 @@
-"""Copies between devices, beside the computing: on CUDA each goes over streams of its own, one at either end.
+"""Copies between devices in parallel with computation: on CUDA each uses separate streams, one at either end.
 
 ::
 
@@ -7,8 +7,8 @@
     arriving stream                     └┐              where the copy's memory comes from; PyTorch lets it wait
     target device    ────────────────────┴─ F1.0        waits for the copy alone
 
-PyTorch runs a copy on the current stream of the source device, and lets that of the target wait. Were these the streams
-that compute, a copy would stand in both queues and hold up what is computed next.
+PyTorch runs a copy on the current stream of the source device, and makes that of the target wait. If these were the
+streams that compute, a copy would stand in both queues and hold up the next computation.
 
 Source: torchgpipe (Kim et al., 2020), section 4.
 """
@@ -39,7 +39,7 @@ _streams = _Streams()
 
 
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; the calling thread's stream there waits for it, nothing else does.
+    """``tensor`` on ``device``; of all streams only the calling thread's current one there waits for it.
 
     >>> brought(torch.ones(2), torch.device("cpu"))
     tensor([1., 1.])
@@ -54,7 +54,7 @@ def _over_copy_streams(tensor: Tensor, device: torch.device) -> Tensor:
     leaving.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
         copied = tensor.to(device, non_blocking=True)
-    # Neither side's memory may be handed out again before the other stream is done with it.
+    # Neither side's memory may be reused before the other stream is done with it.
     tensor.record_stream(leaving)
     here = torch.cuda.current_stream(device)
     here.wait_stream(arriving)

@@ -1,7 +1,7 @@
 """BatchNorm whose running statistics are the whole batch's, though it sees one microbatch after the other.
 
-Each microbatch is normalised by its own mean and variance: those of rows to come are not known yet. The running
-statistics are another matter: sums over the microbatches are kept, and entered once a step, as if by one forward of the
+Each microbatch is normalised by its own mean and variance, because later rows are not known yet. For the running
+statistics sums over the microbatches are kept, and entered once a step, as if by one forward of the
 whole batch.
 """
 
@@ -33,7 +33,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def of(cls, norm: _BatchNorm) -> DeferredBatchNorm:
-        """The stand-in for ``norm``."""
+        """The replacement of ``norm``."""
         deferred = cls.__new__(cls)
         deferred.__dict__.update(norm.__dict__)
         deferred.recomputing = False
@@ -41,13 +41,13 @@ class DeferredBatchNorm(_BatchNorm):
         return deferred
 
     def forget(self) -> None:
-        """Drops what the microbatches so far have added."""
+        """Drops the sums of the microbatches so far."""
         self._count = 0
         self._sum: Tensor | None = None
         self._sum_of_squares: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises ``input`` by its own statistics, and notes them; in eval mode by the running ones."""
+        """Normalises ``input`` by its own statistics, and adds them to the sums; in eval mode by the running ones."""
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
@@ -84,7 +84,7 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def defer_batch_norms(module: nn.Module) -> None:
-    """Puts a ``DeferredBatchNorm`` in the place of every BatchNorm inside ``module`` that keeps running statistics."""
+    """Replaces every BatchNorm inside ``module`` that keeps running statistics by a ``DeferredBatchNorm``."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm | DeferredBatchNorm):

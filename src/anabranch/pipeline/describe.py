@@ -1,4 +1,4 @@
-"""A pipe told in a table: what lies in each stage, how long it takes, what crosses to the next."""
+"""A table of a pipe: the layers of each stage, its times, and the bytes that cross to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Observed", "describe"]
 
 @dataclass(slots=True)
 class Observed:
-    """What the last call showed of the stages.
+    """Measurements of the stages in the last call.
 
     Attributes:
         seconds: of computing, by (stage, phase), all microbatches together.
@@ -26,12 +26,12 @@ class Observed:
     sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, other: Observed) -> None:
-        """Takes over what ``other`` knows."""
+        """Takes over the measurements of ``other``."""
         self.seconds |= other.seconds
         self.sent_bytes |= other.sent_bytes
 
     def as_plain(self) -> object:
-        """The same in lists of numbers and strings, to be sent to other ranks."""
+        """The measurements in lists of numbers and strings, to be sent to other ranks."""
         return [
             [[stage, phase, seconds] for (stage, phase), seconds in self.seconds.items()],
             [[stage, target, size] for (stage, target), size in self.sent_bytes.items()],
@@ -39,7 +39,7 @@ class Observed:
 
     @classmethod
     def from_plain(cls, lists: object) -> Observed:
-        """What ``as_plain`` gave."""
+        """Rebuild the measurements from the lists that ``as_plain`` gave."""
         seconds, sizes = cast("tuple[list[tuple[int, str, float]], list[tuple[int, int, int]]]", lists)
         return cls(
             {(stage, phase): second for stage, phase, second in seconds},

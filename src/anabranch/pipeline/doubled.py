@@ -1,13 +1,13 @@
-"""Tensors that leave a stage by two ways: no stage they come to may change them in place.
+"""Tensors that leave a stage by two routes: no stage that receives one may change it in place.
 
 ::
 
     stage 0   x ── stash "long" ───────────────────────> stage 2   pops x, or x changed by stage 1?
               └───────────────> stage 1   relu_(x) ────>
 
-In the unsplit module a change in place reaches both ways, and so do gradients. A stage's graph knows one way only, and
-on another rank the two are not even the same memory. So the stage that sends them marks such tensors, marks go on with
-what is handed through, and a stage that changes one is told.
+In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows one route only,
+and on another rank the two are not even the same memory. So the stage that sends them marks such tensors, the marks are
+kept when a stage passes one on, and a stage that changes one gets an error.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def _marked(packet: Packet, doubled: Collection[int]) -> Packet:
 
 
 class Watch:
-    """The tensors that one stage must leave as they are, for one microbatch."""
+    """The tensors that one stage must not change, for one microbatch."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Tensor, int]] = []
 
     def over(self, what: str, value: Structure, packet: Packet) -> None:
-        """Watches what ``packet`` marks in ``value``, which is what the stage made of it."""
+        """Watches the leaves of ``value`` that are marked in ``packet``; the stage made ``value`` of it."""
         if packet.doubled:
             leaves = flatten(value)[0]
             tensors = [leaves[index] for index in packet.doubled]
             self._watched += [(what, t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
     def addresses(self) -> set[int]:
-        """Where the watched tensors' memory starts."""
+        """Start addresses of the watched tensors' memory."""
         return {tensor.data_ptr() for _, tensor, _ in self._watched}
 
     def check(self, stage: int) -> None:

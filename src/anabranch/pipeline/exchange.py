@@ -1,4 +1,4 @@
-"""What passes between the stages of one process: a shelf a worker, on which others lay messages."""
+"""Messages between the stages of one process: each worker has a shelf, on which the others lay messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Aborted(Exception):
 
 
 class Link(Protocol):
-    """How a rank's sends and receives are carried out."""
+    """Carries out a rank's sends and receives."""
 
     def send(self, action: Action, message: Message) -> None:
         """Hands over the message of a sending action; does not wait for its arrival."""

@@ -1,7 +1,7 @@
-"""Messages over ``torch.distributed`` point-to-point: to ranks anywhere.
+"""Messages over ``torch.distributed`` point-to-point, to ranks on any host.
 
-gloo frees no waiting receive, so no thread that must go on ever waits in one: each peer has a thread that receives and
-one that sends. gloo reads straight into what a receiver's tensors lie in, which serves again when they are freed.
+gloo never ends a waiting receive early, so no thread that must go on waits in one: each peer has a thread that receives
+and one that sends. gloo reads straight into the received tensors' memory, which is used again when they are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IDLE_SECONDS = 60.0
 _FAREWELL_SECONDS = 0.5
 
 _Outgoing = list[Tensor] | threading.Event | None
-"""What a sending thread is given: the tensors of a message, an event to set when it gets there, or its end."""
+"""An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
 
 
 class GlooPost:
@@ -33,8 +33,8 @@ class GlooPost:
 
     Args:
         group: the ranks; its backend must carry CPU tensors.
-        tag: keeps this pipe's messages apart from another's on the same group.
-        inbox: where messages go.
+        tag: separates this pipe's messages from another's on the same group.
+        inbox: receives the messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox) -> None:
@@ -56,15 +56,15 @@ class GlooPost:
         self._outgoing[peer].put([*encode_header(header), *tensors])
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Waits for what the receiving threads bring."""
+        """Waits for messages that the receiving threads bring."""
         with self._inbox.changed:
             self._inbox.changed.wait_for(found, seconds)
 
     def look(self) -> None:
-        """Nothing: the threads take in what arrives."""
+        """Does nothing: the threads take in messages as they arrive."""
 
     def flush(self, seconds: float) -> None:
-        """Waits until the sending threads have sent what they were handed."""
+        """Waits until the sending threads have sent all messages handed to them."""
         until = monotonic() + seconds
         for peer, outgoing in self._outgoing.items():
             sent = threading.Event()
@@ -74,17 +74,17 @@ class GlooPost:
                     break
 
     def is_stuck(self) -> bool:
-        """Whether a thread waits for a peer, and gloo lets nobody end it."""
+        """True if a thread waits for a peer, which gloo lets nobody interrupt."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
     def settle(self, seconds: float) -> None:
-        """Waits for what peers still owe of a turn that failed; a thread must not be left in gloo for that."""
+        """Waits for the messages that peers still owe of a failed turn, so that no thread is left in gloo for them."""
         inbox = self._inbox
         with inbox.changed:
             inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
 
     def close(self) -> None:
-        """Ends the threads, and waits for those that wait for nobody: they must not outlive the process group."""
+        """Ends the threads, and waits for those not stuck on a peer: they must not outlive the process group."""
         self.settle(_FAREWELL_SECONDS)
         self._inbox.close()
         for outgoing in self._outgoing.values():

@@ -1,4 +1,4 @@
-"""What has arrived from the other ranks in the current turn, however it travelled."""
+"""Messages that have arrived from the other ranks in the current turn, over any kind of link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Inbox", "Post"]
 
 
 class Inbox:
-    """Takes in messages from whichever thread; those of an earlier turn are dropped, its ends counted."""
+    """Takes in messages from any thread; those of an earlier turn are dropped, except that its ends are counted."""
 
     def __init__(self, peers: Sequence[int]) -> None:
         self.changed = threading.Condition()
@@ -45,7 +45,7 @@ class Inbox:
             self.changed.notify_all()
 
     def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
-        """Takes in a message; one of an earlier turn only counts if it is an end."""
+        """Takes in a message; of an earlier turn only an end counts."""
         with self.changed:
             if header.kind == "end":
                 self.owed[peer] -= 1
@@ -75,13 +75,13 @@ class Inbox:
                 self.data[key] = unpack(Kind(kind), header.body, tensors)
 
     def lose(self, peer: int, why: str) -> None:
-        """Notes that nothing more will come from ``peer``."""
+        """Records that nothing more will come from ``peer``."""
         with self.changed:
             self.lost[peer] = why
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Tells whoever waits here that nobody is interested any more."""
+        """Ends all waits on this inbox, because their results are no longer needed."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -91,7 +91,7 @@ class Post(Protocol):
     """Carries messages to and from the other ranks, in order between any two."""
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Hands a message over; does not wait for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
+        """Sends a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
         """Returns when ``found()``, which looks at the inbox, is true, or after so many seconds."""
@@ -100,13 +100,13 @@ class Post(Protocol):
         """Takes in what has arrived, without waiting."""
 
     def flush(self, seconds: float) -> None:
-        """Waits until what was sent is on its way: the process may end after this."""
+        """Waits until all messages are on their way: the process may end after this."""
 
     def is_stuck(self) -> bool:
-        """Whether something waits for a peer, and nobody can end that."""
+        """True if a wait for a peer is under way that nobody can end."""
 
     def settle(self, seconds: float) -> None:
-        """Waits for peers that are on their way to the end of a failed turn, so that they are not taken for stuck."""
+        """Waits for peers that are about to end a failed turn, so that they are not taken for stuck."""
 
     def close(self) -> None:
-        """Ends what was started, in a moment."""
+        """Ends threads and connections within a moment."""

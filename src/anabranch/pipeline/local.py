@@ -1,4 +1,4 @@
-"""All ranks of a pipeline in this process: a worker thread each."""
+"""All ranks of a pipeline in this process: a worker thread for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["LocalEngine", "annotate"]
 class LocalEngine:
     """Runs every rank's actions on a worker thread of its own; keeps the threads until it is closed or collected.
 
-    With nobody else to agree with, it is its own turn.
+    It is its own turn, because there are no other processes to agree with.
 
     Args:
         rank_of: the rank of each stage.
@@ -44,7 +44,7 @@ class LocalEngine:
         self._step = 0
 
     def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
-        """A copy of a pipe starts threads of its own."""
+        """A copy of a pipe starts its own threads."""
         return LocalEngine, (self._rank_of, self._timeout)
 
     @contextmanager
@@ -58,19 +58,19 @@ class LocalEngine:
         return make()
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """The shares in a tied gradient of ranks in other processes, of which there are none."""
+        """The share given, alone: there are no ranks in other processes."""
         return [tensor]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What the only process gives."""
+        """The value itself: only one process gives it."""
         return value
 
     def say(self, word: object) -> None:
-        """Leaves a value for the end of the turn."""
+        """Keeps a value until the end of the turn."""
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """What was said."""
+        """The word that this process said."""
         return {0: self._word}
 
     def run(
@@ -81,7 +81,7 @@ class LocalEngine:
         *,
         keep: bool = False,
     ) -> Outcome:
-        """Carries out all ranks' actions at once; raises what a stage raised, with a note of where."""
+        """Carries out all ranks' actions at once; raises the error of a stage, with a note of the place."""
         if self._workers is None:
             self._workers = Workers(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)
@@ -96,7 +96,7 @@ class LocalEngine:
             try:
                 self._workers.run(tasks, deadline, on_interrupt=exchange.abort, step=self._step)
             except DeadlineExceeded:
-                attempt.raise_failure()  # a stage that waited in vain says for whom
+                attempt.raise_failure()  # a stage that waited names the one it waited for
                 raise
             attempt.raise_failure()
         except BaseException:
@@ -119,7 +119,7 @@ class LocalEngine:
 
 
 class _Attempt:
-    """One run, on the caller's streams: the first failure in it, by which all others end."""
+    """One run, on the caller's streams; its first failure ends all ranks."""
 
     def __init__(self, exchange: Exchange, workers: Workers, streams: Sequence[torch.cuda.Stream]) -> None:
         self._exchange = exchange

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches along its rows, and put together again."""
+"""A batch cut into microbatches along its rows, and joined again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["count_batch_rows", "gather", "microbatch_sizes", "scatter"]
 
 
 def count_batch_rows(batch: Structure, what: str) -> int:
-    """The rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions have no say.
+    """The rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions are ignored.
 
     Raises:
         ValueError: they disagree, or none has rows; names each with its shape. ``what`` is the batch's name there.
@@ -39,7 +39,7 @@ def microbatch_sizes(rows: int, chunks: int) -> list[int]:
 
 
 def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
-    """``batch`` cut along its rows; what is no tensor, and tensors of no dimensions, go to every microbatch.
+    """``batch`` cut along its rows; values other than tensors, and tensors of no dimensions, go to every microbatch.
 
     >>> [part["x"].tolist() for part in scatter({"x": torch.arange(3)}, [2, 1])]
     [[0, 1], [2]]

@@ -1,8 +1,8 @@
-"""The well-known schedules: each a function from (stages, microbatches, ranks) to what every rank does.
+"""The well-known schedules: each a function from (stages, microbatches, ranks) to every rank's actions.
 
-They run with any number of microbatches from 1, because the last batch of an epoch is as short as it likes. GPipe and
+They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe and
 1F1B are written down; the interleaved one follows Megatron's order; the zero-bubble ones are arranged: a clock ticks,
-and each idle rank takes the first of its ready actions by a rule that says what it would rather do, and how many
+and each idle rank takes the first of its ready actions by a rule that gives its preferences and the most
 activations it may hold.
 
 ::
@@ -34,13 +34,13 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
 
     Args:
         name: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"`` or ``"ZBV"``.
-        stages: how many stages, from 1.
-        microbatches: how many microbatches, from 1.
-        ranks: how many ranks (or devices) the stages lie on. By default one a stage; two stages a rank for
+        stages: the number of stages, from 1.
+        microbatches: the number of microbatches, from 1.
+        ranks: the number of ranks (or devices) for the stages. By default one for each stage; two stages a rank for
             Interleaved1F1B with an even number of stages, and for ZBV.
 
     Raises:
-        ValueError: an unknown name, or numbers the schedule cannot run with; says which would work.
+        ValueError: an unknown name, or numbers that the schedule cannot run with; names numbers that would work.
 
     Source: GPipe (Huang et al., 2019); 1F1B (Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021, for the
     interleaved one); ZB1P and ZBV (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
@@ -61,7 +61,7 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
 
 
 def default_ranks(name: str, stages: int) -> int:
-    """How many ranks ``stages`` stages lie on when nobody says."""
+    """The default number of ranks for ``stages`` stages."""
     return stages // 2 if name == "ZBV" or (name == "Interleaved1F1B" and stages % 2 == 0) else stages
 
 
@@ -104,7 +104,7 @@ def _one_f_one_b(n: int, m: int, p: int) -> _Made:
 
 
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forward))
     steady = len(forward) - warmup
     actions = forward[:warmup]
@@ -129,7 +129,7 @@ def _interleaved(n: int, m: int, p: int) -> _Made:
     if m % p == 0:
         return rank_of, list(map(_alternate, forward, backward, warmup))
 
-    # Strict alternation may wait for itself around a shorter group: there a rank goes on as soon as it can.
+    # Strict alternation may deadlock around a shorter group: there a rank goes on as soon as it can.
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         backwards = backward[rank.index][rank.backwards : rank.backwards + 1]
         forwards = forward[rank.index][rank.forwards : rank.forwards + 1]
@@ -151,7 +151,7 @@ def _zb1p(n: int, m: int, p: int) -> _Made:
 
 
 def _zbv(n: int, m: int, p: int) -> _Made:
-    """Rank ``r`` has stages ``r`` and ``n - 1 - r``: the way there and the way back of a V."""
+    """Rank ``r`` has stages ``r`` and ``n - 1 - r``: the two sides of a V."""
 
     def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
         going = [action for action in ready if action.kind is Kind.F and action.stage < p]
@@ -160,7 +160,7 @@ def _zbv(n: int, m: int, p: int) -> _Made:
         return (
             _first(ready, Kind.B)
             or (coming[0] if coming and room > 0 else None)
-            # The way back of what is under way needs room too, or nothing would ever be freed.
+            # The second side of microbatches under way needs room too, or nothing would ever be freed.
             or (going[0] if going and room > 1 else None)
             or _first(ready, Kind.W)
         )
@@ -181,7 +181,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], _Made]] = {
 
 @dataclass(slots=True)
 class _Rank:
-    """What an arranged rank has done so far."""
+    """An arranged rank's actions so far, counted by kind."""
 
     index: int
     forwards: int = 0
@@ -211,7 +211,7 @@ def _first(ready: list[Action], kind: Kind) -> Action | None:
 def _arrange(
     m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind] = (Kind.B, Kind.F, Kind.W)
 ) -> list[list[Action]]:
-    """Lists of actions of one tick each; a rule too strict to end is given room for one more activation."""
+    """Builds lists of actions of one tick each; if the rule is too strict to end, allows one more activation."""
     for extra in range(m * len(rank_of) + 1):
         arranged = _try_to_arrange(m, rank_of, rule, kinds, extra)
         if arranged is not None:

@@ -1,4 +1,4 @@
-"""A value at a stage's boundary: cut off the graph it comes from, and made the start of the next one.
+"""A value at a stage's boundary: detached from the graph that made it, and made the start of the next one.
 
 ::
 
@@ -8,8 +8,8 @@
     1  an edge, kept by stage j: backward starts here with the gradient that stage k sends
     2  a node of k's graph whose backward puts the gradient into a box, to be sent to stage j
 
-Neither end keeps the tensor itself. What ``enter`` returns is no leaf, so the stage may change it in place, and when
-the stage's own operations do not need it any more its memory is free.
+Neither end keeps the tensor itself. ``enter`` does not return a leaf, so the stage may change it in place, and its
+memory is freed when the stage's own operations do not need it any more.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["Gradients", "Packet", "cut", "enter"]
 
 Gradients = list[Tensor | None]
-"""A gradient for each leaf of a packet; ``None`` where none flows."""
+"""A gradient for each leaf of a packet; ``None`` for a leaf without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A structure of detached tensors and plain values, with the word for each whether it awaits a gradient.
+    """A structure of detached tensors and plain values, and for each whether it awaits a gradient.
 
-    ``doubled`` are the leaves whose memory goes some other way too: whoever gets them must not change them.
+    ``doubled`` are the leaves sent by another route too (the same memory): a receiving stage must not change them.
     """
 
     treedef: PyTreeSpec
@@ -63,7 +63,7 @@ class Packet:
         return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
 
     def addresses(self) -> list[int]:
-        """For each leaf where its memory starts; 0 for what has none."""
+        """For each leaf the address of its memory; 0 for a leaf without any."""
         return [
             leaf.data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() else 0
             for leaf in self.leaves
@@ -71,7 +71,7 @@ class Packet:
 
 
 def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:
-    """``value`` off its graph, and for each leaf the place in that graph where its gradient enters."""
+    """``value`` detached from its graph, and for each leaf the place in that graph where its gradient enters."""
     leaves, treedef = flatten(value)
     edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
     detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -81,8 +81,8 @@ def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:
 def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[Structure, Gradients]:
     """The value as the start of a graph on ``device``, and the box into which its backward puts the gradients.
 
-    ``phony`` is a leaf that requires grad: it makes the entering nodes part of the graph, and serves as their common
-    end where backward is to stop at the boundary. In no-grad mode no graph starts and the box stays empty.
+    ``phony`` is a leaf that requires grad: it makes the entering nodes part of the graph, and is the common leaf where
+    backward stops at the boundary. In no-grad mode no graph starts and the box stays empty.
     """
     box: Gradients = [None] * len(packet.leaves)
     leaves: list[object] = []

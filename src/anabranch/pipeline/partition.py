@@ -1,7 +1,7 @@
-"""Which layer lies in which stage, and which skips cross from stage to stage.
+"""Assignment of layers to stages, and the skips that cross from stage to stage.
 
-A model is a ``nn.Sequential``; nested ones count as the layers inside them, since running those in order is all they
-do. Layers keep their qualified names, so a state dict knows nothing of the split.
+A model is a ``nn.Sequential``; nested ones count as the layers inside them, since they only run those in order.
+Layers keep their qualified names, so a state dict does not depend on the split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
     ['0', '1.0', '1.1']
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or overrides its ``forward``.
+        TypeError: ``module`` is not a ``nn.Sequential``, or overrides its ``forward``.
         ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
     """
     if not isinstance(module, nn.Sequential) or not _is_plain(module):
@@ -92,10 +92,10 @@ def _refuse_lazy(layers: list[Layer]) -> None:
 def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[int]) -> list[list[Layer]]:
     """The layers of each stage.
 
-    ``balance`` counts the children of ``module``, or the flattened layers: whichever its sum says.
+    ``balance`` counts the children of ``module`` or the flattened layers, whichever number its sum equals.
 
     Raises:
-        ValueError: an entry below 1, or a sum that is neither count.
+        ValueError: an entry below 1, or a sum that equals neither number.
     """
     try:
         balance = [operator.index(size) for size in balance]
@@ -121,14 +121,14 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
 
 
 Route = SkipName | str | None
-"""What travels to a stage: the boundary's value (``None``), a skip, or a keyword input from the caller."""
+"""A value that travels to a stage: the boundary's (``None``), a skip, or a keyword input from the caller."""
 
 Routes = dict[tuple[int, int], tuple[Route, ...]]
-"""For each pair of stages what travels from the first to the second, in a fixed order."""
+"""For each pair of stages the values that travel from the first to the second, in a fixed order."""
 
 
 def route_skips(stages: Sequence[Sequence[Layer]]) -> Routes:
-    """What travels between which stages: boundaries to the next one, skips straight to the stages that pop them."""
+    """Routes between stages: boundaries to the next stage, skips straight to the stages that pop them."""
     routes: dict[tuple[int, int], list[Route]] = {(j, j + 1): [None] for j in range(len(stages) - 1)}
     source: dict[SkipName, int] = {}
     for j, layers in enumerate(stages):

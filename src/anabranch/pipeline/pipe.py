@@ -1,7 +1,7 @@
 """``Pipe``: a ``nn.Sequential`` split into stages, used like the module it was.
 
-The file is long because it is the whole surface of a pipe: a module's methods, a step's, and the checks of what a user
-gives; stages, schedules and messages are in the files beside it.
+The file is long because it is the whole interface of a pipe: a module's methods, a step's, and the checks of user
+input; stages, schedules and messages are in the files beside it.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from anabranch.tensors import Structure, map_structure
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
 
 Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
-"""Which microbatches keep no activations and run forward again before backward."""
+"""The microbatches that keep no activations and run forward again before backward."""
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""What the loss is over the rows it gets."""
+"""Reduction of the loss over the rows of a batch."""
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
-"""From output and target to one number."""
+"""A function from output and target to one number."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a scheduled step found; ``None`` on ranks without the last stage.
+    """Results of a scheduled step; ``None`` on ranks without the last stage.
 
     Attributes:
         loss: the whole batch's loss, a tensor of no dimensions, without a graph.
-        output: the model's output for the whole batch, without a graph; put together when it is first asked for.
+        output: the model's output for the whole batch, without a graph; concatenated when it is first read.
     """
 
     loss: Tensor | None
@@ -72,12 +72,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all ranks know after a step made together.
+    """Results that all ranks have after a step made together.
 
     Attributes:
         loss: the whole batch's loss, on every rank: on the device of this rank's last stage.
-        rows: how many rows the batch had.
-        words: what the callers on the ranks said, in the order of ranks.
+        rows: the number of rows in the batch.
+        words: the words of the callers on the ranks, in the order of ranks.
     """
 
     loss: Tensor
@@ -102,17 +102,17 @@ class Pipe(nn.Module):
 
     Args:
         module: the layers; nested ``nn.Sequential`` count as the layers inside.
-        balance: how many children of ``module`` (or flattened layers) each stage has; or ``"time"`` or ``"size"``, to
-            have that found by ``balance_by_time`` or ``balance_by_size`` from ``sample``.
+        balance: the number of children of ``module`` (or flattened layers) in each stage; or ``"time"`` or ``"size"``:
+            found from ``sample`` by ``balance_by_time`` or ``balance_by_size``.
         devices: the device of each stage, or rank of the schedule; CPU may be named several times, and is by default.
         chunks: the most microbatches to cut a batch into.
-        checkpoint: which microbatches run forward twice, to keep no activations in between.
+        checkpoint: the microbatches that run forward twice, to keep no activations in between.
         schedule: a schedule's name, or one made by ``make_schedule``.
-        process_group: the ranks to lie on, one process each, in place of devices; making the pipe is then a collective.
+        process_group: the ranks to run on, one process each, in place of devices; making the pipe is then a collective.
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's.
-        heartbeat: seconds between two looks at ranks that are waited for.
-        shared_memory: let ranks that all lie on one host hand over tensors in shared memory; else all goes over gloo.
-        deferred_batch_norm: let running statistics of BatchNorm be the whole batch's.
+        heartbeat: seconds between two checks of ranks that are waited for.
+        shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
+        deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch.
         sample: a batch of the size of a microbatch, for ``balance="time"`` and ``"size"``.
         seed: of the random numbers drawn in stages; ``torch.initial_seed()`` by default.
         timeout: seconds that a call may take before it ends with ``DeadlineExceeded``.
@@ -120,16 +120,16 @@ class Pipe(nn.Module):
     Attributes:
         chunks: may be changed between calls.
         checkpoint: may be changed between calls.
-        calls: how many calls there were; the next one's place in the random stream. Set it where training resumes.
-        seed: of the random stream; the first stage's rank's counts.
-        process_group: the ranks it lies on, ``None`` in one process.
-        elsewhere: the names in the unsplit module's state dict that lie on other ranks only.
+        calls: the number of calls so far; the next one's place in the random stream. Set it when training resumes.
+        seed: of the random stream; the one of the first stage's rank counts.
+        process_group: its ranks, ``None`` in one process.
+        elsewhere: the names in the unsplit module's state dict that are on other ranks only.
         submodules: the qualified names of all modules in the unsplit one.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``.
+        TypeError: ``module`` is not a ``nn.Sequential``.
         SkipError: its skips do not match.
-        ValueError: balance, devices, chunks or schedule do not fit; says what would.
+        ValueError: balance, devices, chunks or schedule do not fit; the message names values that would.
 
     Source: GPipe (Huang et al., 2019); torchgpipe (Kim et al., 2020).
     """
@@ -192,8 +192,8 @@ class Pipe(nn.Module):
             self._ties = _find_ties(split, rank_of, ranks)
 
     def _adopt(self, module: nn.Module) -> None:
-        # The children are the module's own, under the same names, so that names know nothing of the pipe. Past
-        # nn.Module's attributes: there the module would become one more child.
+        # The children are the module's own, under the same names, so that names do not mention the pipe. Set past
+        # nn.Module's attributes, which would register the module as one more child.
         self.__dict__["_module"] = module
         for kind in ("_modules", "_parameters", "_buffers", "training"):
             self.__dict__[kind] = module.__dict__[kind]
@@ -218,7 +218,7 @@ class Pipe(nn.Module):
 
         Raises:
             ValueError: tensors that disagree in rows, or a keyword that no layer takes.
-            BaseException: whatever a stage raises, with a note of stage, microbatch and phase.
+            BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
         with self._engine.turn("forward", self.calls) as turn:
             call = self._call(turn, x, inputs, head=None)
@@ -242,18 +242,18 @@ class Pipe(nn.Module):
 
         Args:
             x: as for calling the pipe.
-            target: what ``loss`` gets beside the output, cut into microbatches along its rows.
+            target: the loss's argument beside the output, cut into microbatches along its rows.
             loss: from output and target to one number. A module's parameters are trained too.
-            reduction: whether that number is a mean over rows, so that microbatches weigh by theirs, or a sum.
+            reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
 
         Raises:
-            ValueError: as for calling the pipe, or rows of ``target`` that are not those of ``x``.
-            BaseException: whatever a stage raises; no gradient has accumulated then.
+            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of ``x``.
+            BaseException: any exception of a stage; no gradient has accumulated then.
         """
         with self._engine.turn("step", self.calls) as turn:
             call, outputs, grads = self._step(turn, x, inputs, (loss, target, reduction, True))
-        # Not before every rank has done its part: a step that fails anywhere leaves no gradient.
+        # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
         return StepResult(call.loss(), outputs)
@@ -261,14 +261,14 @@ class Pipe(nn.Module):
     def step_together(
         self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
     ) -> Shared:
-        """``step`` for callers who go on together: every rank learns the loss, and what the others' callers say.
+        """``step`` for callers that act together: every rank learns the loss, and the words of the other callers.
 
         Args:
             x: as for ``step``.
             target: as for ``step``.
             loss: as for ``step``.
             reduction: as for ``step``.
-            rows: how many rows this rank's caller takes the batch to have.
+            rows: the number of rows that this rank's caller expects.
             word: a plain value for the others' callers.
 
         Raises:
@@ -372,7 +372,7 @@ class Pipe(nn.Module):
         return self._schedules.of(m).with_transfers(skips, recompute)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all stages' gradients so that their norm, taken as one vector's, is at most ``max_norm``.
+        """Scales all stages' gradients such that their norm, as of one vector, is at most ``max_norm``.
 
         Across ranks every rank calls it. A tied parameter counts once, as in the unsplit module.
 
@@ -386,7 +386,7 @@ class Pipe(nn.Module):
             counted = [values[p] for p in here if id(p) not in elsewhere]
             norms = [torch.linalg.vector_norm(grad, norm_type).cpu() for grad in counted]
             shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
-        # The norm of all parameters' norms, in their order: to the last bit what the unsplit module gives.
+        # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
         found = [share for share in shares if share is not None and share.numel()]
         total = torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -395,11 +395,11 @@ class Pipe(nn.Module):
         return total
 
     def first_names(self) -> Mapping[Tensor, str]:
-        """This process's parameters and their names in the unsplit module; a tied one's is its first there."""
+        """This process's parameters and their names in the unsplit module; a tied one has its first name there."""
         return self._first_names
 
     def align_ties(self) -> None:
-        """Gives a parameter that several ranks share the gradient that the first of them has; all ranks call it."""
+        """Gives a parameter that several ranks share the gradient on the first of them; all ranks call it."""
         if self.process_group is None:
             return
         with self._engine.turn("align_ties", self.calls) as turn:
@@ -409,7 +409,7 @@ class Pipe(nn.Module):
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
         """The optimizer's state of each of this process's parameters, by the parameter's name in the unsplit module.
 
-        It fits any other split: ``load_optimizer_state_dict`` takes what it finds of its own parameters.
+        It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
         states = {id(parameter): state for parameter, state in optimizer.state.items()}
         return {name: dict(states[id(p)]) for p, name in self._first_names.items() if id(p) in states}
@@ -417,7 +417,7 @@ class Pipe(nn.Module):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
     ) -> None:
-        """Puts what ``optimizer_state_dict`` gave, here or on ranks with another split, into ``optimizer``.
+        """Loads the state from ``optimizer_state_dict``, of this or another split, into ``optimizer``.
 
         Raises:
             ValueError: a trained parameter whose state is missing while others have one.
@@ -442,7 +442,7 @@ class Pipe(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Loads this rank's part of ``state_dict``; names that lie on other ranks are left out."""
+        """Loads this rank's part of ``state_dict``; names on other ranks are left out."""
         mine = {name: value for name, value in state_dict.items() if name not in self.elsewhere}
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
@@ -459,11 +459,11 @@ class Pipe(nn.Module):
 
 
 _NORMS = -1
-"""Where shares of the gradients' norm stand among those of tied parameters, which count from 0."""
+"""Index of the shares of the gradients' norm, beside those of tied parameters, which count from 0."""
 
 
 def _values_of_gradient(parameter: Tensor) -> Tensor:
-    """The numbers in ``.grad``, to look at and to scale in place; a sparse one's rows, duplicates merged."""
+    """The numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -493,7 +493,7 @@ def _find_balance(
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
         return finders[by](n, module, sample)
-    # Measured on one rank, as all must cut alike; zeros say that it could not be.
+    # Measured on one rank, because all must cut alike; zeros mean that it failed.
     sizes = torch.zeros(n, dtype=torch.int64)
     try:
         if dist.get_rank(group) == 0:
@@ -506,7 +506,7 @@ def _find_balance(
 
 
 _HeadParts: TypeAlias = tuple[Loss, Structure, Reduction, bool]
-"""The loss, its targets, what it is over the rows, and whether outputs are kept beside it."""
+"""The loss, its targets, its reduction over the rows, and whether outputs are kept beside it."""
 
 
 def _check_choices(chunks: int, checkpoint: str) -> None:
@@ -517,7 +517,7 @@ def _check_choices(chunks: int, checkpoint: str) -> None:
 
 
 class _Schedules:
-    """The schedule of a pipe, for each number of microbatches that its batches make."""
+    """The schedule of a pipe, for each number of microbatches in its batches."""
 
     def __init__(self, given: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
         if not isinstance(given, str | Schedule):
@@ -556,7 +556,7 @@ class _Schedules:
         return self._made[m]
 
     def _make_like_given(self, m: int) -> Schedule:
-        """The schedule of the given one's name, for a batch that makes another number of microbatches."""
+        """The schedule of the given one's name, for a batch with another number of microbatches."""
         given = self.given
         assert given is not None
         if self.name in SCHEDULES:
@@ -570,7 +570,7 @@ class _Schedules:
 
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
-    """How many ranks there are to lie on; ``None`` if nobody says."""
+    """The number of ranks for the stages; ``None`` if neither argument is given."""
     if isinstance(devices, str):
         raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
     if group is None:
@@ -584,7 +584,7 @@ def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGro
 
 
 def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
-    """What every rank must make alike: messages would go astray, or layers run twice or nowhere."""
+    """The facts that must be equal on every rank: else messages would go astray, or layers run twice or not at all."""
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
@@ -651,7 +651,7 @@ def _place(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """``"cuda"`` is the current CUDA device, as tensors name it."""
+    """``device`` with an index: ``"cuda"`` is the current CUDA device, as tensors name it."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""Random numbers of a stage and microbatch, from a generator of their own.
+"""Random numbers of a stage and microbatch, from a separate generator.
 
 PyTorch's CPU generator belongs to the whole process: stages that run at once would draw from it in an order that
 changes from run to run, and a second forward could not replay the first without disturbing the others. So every
@@ -7,7 +7,7 @@ ranks alike, and the second forward makes it again.
 
 Functions that draw are caught where Python calls them (a ``TorchFunctionMode``: one table lookup for all others), and
 run under a ``TorchDispatchMode`` that gives each ATen operation underneath the generator. An operation that draws
-without taking a generator is computed another way (dropout kernels), or refused by name.
+without accepting a generator is computed another way (dropout kernels), or refused by name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["drawing_from", "refuse_undrawable"]
 
 @contextmanager
 def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[set[int]]:
-    """Until the block ends, this thread draws its random numbers from the stream of these four numbers.
+    """Makes this thread draw its random numbers from the stream of these four numbers until the block ends.
 
-    Gives the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``: a mode of
-    its own to see that would cost every operation a second lookup.
+    Yields the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``: another
+    mode to see them would cost every operation a second lookup.
 
     >>> with drawing_from(0, 1, 2, 3):
     ...     first = torch.rand(2)
@@ -45,7 +45,7 @@ def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[
 
 
 class _Stream:
-    """One generator a device, all from one seed."""
+    """One generator for each device, all from one seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -163,7 +163,7 @@ def _takes_generator(func: torch._ops.OpOverload) -> bool:
 
 
 def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether this call of an operation that may draw does; attention without dropout does not."""
+    """True if this call of an operation that may draw does; attention without dropout does not."""
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -186,7 +186,7 @@ _REPLACEMENTS: dict[object, Callable[..., object]] = {torch.ops.aten.native_drop
 
 
 def refuse_undrawable(name: str, module: nn.Module, device: torch.device) -> None:
-    """Raises ``ValueError`` for a module that would draw, inside one operation, without taking a generator."""
+    """Raises ``ValueError`` for a module that would draw, inside one operation, without accepting a generator."""
     if device.type == "cpu":
         return  # torch builds them there of operations that take one
     for path, child in module.named_modules(prefix=name):

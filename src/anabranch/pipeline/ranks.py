@@ -1,17 +1,17 @@
-"""The ranks of a pipeline in processes of their own, which take turns together.
+"""The ranks of a pipeline in separate processes, which take turns together.
 
-A *turn* is what all ranks do together: a forward, its backward, a step. Between two ranks messages of a turn travel in
-order, and the last one is its end, which says ``done`` or why not::
+A *turn* is a unit of work of all ranks: a forward, its backward, a step. Between two ranks messages of a turn travel in
+order, and the last one is its end, which carries ``done`` or the reason of failure::
 
     rank 0   facts ──> data ──> data ──> end(done)
-    rank 1   ............... data ──> end(fault)          a failing rank ends its turn early, towards everyone
+    rank 1   ............... data ──> end(fault)          a failing rank ends its turn early, for all peers
     rank 2   .................... data ──> end(fault)     and one that hears of it passes it on
 
-So a receiver always knows whether another message is owed: it stops at the end of the turn, and whatever happened, both
-sides are at the same place in the stream when the next turn begins. Nobody has done a turn before everyone has.
+So a receiver always knows whether another message is owed: it stops at the end of the turn, and in every case both
+sides are at the same place in the stream when the next turn begins. No rank ends a turn before all have done its work.
 
-Messages travel by a ``Post``: in shared memory where all ranks are on one host, else over the group's gloo. Waiting for
-what it brings has a deadline, and looks at the peers' heartbeats meanwhile.
+Messages travel by a ``Post``: in shared memory where all ranks are on one host, else over the group's gloo. A wait for
+messages has a deadline, and checks the peers' heartbeats meanwhile.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ _CONNECT_SECONDS = 30.0
 _FAREWELL_SECONDS = 0.5
 _LAST_SECONDS = 2.0
 _FIRST_TAG = 0x70697065
-# Pipes on one group keep apart by their tags; ranks make them in the same order.
+# Pipes on one group are separated by their tags; ranks make them in the same order.
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class RankEngine:
-    """Runs this rank's actions in the calling thread, and speaks with the other ranks of ``group``.
+    """Runs this rank's actions in the calling thread, and exchanges messages with the other ranks of ``group``.
 
-    Making one is a collective: every rank of the group makes its own.
+    Making one is a collective: every rank of the group makes one.
 
     Args:
         group: the ranks, in the order of the schedule's; its backend must carry CPU tensors, as gloo does.
         rank_of: the rank of each stage.
         timeout: seconds that a turn may take.
         heartbeat: seconds after which a rank seen stopped twice is lost.
-        shared_memory: whether ranks that all lie on one host exchange tensors there.
-        likeness: what must be alike on all ranks, in words; of long ones the beginning is shown.
+        shared_memory: true if ranks that are all on one host exchange tensors there.
+        likeness: a text that must be equal on all ranks; of long ones the beginning is shown.
 
     Raises:
         ValueError: the group's backend carries no CPU tensors, or ranks that are not alike.
@@ -159,7 +159,7 @@ class RankEngine:
                 path = meeting.path
             except OSError as error:
                 problem = error
-            paths = self._gather(path)  # whatever happened: the others gather too
+            paths = self._gather(path)  # even after a failure: the others gather too
             try:
                 if all(paths):
                     sockets = meeting.connect(paths, _CONNECT_SECONDS)
@@ -175,10 +175,10 @@ class RankEngine:
 
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
-        """What all ranks do together; ends when all have done it, or with an error on each.
+        """A turn of all ranks together; ends when all have finished it, or with an error on each.
 
         Raises:
-            BaseException: what a stage here raised, with a note of where.
+            BaseException: the error that a stage here raised, with a note of the place.
             PipelineError: another rank failed.
             PeerLost: another rank is gone or stopped.
             DeadlineExceeded: the turn took longer than the timeout.
@@ -211,11 +211,11 @@ class RankEngine:
         return Fault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
 
     def flush(self, seconds: float) -> None:
-        """Waits until what was sent is on its way: the process may end after this."""
+        """Waits until all messages are on their way: the process may end after this."""
         self._post.flush(seconds)
 
     def look(self) -> None:
-        """Takes in what has arrived."""
+        """Takes in the messages that have arrived."""
         self._post.look()
 
     def rank_name(self, rank: int) -> int:
@@ -230,7 +230,7 @@ class RankEngine:
     def wait(
         self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
     ) -> None:
-        """Waits for ``found()``, which looks at the inbox; ``peers`` are whom it waits for."""
+        """Waits for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
         inbox, began = self._inbox, monotonic()
         while True:
             self._post.wait_for(
@@ -268,7 +268,7 @@ class RankEngine:
 
     @property
     def inbox(self) -> Inbox:
-        """What has arrived."""
+        """The messages that have arrived."""
         return self._inbox
 
     @property
@@ -286,7 +286,7 @@ class RankEngine:
 
 
 def _exit_without_the_lost(post: Post) -> None:
-    """At the interpreter's end gloo would wait for a lost rank, or abort because a thread still does."""
+    """Ends the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
     post.settle(_LAST_SECONDS)
     if not post.is_stuck():
         return
@@ -311,7 +311,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text as UTF-8 can carry it, its middle left out if it is very long: whoever waits must know at once."""
+    """The text as valid UTF-8, the middle of a very long one left out, so that waiting ranks get it at once."""
     if len(text) > _MOST_WORDS:
         half = _MOST_WORDS // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
@@ -331,7 +331,7 @@ def _as_error(fault: Fault) -> PipelineError:
 
 
 class RankTurn:
-    """One turn, as one rank takes part in it; the link of its runner."""
+    """One rank's part in a turn; the link of its runner."""
 
     def __init__(self, engine: RankEngine, number: int, operation: str, step: int, deadline: Deadline) -> None:
         self._engine = engine
@@ -344,7 +344,7 @@ class RankTurn:
         self._observed = Observed()
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
-        """The call's facts, made on the rank of the first stage and told to all others."""
+        """The call's facts, made on the rank of the first stage and sent to all others."""
         engine, source = self._engine, self._engine.rank_of(0)
         if engine.rank == source:
             facts = make()
@@ -389,7 +389,7 @@ class RankTurn:
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """What rank ``source`` gives, on every rank; tensors come without a graph."""
+        """The value that rank ``source`` gives, on every rank; tensors come without a graph."""
         engine = self._engine
         if engine.rank == source:
             packet, _ = cut(value)
@@ -402,11 +402,11 @@ class RankTurn:
         return cast(list[Packet], engine.inbox.spread[source])[0].structure()
 
     def say(self, word: object) -> None:
-        """Leaves a plain value for all ranks; it travels with the end of the turn."""
+        """Leaves a plain value for all ranks, sent with the end of the turn."""
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """What each rank said, once the turn has ended."""
+        """The word that each rank said, once the turn has ended."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}
 
@@ -425,7 +425,7 @@ class RankTurn:
         engine.send(rank, header, parts)
 
     def receive(self, action: Action) -> Message:
-        """Waits for what the action's peer sends."""
+        """Waits for the message of the action's peer."""
         assert action.peer is not None
         sent = Action(_SENT_AS[action.kind], action.peer, action.microbatch, action.stage)
         data = self._engine.inbox.data
@@ -440,7 +440,7 @@ class RankTurn:
             raise Aborted
 
     def end(self, fault: Fault | None) -> None:
-        """Tells every peer that nothing more comes in this turn, and why; once."""
+        """Tells every peer that nothing more comes in this turn, and the reason; once."""
         if not self._has_ended:
             self._has_ended = True
             body = None if fault else [self._word, self._observed.as_plain()]

@@ -22,12 +22,12 @@ _PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "rec
 
 
 def phase_of(action: Action) -> str:
-    """What a computing action is called in errors and events: forward, backward, weight or recompute."""
+    """The name of a computing action in errors and events: forward, backward, weight or recompute."""
     return _PHASES[action.kind]
 
 
 class Failure(Exception):
-    """What a stage raised, and where; carries the original as its cause."""
+    """An error raised by a stage, with its action; carries the original as its cause."""
 
     def __init__(self, action: Action, error: BaseException) -> None:
         super().__init__()  # without the error's own words: asked for them, it may raise
@@ -36,11 +36,11 @@ class Failure(Exception):
 
 
 class Runner:
-    """A rank in one call: its stages, the messages in its hands, and its link to the others.
+    """A rank in one call: its stages, the messages it holds, and its link to the others.
 
     Args:
-        runs: the stages that lie here, by number.
-        outside: what the caller gives each stage, a message a microbatch, by stage.
+        runs: the stages on this rank, by number.
+        outside: the caller's inputs to each stage, a message for each microbatch, by stage.
         link: to the other stages.
     """
 
@@ -62,7 +62,7 @@ class Runner:
 
         Raises:
             Failure: a stage raised.
-            Aborted: another rank's did.
+            Aborted: a stage of another rank did.
         """
         for action in actions:
             self._link.check()
@@ -133,7 +133,7 @@ def _peer(action: Action) -> int:
 
 @contextmanager
 def _watched(action: Action) -> Iterator[None]:
-    """Reports the action's start and end, and says of an exception where it came from."""
+    """Reports the action's start and end, and adds the place to an exception."""
     facts = {"stage": action.stage, "microbatch": action.microbatch, "phase": phase_of(action)}
     report("pipeline.start", **facts)
     try:

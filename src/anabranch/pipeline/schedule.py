@@ -1,9 +1,9 @@
-"""A schedule: for each rank, the list of actions it runs in a step. Data, so it is checked, drawn, saved and read back.
+"""A schedule: for each rank, the list of actions it runs in a step. Plain data: checked, drawn, saved and read back.
 
-``orders.py`` makes the well-known ones; ``clock.py`` runs one on paper, to see that it ends. A schedule as made holds
-computing actions only. ``with_transfers`` adds what a given pipeline needs besides: sends and receives between
-neighbours and along skips, and the second forward of what keeps no activations. That is the list a rank executes, as it
-stands.
+``orders.py`` makes the well-known ones; ``clock.py`` simulates one, to see that it ends. A schedule as made holds
+computing actions only. ``with_transfers`` adds the further actions of a given pipeline: sends and receives between
+neighbours and along skips, and the second forward of microbatches that keep no activations. A rank executes that list
+unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Schedule:
     ['F1.0', 'B1.0', 'F1.1', 'B1.1']
 
     Attributes:
-        name: which schedule it is, such as ``"1F1B"``.
-        stages: how many stages.
-        microbatches: how many microbatches.
+        name: the schedule's name, such as ``"1F1B"``.
+        stages: the number of stages.
+        microbatches: the number of microbatches.
         rank_of: the rank of each stage.
-        actions: what each rank does, in order.
+        actions: each rank's actions, in order.
 
     Raises:
-        ValueError: an action that is missing, there twice, on the wrong rank or before what it needs; or ranks that
+        ValueError: an action that is missing, there twice, on the wrong rank or before one that it needs; or ranks that
             wait for one another.
     """
 
@@ -57,12 +57,12 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks that it takes."""
         return len(self.actions)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of the weights have actions of their own."""
+        """True if gradients of the weights have separate actions."""
         return any(action.kind is Kind.W for action in self.all_actions())
 
     def all_actions(self) -> Iterator[Action]:
@@ -88,10 +88,10 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Reads what ``save`` wrote, checking it.
+        """Reads a schedule that ``save`` wrote, checking it.
 
         Raises:
-            ValueError: the file holds no schedule, or one that cannot run; says why.
+            ValueError: the file holds no schedule, or one that cannot run; gives the reason.
         """
         try:
             record = _RECORDS.decode(Path(path).read_bytes())
@@ -174,7 +174,7 @@ class _Record(msgspec.Struct):
     actions: list[list[str]]
 
 
-# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+# Built at import: constructing a msgspec decoder is not thread-safe.
 _RECORDS = msgspec.json.Decoder(_Record)
 
 

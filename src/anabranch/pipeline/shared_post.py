@@ -9,11 +9,11 @@
 
 A slot is memory that its sender made; its receiver gets the descriptor once. The receiver's tensors lie in the slot
 itself, and when the last of them is freed, so is the slot: buffers of one step serve the next. There is no thread: a
-rank that waits polls the sockets, and one that computes looks at them between two actions, which is why neither a dead
-peer nor a failing one is overlooked. Against gloo's two copies through sockets, on a thread that takes its time from
-the stages, this leaves one copy.
+rank that waits polls the sockets, and one that computes polls them between two actions, so neither a dead
+peer nor a failing one is overlooked. gloo makes two copies through sockets, on a thread that takes time from
+the stages; this makes one copy.
 
-Nothing is read from a peer before this rank is in the turn that owes it; what it says early stays in the socket.
+No message of a peer is read before this rank is in its turn; an early one stays in the socket.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SOCKET_BYTES = 1 << 20
 
 
 class _Slot:
-    """A piece of shared memory: a byte that says whether it is taken, then, aligned, the tensors' bytes."""
+    """A piece of shared memory: a byte that is set while it is taken, then, aligned, the tensors' bytes."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -71,7 +71,7 @@ class _Slot:
             at += _aligned(part.numel())
 
     def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
-        """What was put there, as views; the slot is free when the last of them is."""
+        """The tensors written there, as views; the slot is free once the last of them is."""
         hold = _Hold()
         weakref.finalize(hold, _set_free, self._memory).atexit = False
         found, at = [], _ALIGNED
@@ -93,7 +93,7 @@ class _Slot:
 
 
 class _Hold:
-    """What every tensor in a slot holds on to."""
+    """An object that every tensor in a slot keeps alive; its end frees the slot."""
 
     __slots__ = ("__weakref__",)
 
@@ -124,7 +124,7 @@ class _Line:
         self._began: list[bytes] = []
 
     def send(self, header: Header, parts: Sequence[Tensor]) -> None:
-        """Puts the parts into a slot and the header on the socket, or into ``unsent`` while that is full."""
+        """Writes the parts into a slot and the header to the socket, or to ``unsent`` while that is full."""
         index, size, descriptor = -1, 0, None
         if parts:
             index, size, descriptor = self._free_slot(sum(_aligned(part.numel()) for part in parts))
@@ -147,7 +147,7 @@ class _Line:
         return len(self._slots) - 1, size, descriptor
 
     def flush(self) -> None:
-        """Sends what the socket takes now; to a peer that is gone, nothing: reading, one finds its last words first."""
+        """Sends as much as the socket takes now; drops frames for a lost peer, whose last messages are read later."""
         while self.unsent:
             frame, descriptor = self.unsent[0]
             rights = (
@@ -197,7 +197,7 @@ class _Line:
             return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
 
     def close(self) -> None:
-        """Gives back the socket, the slots, and the descriptors of those that the peer was never told of."""
+        """Closes the socket, the slots, and the descriptors of slots that the peer was never told of."""
         self.socket.close()
         for _, descriptor in self.unsent:
             if descriptor is not None:
@@ -207,11 +207,11 @@ class _Line:
 
 
 class SharedPost:
-    """A socket and some slots a peer.
+    """A socket and some slots for each peer.
 
     Args:
         sockets: a connected one to each peer.
-        inbox: where messages go.
+        inbox: receives the messages.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], inbox: Inbox) -> None:
@@ -219,11 +219,11 @@ class SharedPost:
         self._lines = {peer: _Line(sock) for peer, sock in sockets.items()}
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Puts a message where ``peer`` finds it."""
+        """Sends a message to ``peer``."""
         self._lines[peer].send(header, tensors)
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Takes in what arrives until ``found()``."""
+        """Takes in messages as they arrive until ``found()``."""
         until = monotonic() + seconds
         self.look()
         while not found():
@@ -233,7 +233,7 @@ class SharedPost:
             self._poll(left)
 
     def look(self) -> None:
-        """Takes in what has arrived."""
+        """Takes in the messages that have arrived."""
         self._poll(0.0)
 
     def _poll(self, seconds: float) -> None:
@@ -261,28 +261,28 @@ class SharedPost:
             self._inbox.lose(peer, f"receiving from it failed: {error}")
 
     def flush(self, seconds: float) -> None:
-        """Waits until the sockets have taken what was sent."""
+        """Waits until the sockets have taken all messages."""
         lines, lost = self._lines, self._inbox.lost
         self.wait_for(lambda: not any(line.unsent for peer, line in lines.items() if peer not in lost), seconds)
 
     def is_stuck(self) -> bool:
-        """Whether a rank was lost, for whom the process group would wait at the end."""
+        """True if a rank was lost, for which the process group would wait at the end."""
         return bool(self._inbox.lost)
 
     def settle(self, seconds: float) -> None:
-        """Nothing: no thread waits for a peer."""
+        """Does nothing: no thread waits for a peer."""
 
     def close(self) -> None:
-        """Closes the sockets and lets go of the slots, which live on under the tensors that lie in them."""
+        """Closes the sockets and drops the slots, which live as long as the tensors in them."""
         for line in self._lines.values():
             line.close()
 
 
 class Meeting:
-    """How the ranks of one host come to have sockets to one another; a context manager.
+    """Connects the ranks of one host by sockets; a context manager.
 
     Args:
-        rank: this one's.
+        rank: this process's rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -298,7 +298,7 @@ class Meeting:
             raise
 
     def connect(self, paths: Sequence[str], seconds: float) -> dict[int, socket.socket]:
-        """A socket to each other rank, whose meetings have these paths; earlier ranks are called, later ones call.
+        """A socket to each other rank, by the paths of their meetings; earlier ranks are called, later ones call.
 
         Raises:
             OSError: some rank cannot be reached, or is another user's.

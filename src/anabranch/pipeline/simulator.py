@@ -1,6 +1,6 @@
-"""Runs a schedule on paper: in what order, how long, how much idle, how many activations at once.
+"""Simulates a schedule: its order, its time, the idle part, and the activations held at once.
 
-What the clock says here is what a pipeline of stages that take these times shows.
+A pipeline of stages that take these times behaves as the clock shows here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Interval", "Simulation", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of a schedule.
+    """Results of simulating a schedule.
 
     Attributes:
         intervals: the computing actions of each rank, in order.
@@ -41,7 +41,7 @@ def simulate(
     activation_bytes: Sequence[int] = (),
     input_bytes: Sequence[int] = (),
 ) -> Simulation:
-    """Runs ``schedule`` on paper.
+    """Simulates ``schedule``.
 
     >>> from anabranch.pipeline import make_schedule
     >>> simulate(make_schedule("1F1B", 2, 4)).makespan
@@ -49,13 +49,13 @@ def simulate(
 
     Args:
         schedule: as made, or as lowered for a pipeline.
-        costs: the time of each kind of action, or of each action; what is left out takes none. A send's cost is the
+        costs: the time of each kind of action, or of each action; 0 for those left out. A send's cost is the
             time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
-        activation_bytes: what a microbatch's activations take in each stage.
-        input_bytes: what a stage that runs forward again keeps of a microbatch until then.
+        activation_bytes: the bytes of a microbatch's activations in each stage.
+        input_bytes: the bytes of a microbatch's input that a stage keeps to run forward again.
 
     Raises:
-        ValueError: it never ends; names the actions that wait for one another. Or bytes not of every stage.
+        ValueError: it never ends; names the actions that wait for one another. Or bytes not given for every stage.
     """
     stages = (schedule if isinstance(schedule, Schedule) else schedule.schedule).stages
     for sizes in (activation_bytes, input_bytes):

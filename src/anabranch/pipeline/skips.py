@@ -1,8 +1,8 @@
-"""Tensors that jump over layers: what a module declares, what its ``forward`` yields, and where the values wait.
+"""Tensors that jump over layers: a module's declaration, the commands its ``forward`` yields, and the stored values.
 
-A skippable module's ``forward`` is a generator. It hands out a value with ``yield stash(name, value)`` and takes one in
-with ``value = yield pop(name)``; the declaration on the class says which names, so that a pipeline knows before it runs
-which stage needs what from which::
+A skippable module's ``forward`` is a generator. It stores a value with ``yield stash(name, value)`` and takes one
+with ``value = yield pop(name)``; the declaration on the class lists the names, so that a pipeline knows before it runs
+the values that each stage needs from each other::
 
     layer        0        1        2        3
               stash a ------------------> pop a          one name, one stash, one pop
@@ -47,7 +47,7 @@ _ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
 
 
 class Namespace:
-    """Keeps skips of the same name apart: give one to ``isolate`` of every module that belongs together.
+    """Keeps skips of the same name apart: give one to ``isolate`` of every module that shares them.
 
     >>> first, second = Namespace(), Namespace()
     >>> first == second
@@ -103,7 +103,7 @@ class pop:  # noqa: N801
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """The skips that a module hands out and takes in, in the order declared, and those of them that are shared."""
+    """The skips that a module stashes and pops, in the order declared, and those of them that are shared."""
 
     stashes: tuple[SkipName, ...]
     pops: tuple[SkipName, ...]
@@ -116,7 +116,7 @@ class SkipStore:
     A shared value stays until the store is dropped; any other leaves with its one pop.
 
     Args:
-        shared: names known to be shared, whoever stashes or pops them.
+        shared: names known to be shared, whichever module stashes or pops them.
     """
 
     def __init__(self, shared: Iterable[SkipName] = ()) -> None:
@@ -174,17 +174,17 @@ def skippable(
     >>> nn.Sequential(Encode(), nn.Identity(), Decode())(torch.ones(2))
     tensor([3., 3.])
 
-    The class is returned itself, with an added method ``isolate(namespace, only=None)``: names in state dicts,
-    ``isinstance`` and ``super()`` stay as they are.
+    Returns the class itself, with an added method ``isolate(namespace, only=None)``: names in state dicts,
+    ``isinstance`` and ``super()`` work as before.
 
     Args:
         stash: names that ``forward`` hands out, each exactly once a call.
         pop: names that ``forward`` takes in, each exactly once a call.
-        shared: those of the names that more than one module may pop; saying so once, where it is stashed, is enough.
+        shared: those of the names that more than one module may pop; one declaration, where it is stashed, is enough.
 
     Raises:
         SkipError: a name in ``shared`` that is neither stashed nor popped here.
-        RuntimeError: in ``forward``: a name that is not declared, a pop of what was not stashed, or a declared name
+        RuntimeError: in ``forward``: an undeclared name, a pop of a name that was not stashed, or a declared name
             that was not stashed or popped; names module and skip.
 
     Source: skip connections of torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training
@@ -235,7 +235,7 @@ def _namespaces(module: nn.Module) -> dict[str, Namespace]:
 
 
 def declaration_of(module: nn.Module) -> Declaration | None:
-    """What ``module`` declares, with the namespaces it was isolated into; ``None`` if it is not skippable."""
+    """The declaration of ``module``, with the namespaces it was isolated into; ``None`` if it is not skippable."""
     declared = getattr(type(module), "_skip_declaration", None)
     if declared is None:
         return None
@@ -261,7 +261,7 @@ _Commands: TypeAlias = Generator[object, Structure, Structure]
 
 
 class _Call:
-    """One run of a skippable module's ``forward``: obeys its commands, and knows what it still owes."""
+    """One run of a skippable module's ``forward``: carries out its commands, and records those still missing."""
 
     def __init__(self, module: nn.Module) -> None:
         declaration = declaration_of(module)
@@ -296,7 +296,7 @@ class _Call:
             raise RuntimeError(f"{self._who} stashes {command.name!r} but does not declare it in stash=")
         if full in self._stashed:
             raise RuntimeError(f"{self._who} stashes {command.name!r} twice in one forward")
-        # Not in the store before forward has ended: a module never pops what it stashes itself.
+        # Not in the store before forward has ended: a module never pops its own stash.
         self._stashed[full] = command.value
 
     def _pop(self, command: pop) -> Structure:
@@ -342,7 +342,7 @@ def verify_skippables(module: nn.Module) -> None:
 
 
 class _Ledger:
-    """Who stashes and who pops each skip, in the order that modules run, and what is wrong with that."""
+    """The modules that stash and pop each skip, in the order that they run, and the faults found."""
 
     def __init__(self) -> None:
         self._stashed_by: dict[SkipName, str] = {}

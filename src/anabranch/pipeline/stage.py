@@ -1,4 +1,4 @@
-"""One stage: its layers, and what running them forward and backward for one microbatch after the other takes.
+"""One stage: its layers, and their forward and backward for one microbatch after the other.
 
 ::
 
@@ -9,8 +9,8 @@
                              │          │
                        stand-ins for the parameters
 
-Every microbatch has a graph of its own, from its entering packets to its leaving ones, so stages run backward at once
-as they run forward at once. In the graph stand-ins take the parameters' place: leaves that share their memory.
+Every microbatch has a separate graph, from its entering packets to its leaving ones, so stages run backward in parallel
+as they run forward in parallel. In the graph stand-ins replace the parameters: leaves that share their memory.
 Gradients gather in the stand-ins; the parameters get them once, whole, at the end of a call, through autograd, so
 a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
 """
@@ -39,15 +39,15 @@ from anabranch.tensors import Structure
 __all__ = ["GradientMessages", "Habits", "Head", "Messages", "Plan", "Stage", "StageRun"]
 
 OUTSIDE = -1
-"""In the place of a stage: the caller, who gives the inputs and takes the output."""
+"""The number of the caller as a stage: it gives the inputs and takes the output."""
 
 
 @dataclass(slots=True)
 class Habits:
-    """What a stage has been seen to do.
+    """Observed properties of a stage.
 
     Attributes:
-        changes_inputs: whether its layers work in place on what it gets, so that running it again takes a copy;
+        changes_inputs: true if its layers change their inputs in place, so that running it again needs a copy;
             ``None`` before its first forward.
     """
 
@@ -60,13 +60,13 @@ class Stage:
 
     Attributes:
         index: its number.
-        layers: what it runs, in order.
-        device: where.
-        sources: for each stage it gets something from (``OUTSIDE`` for the caller), what.
-        targets: for each stage it sends something to, what.
-        habits: what it has been seen to do.
+        layers: its layers, in order.
+        device: the device of its layers.
+        sources: for each stage that sends to it (``OUTSIDE`` for the caller), the values sent.
+        targets: for each stage that it sends to, the values sent.
+        habits: its observed properties.
         shared: the skips that several modules pop, in this stage or others.
-        keywords: for layers (by name) that take keyword inputs of this call, which.
+        keywords: the keyword inputs of this call, by the names of the layers that take them.
     """
 
     index: int
@@ -81,7 +81,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows the last layer in ``step``: the loss, its weight a microbatch, and the targets."""
+    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets."""
 
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
@@ -91,7 +91,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What holds for all of a call: the caller's modes, the random stream, which microbatches keep no activations."""
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
 
     ambient: Ambient
     seed: int
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def records(self) -> bool:
-        """Whether a backward may follow."""
+        """True if a backward may follow."""
         return self.ambient.grad and not self.ambient.inference
 
 
@@ -112,7 +112,7 @@ GradientMessages = dict[int, list[Gradients]]
 
 @dataclass(slots=True)
 class _Pass:
-    """One microbatch's way through the stage, kept from forward to backward."""
+    """One microbatch's pass through the stage, kept from forward to backward."""
 
     inputs: Messages = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
@@ -162,7 +162,7 @@ class StageRun:
         return outputs
 
     def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
-        """Runs forward, and keeps in ``here`` the inputs as they were: copies only where layers change them."""
+        """Runs forward, and keeps the original inputs in ``here``: copies only where layers change them."""
         habits = self.stage.habits
         copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
         before = _versions(inputs)
@@ -174,7 +174,7 @@ class StageRun:
                 'forward again; make its first operation out of place, or use checkpoint="never"'
             )
         habits.changes_inputs = habits.changes_inputs or changed
-        # What the stage hands on as it got it, a later one may change.
+        # A value passed on unchanged may be changed by a later layer.
         here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _addresses(inputs) & _addresses(outputs))
         here.versions = _versions(here.inputs)
         return outputs
@@ -187,7 +187,7 @@ class StageRun:
                 f"what stage {self.stage.index} got was changed in place after its forward, so it cannot run forward "
                 'again; leave the batch as it is until backward is done, or use checkpoint="never"'
             )
-        # Copied once more: another backward, with retain_graph, would start from them again.
+        # Copied once more: another backward, with retain_graph, starts from them again.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
         with self._buffers.replaced(here.buffers), self._recomputing():
             self._run(i, inputs, here)
@@ -290,7 +290,7 @@ class StageRun:
         return answers
 
     def weights(self, i: int, *, keep: bool) -> None:
-        """Runs what ``backward`` left for the weights of microbatch ``i``."""
+        """Runs the part of microbatch ``i`` that ``backward`` left for the weights."""
         here = self._passes[i]
         if here.split is not None:
             here.split.weights(keep=keep)
@@ -320,11 +320,11 @@ class StageRun:
         del self._passes[i]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that gather gradients here; a tied one stands there once for each of its places."""
+        """The parameters that gather gradients here; a tied one is listed once for each of its places."""
         return [slot.parameter for slot in self._slots]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Each parameter with the gradient its stand-in has gathered, which starts from nothing again."""
+        """Each parameter with the gradient that its stand-in has gathered; the stand-in starts again from none."""
         taken: list[tuple[Tensor, Tensor | None]] = []
         for slot in self._slots:
             taken.append((slot.parameter, slot.stand_in.grad))
@@ -332,7 +332,7 @@ class StageRun:
         return taken
 
     def abandon(self) -> None:
-        """Drops all that is under way: the step has failed."""
+        """Drops all passes under way: the step has failed."""
         self._passes.clear()
         for norm in self._norms:
             norm.forget()
@@ -340,7 +340,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One place in a module where a stand-in takes a parameter's place."""
+    """One place in a module where a stand-in replaces a parameter."""
 
     module: nn.Module
     name: str
@@ -353,7 +353,7 @@ def _stand_ins(modules: Sequence[nn.Module], device: torch.device) -> list[_Slot
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad:
-                # A parameter tied to one of another device is brought here; all others share memory and version.
+                # A parameter tied to one of another device is copied here; all others share memory and version.
                 slots.append(_Slot(module, name, parameter, nn.Parameter(parameter.detach().to(device))))
     return slots
 
@@ -370,18 +370,18 @@ def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
 
 
 class _BufferSlots:
-    """The buffers of some modules; a second forward must start from what the first one found, and change nothing."""
+    """The buffers of some modules; a second forward must start from the first one's values, and change nothing."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots = [(module, name) for module in modules for name in module._buffers]
 
     def snapshot(self) -> list[Tensor | None]:
-        """Copies of what is in them now."""
+        """Copies of their present values."""
         return [_clone(module._buffers[name]) for module, name in self._slots]
 
     @contextmanager
     def replaced(self, values: Sequence[Tensor | None]) -> Iterator[None]:
-        """Lets the modules work on copies of ``values`` until the block ends."""
+        """Makes the modules work on copies of ``values`` until the block ends."""
         originals = [module._buffers[name] for module, name in self._slots]
         for (module, name), value in zip(self._slots, values, strict=True):
             module._buffers[name] = _clone(value)

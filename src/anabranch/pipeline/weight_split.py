@@ -1,4 +1,4 @@
-"""Backward in two parts: B finds the gradients of a stage's inputs, W later those of its weights.
+"""Backward in two parts: B computes the gradients of a stage's inputs, W later those of its weights.
 
 ::
 
@@ -8,11 +8,11 @@
               <── B ────┴────────────            B: outputs to inputs only; notes the gradient that reaches each v
               W: from each v, with that gradient, down its weight side only
 
-The engine skips what a node computes for edges that lead nowhere asked for, so B and W together do the work of one
+The engine skips the gradients of edges that lead to no requested leaf, so B and W together do the work of one
 backward. A weight that several nodes reach (a module called twice) is left to B: going down to it from one node could
-pass another, and count it twice. So is one that joins at a ``torch.autograd.Function``, which called for B and again
-for W would do all its work twice, and what it does elsewhere too (an expert's update); or at a node with a hook, which
-would change a gradient twice.
+pass another, and count it twice. So is one that joins at a ``torch.autograd.Function``, which would do all its work
+twice if called for B and again for W, side effects included (an expert's update); or at a node with a hook, which would
+change a gradient twice.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -58,7 +58,7 @@ class SplitBackward:
     False
 
     Args:
-        edges: where backward starts.
+        edges: the edges from which backward starts.
         grads: the gradient for each.
         start: the leaf at the end of every way to the inputs.
         hooked: the sequence numbers of nodes with hooks.
@@ -87,7 +87,7 @@ class SplitBackward:
                 hook.remove()
 
     def weights(self, *, keep: bool = False) -> None:
-        """W: accumulates into the weights; ``keep`` leaves the graph fit for another backward."""
+        """W: accumulates into the weights; ``keep`` leaves the graph ready for another backward."""
         if self._whole:
             torch.autograd.backward(self.edges, self.grads, retain_graph=keep)
         for meeting in self._meetings:
@@ -97,15 +97,15 @@ class SplitBackward:
             leaves = _without_matrix(meeting)
             if leaves:
                 edges = [GradientEdge(meeting.node, k) for k, _ in reached]
-                # Retained: a node of the weight side may serve several meetings. All of it dies with this object.
+                # Retained: a node of the weight side may serve several meetings. They are all freed with this object.
                 torch.autograd.backward(edges, [grad for _, grad in reached], retain_graph=True, inputs=leaves)
 
 
 def _without_matrix(meeting: _Meeting) -> list[Tensor]:
-    """Adds a linear layer's share to its weight's gradient inside the multiplication; the leaves that are left.
+    """Adds a linear layer's share to its weight's gradient inside the multiplication; returns the remaining leaves.
 
-    Autograd would write the product down first and then add it: for a large weight and few rows, a tenth of the work.
-    Only where there is something to add to, so that one microbatch alone gives the very bits of the unsplit module.
+    Autograd would first store the product and then add it: with a large weight and few rows, a tenth of the work.
+    Only with a gradient to add to, so that a single microbatch gives bit for bit the gradient of the unsplit module.
     """
     node, leaves = meeting.node, meeting.leaves
     if node.name() != "AddmmBackward0" or node._saved_alpha != 1:  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def _noting(meeting: _Meeting) -> Callable[[tuple[Tensor | None, ...]], None]:
 
 
 class _Graph:
-    """The nodes under some edges, told apart by whether they lead to ``start``."""
+    """The nodes under some edges, split by whether they lead to ``start``."""
 
     def __init__(self, edges: Sequence[GradientEdge], start: Node, hooked: Collection[int]) -> None:
         self._hooked = hooked
@@ -157,7 +157,7 @@ class _Graph:
         self.reaches_start = bool(self._to_start)
 
     def meetings(self) -> tuple[list[_Meeting], list[Tensor]]:
-        """Every node where the weight side joins, and the leaves that more than one of them, or an output, reaches."""
+        """Every node where the weight side joins, and the leaves that several of them, or an output, reach."""
         found = {node: dict(self._weight_side(node)) for node in self._order if node in self._to_start}
         count = Counter(key for leaves in found.values() for key in leaves)
         shared = {
@@ -181,7 +181,7 @@ class _Graph:
 
 
 def _post_order(roots: Sequence[Node]) -> list[Node]:
-    """Every node under ``roots``, each after all that follow it on the way to the leaves."""
+    """Every node under ``roots``, each after all nodes that follow it on the way to the leaves."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

@@ -1,7 +1,7 @@
 """Messages between ranks: a small header of fixed size, then the tensors' bytes.
 
-The header says what follows, so shapes and dtypes may change from message to message and step to step. Values nest in
-dict, list and tuple; numbers, strings and ``None`` travel in the header. Nothing that arrives is ever evaluated.
+The header describes the rest, so shapes and dtypes may change from message to message and step to step. Values nest in
+dict, list and tuple; numbers, strings and ``None`` travel in the header. Received data is never evaluated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from anabranch.tensors import Structure, flatten
 __all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "dtype_named", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
-"""Size of every header; what does not fit follows as a message of its own, of the size the header says."""
+"""Size of every header; a longer one goes on in a second message, whose size it gives."""
 
 _LENGTH_BYTES = 8
 
 
 class Facts(msgspec.Struct, array_like=True, frozen=True):
-    """What all ranks must know of a call before they start, as the first stage's rank says it."""
+    """Facts of a call that all ranks must know before they start, sent by the first stage's rank."""
 
     step: int
     seed: int
@@ -37,7 +37,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """What ended a call on the rank that sends this, or on the one it heard of first."""
+    """The error that ended a call, on the rank that sends this or on the one that it heard of first."""
 
     rank: int
     type_name: str
@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """What a message is: data of a sending action, the facts of a call, shares of tied gradients, or the turn's end."""
+    """A message's header: a sending action's data, the facts of a call, shares of tied gradients, or a turn's end."""
 
     turn: int
     operation: str
@@ -73,12 +73,12 @@ def encode_header(header: Header) -> list[Tensor]:
     return [first, torch.frombuffer(bytearray(rest), dtype=torch.uint8)] if rest else [first]
 
 
-# Made here, where there is but one thread: making one is nothing that two threads can do at once.
+# Built at import: constructing a msgspec decoder is not thread-safe.
 HEADERS = msgspec.msgpack.Decoder(Header)
 
 
 def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
-    """The header that starts with ``first``; ``receive`` fills a tensor with what follows, if anything does."""
+    """The header that starts with ``first``; ``receive`` fills a tensor with the rest, if there is any."""
     data = bytes(first.numpy())
     length, body = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
     if length > len(body):
@@ -92,10 +92,10 @@ _Spec: TypeAlias = object
 
 
 def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Tensor]]:
-    """A message as plain values for the header, its tensors' dtypes and shapes, and their bytes.
+    """Pack a message: plain values for the header, its tensors' dtypes and shapes, and their bytes.
 
     Raises:
-        TypeError: a value that only means something in this process; names its type.
+        TypeError: a value that is meaningless outside this process; names its type.
     """
     tensors: list[Tensor] = []
     specs = [
@@ -109,7 +109,7 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes to receive into, of those ``tensors`` that have any."""
+    """The buffers to receive into, for those ``tensors`` that have bytes."""
     return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
@@ -176,7 +176,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a message's header calls so."""
+    """The dtype of that name in a message's header."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")

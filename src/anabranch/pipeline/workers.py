@@ -1,6 +1,6 @@
-"""The worker threads of a pipeline in one process: one a device, living as long as the pipeline.
+"""The worker threads of a pipeline in one process: one for each device, living as long as the pipeline.
 
-They live that long because a thread is cheap and what PyTorch builds for it at its first computation is not. They
+They live that long because PyTorch's per-thread state, built at a thread's first computation, is costly. They
 hold no reference to the pipeline; when it is collected, or closed, they end.
 """
 
@@ -31,7 +31,7 @@ class Workers:
 
     Args:
         count: how many.
-        name: what they are called in stack dumps.
+        name: their name in stack dumps.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -48,11 +48,11 @@ class Workers:
     def run(
         self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None], step: int | None = None
     ) -> None:
-        """Runs one task on each worker, and returns when all have ended, or some second after one asks for that.
+        """Runs one task on each worker, and returns when all have ended, or half a second after ``leave_behind``.
 
         Tasks must not raise. An interrupt of the waiting thread calls ``on_interrupt``, which must make the tasks end.
         """
-        # A task of a failed step may still be computing what cannot be stopped.
+        # A task of a failed step may still be computing, which cannot be stopped.
         if not self._round.wait(deadline.remaining()):
             raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
         self._round = here = _Round(len(tasks))
@@ -70,11 +70,11 @@ class Workers:
             raise deadline.error(peer="the pipeline's workers", operation="pipeline step", step=step)
 
     def leave_behind(self) -> None:
-        """Lets ``run`` return within half a second, whatever its tasks are doing: the step has failed."""
+        """Lets ``run`` return within half a second, whatever its tasks are doing, because the step has failed."""
         self._round.hurry(0.5)
 
     def close(self) -> None:
-        """Ends the threads, each after what it is doing, and waits for them a little."""
+        """Ends the threads, each after its current task, and waits for them a little."""
         self._end()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -113,12 +113,12 @@ class _Round:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Whether all tasks have ended within ``timeout`` seconds."""
+        """Wait for all tasks to end; false if ``timeout`` seconds pass first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._left, timeout)
 
     def wait_unless_hurried(self, timeout: float) -> bool:
-        """The same, but gives up, content, when ``hurry`` says so."""
+        """Like ``wait``, but returns true early after ``hurry``."""
         deadline = Deadline.after(max(timeout, 1e-3))
         with self._changed:
             self._changed.wait_for(lambda: not self._left or self._hurried is not None, deadline.remaining())

@@ -33,7 +33,7 @@ class TensorSpec:
             they are. Floating dtypes only: ids are never rounded.
 
     Raises:
-        ValueError: a size that is no int >= 0, an unknown compression, or compression of a dtype that is no float.
+        ValueError: a size that is not an int >= 0, an unknown compression, or compression of a non-float dtype.
 
     Source: the batch tensor descriptors of hivemind (Ryabinin and Gusev, "Towards Crowdsourced Training of Large
     Neural Networks using Decentralized Mixture-of-Experts", 2020).

@@ -1,10 +1,10 @@
-"""How bytes and waits cross a boundary: framed tensors between processes, bounded in time and size.
+"""Framed tensors and waits between processes, bounded in time and size.
 
-Not a message bus and no scheduler: it knows neither experts nor tables, only verbs that a server is given handlers for.
-Open ``client.py`` and ``server.py`` first, they draw the life of a request; ``drivers.py`` says on which thread it is
-read, ``frame.py`` what it looks like in bytes, ``streams.py`` is the seam at which sockets are replaced, ``once.py``
-why a retry does no harm, ``keys.py`` who may come in, ``heap.py`` how a service gives memory back to the system.
-``beats.py`` is another matter: it tells whether the ranks of a ``torch.distributed`` job are still there.
+Neither a message bus nor a scheduler: it knows no experts or tables, only verbs for which a server is given handlers.
+Open ``client.py`` and ``server.py`` first, they draw the life of a request. ``drivers.py`` says on which thread a
+request is read, ``frame.py`` how it is laid out in bytes, ``once.py`` why a retry does no harm, ``keys.py`` which peers
+may connect, ``heap.py`` how a service gives memory back to the system; ``streams.py`` is the seam at which sockets are
+replaced. ``beats.py`` stands apart: it tells whether the ranks of a ``torch.distributed`` job are still alive.
 """
 
 from __future__ import annotations

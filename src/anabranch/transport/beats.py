@@ -1,15 +1,15 @@
-"""Which ranks of a job are still there, asked by whoever is waiting for them.
+"""Liveness of a job's ranks, checked by a rank while it waits for the others.
 
 A frozen peer keeps its sockets open and acknowledges what it is sent, so gloo waits its whole timeout for it. Ranks
 therefore watch one another beside the collectives::
 
     a peer on this host      /proc says whether it runs, is stopped, or is gone; asked while waiting, no thread needed
     a peer elsewhere         writes a counter to the job's store every heartbeat; a counter that stands still for two
-                             heartbeats is a peer that is lost
+                             heartbeats means that the peer is lost
 
 A peer on this host that merely holds its interpreter's lock (a long import, a compilation) is seen running and is
-waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. That two ranks share a host is known
-by the kernel's boot id and pid namespace, not by a name.
+waited for until the deadline; seen stopped twice, one heartbeat apart, it is lost. Two ranks share a host if they have
+the same kernel boot id and pid namespace; names are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GONE = frozenset("ZXx")
 
 
 class Store(Protocol):
-    """What is needed of a ``torch.distributed`` store."""
+    """The methods of a ``torch.distributed`` store that are used here."""
 
     def set(self, key: str, value: str) -> None:
         """Stores ``value`` under ``key``."""
@@ -40,13 +40,13 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of ``keys`` have been set."""
+        """True if all of ``keys`` have been set."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process, told apart from any other that ever had its number: where it runs, its pid, and when it started."""
+    """A process, distinct from any other that ever had its pid: its host, its pid, and its start time."""
 
     host: str
     pid: int
@@ -61,7 +61,7 @@ class Identity:
         return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
 
     def encode(self) -> str:
-        """As text, for another rank to ``decode``."""
+        """The identity as text, for another rank to ``decode``."""
         return f"{self.host} {self.pid} {self.started}"
 
     @classmethod
@@ -123,10 +123,10 @@ class Beats:
             self._thread.start()
 
     def lost(self) -> dict[int, str]:
-        """The ranks known to be lost, each with what became of it.
+        """The ranks known to be lost, each with the reason.
 
-        A rank that froze is named alone: those that have ended meanwhile may have ended because of it. While one is
-        stopped and it is open whether it has frozen, nobody is named, for a heartbeat at most.
+        A rank that froze is reported alone: those that ended meanwhile may have ended because of it. While a rank is
+        stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
         """
         now = self._clock()
         frozen = self._stopped_here(now)
@@ -155,7 +155,7 @@ class Beats:
             try:
                 self._beat(count)
             except RuntimeError:
-                # The store is gone, and with it every rank's beats: the peers that wait will say who is missing.
+                # The store is gone, and with it every rank's beats: ranks that wait will name the missing ones.
                 return
 
     def _beat(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What a server can be asked (``Verb``), and one request being served (``Call``)."""
+"""A kind of request that a server accepts (``Verb``), and one request being served (``Call``)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from anabranch.transport.streams import Peer
 
 __all__ = ["Books", "Call", "Recipient", "Verb"]
 
-# The longest deadline that is taken from a client, in seconds.
+# The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One thing a server can be asked to do.
+    """One operation that a server offers.
 
     >>> Verb("echo", lambda call: call.reply(call.tensors)).once
     False
 
     Attributes:
         name: what clients call it.
-        handler: serves a call: replies, or hands the call to a thread that will. What it raises is the answer.
+        handler: serves a call: replies, or hands the call to a thread that will. An exception it raises is the answer.
         check: sees the header, with each tensor's dtype and shape, before any memory is taken for the tensors; raises
             ``SchemaError``, ``NotFound`` or ``Overloaded`` to refuse.
         once: done exactly once however often it is retried; the client must number such requests.
-        again: answers the retry of a request that was done and whose answer is not kept any more.
-        roles: who may ask; ``None`` for every peer that was let in.
+        again: answers the retry of a request that was done but whose answer is no longer kept.
+        roles: the roles that may ask; ``None`` for every peer that was let in.
         allocate: makes the tensors that a request is received into; pinned memory, for instance.
-        quick: handler and check never wait for anything: small requests are served on the thread that reads them for
-            all connections. Others are served on a thread of their connection's own.
+        quick: handler and check never block: small requests are served on the thread that reads them for all
+            connections. Others are served on a thread for their connection.
     """
 
     name: str
@@ -54,29 +54,29 @@ class Verb:
 
 
 class Recipient(Protocol):
-    """Who waits for an answer: a connection."""
+    """The connection that waits for an answer."""
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
         """Takes the answer to ``call``."""
 
 
 class Books(Protocol):
-    """What a call needs of its server: who has been answered, and how much is in flight."""
+    """The interface of a server that a call needs: requests already answered, and bytes in flight."""
 
     once: OnceTable[Call]
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Records that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
 
     def count_error(self, failure: Failure) -> None:
-        """An answer was an error."""
+        """Counts an answer that was an error."""
 
 
 class Call:
-    """One request being served: what was asked, by whom, until when; and the way to answer.
+    """One request being served: its contents, its client, its deadline; and the way to answer.
 
-    ``reply`` and ``fail`` may be called from any thread, the first one counts. A call whose client has gone is
-    ``cancelled``; whoever finds it so may ``drop`` it.
+    ``reply`` and ``fail`` may be called from any thread; only the first call counts. A call whose client has gone is
+    ``cancelled``; any code that notices may ``drop`` it.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """True if nobody waits for the answer any more."""
         return not self.recipients
 
     def reply(self, tensors: Sequence[Tensor] = (), payload: bytes = b"") -> None:
@@ -133,14 +133,14 @@ class Call:
 
     def fail(self, error: BaseException) -> None:
         """Answers with an error, which the client raises."""
-        # What was declined was not done: a retry may find room, or a server that stays.
+        # A declined request was not done: a retry may find room, or another server.
         declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
         failure = failure_of(error, self.identity[1])
         self._books.count_error(failure)
         self.answer(encode(failure), done=not declined)
 
     def drop(self) -> bool:
-        """Gives the call up unanswered if nobody waits for it any more; whether it did."""
+        """Gives the call up unanswered if nobody waits for it any more; returns true if it did."""
         if self.recipients:
             return False
         with self._lock:
@@ -150,7 +150,7 @@ class Call:
             return True
 
     def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
-        """Sends ``frame`` to whoever waits; ``done`` says that a retry is to get the same."""
+        """Sends ``frame`` to the connections that wait; with ``done`` a retry gets the same frame."""
         with self._lock:
             if self._answered:
                 return
@@ -161,7 +161,7 @@ class Call:
             connection.answer(self, frame)
 
     def close(self, frame: Sequence[memoryview] | None) -> None:
-        """The request is over, with an answer to keep for retries or without; its lock is held."""
+        """Marks the request as over, with an answer to keep for retries or without; its lock is held."""
         self._answered = True
         if self.once and frame is not None:
             self._books.once.finish(self.identity, frame)
@@ -175,7 +175,7 @@ class Call:
         self._books.finished(self._nbytes, answered)
 
     def leave(self, connection: Recipient) -> None:
-        """The client behind ``connection`` has gone."""
+        """Called when the client behind ``connection`` has gone."""
         with self._lock:
             if connection in self.recipients:
                 self.recipients.remove(connection)

@@ -8,9 +8,9 @@
        └──── backoff <── lost ────────        a connection lost is a request asked again, under the same identity,
                                               until its retries or its deadline are used up
 
-A connection carries one request at a time and a pool keeps the idle ones, so cancelling a request is closing its
-connection. A server that waits or computes beats; one that has been silent for two beats is lost, and one that beats on
-meets the deadline.
+A connection carries one request at a time and a pool keeps the idle ones, so a request is cancelled by closing its
+connection. A server that waits or computes sends beats; one that is silent for two beats is lost, and one that keeps
+beating is waited for until the deadline.
 
 The file is long because it is one state machine: a connection, an exchange on it, and the loop that drives many.
 """
@@ -56,27 +56,27 @@ __all__ = ["Answer", "Client", "Outcome", "Request"]
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
 _FRESH = 1.0
-# Seconds between two looks for idle connections whose servers have gone.
+# Seconds between two checks for idle connections to servers that have gone.
 _PRUNE = 5.0
-# Requests that are made before the first of them is sent: sent one right after the other they wake their server once.
+# Requests made before the first of them is sent: sent one right after the other, they wake their server only once.
 _SENT_TOGETHER = 8
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """What to ask, and whom.
+    """One request: the server, the verb, and the tensors to send.
 
     Attributes:
         endpoint: the server.
-        verb: what it is to do.
-        target: the name of what it is to do it to.
-        tensors: sent as they are; they must not change before the answer is there.
+        verb: the operation asked for.
+        target: the name of the object that the verb acts on.
+        tensors: sent without a copy; they must not change before the answer has arrived.
         payload: further facts, packed with ``pack``.
-        schema: a hash of what the asker believes the target looks like; the verb's check may compare it.
-        once: numbered, so that the server does it exactly once however often it is retried.
+        schema: a hash of the schema that the client expects of the target; the verb's check may compare it.
+        once: numbered, so that the server performs it exactly once however often it is retried.
         step: the step of the program, for error messages.
-        allocate: sees what tensors the answer has, before memory is taken for them, and says where they go.
-        role: the role that the server's certificate must name; ``None`` for any. Who serves a Unix socket is known by
-            its user instead, which must be this process's.
+        allocate: called with the specs of the answer's tensors before memory is taken; returns the memory to fill.
+        role: the role that the server's certificate must name; ``None`` for any. A server on a Unix socket has no
+            certificate: it must run as this process's user.
     """
 
     endpoint: str
@@ -92,18 +92,18 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
-    """What the server answered."""
+    """A server's answer to one request."""
 
     tensors: Sequence[Tensor]
     payload: bytes = b""
 
 
 Outcome = Answer | Exception | None
-"""What became of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
+"""The end of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
 
 
 class Client:
-    """Asks servers; safe to share between threads, each of which sends and receives its own requests.
+    """Sends requests to servers; safe to share between threads, each of which sends and receives its own requests.
 
     >>> import torch
     >>> from anabranch.transport import Server, Verb
@@ -116,15 +116,15 @@ class Client:
         role: this process's role, which names its certificate.
         keys: the directory of certificates; without it, the one that ``ANABRANCH_KEYS`` names.
         insecure: allow TCP without certificates.
-        heartbeat: seconds between beats that are expected of a server that has not said its own.
+        heartbeat: seconds between expected beats, of a server that has not announced its own.
         transport: the network; sockets by default.
-        retries: how often a request is asked again after a connection was lost or refused, with pauses that double from
+        retries: how often a request is sent again after a connection was lost or refused, with pauses that double from
             10 ms to 1 s. A connection that went stale in the pool is replaced without counting.
-        limits: what a server may send in one frame.
-        idle: connections kept to each peer while nobody uses them.
+        limits: the sizes accepted from a server in one frame.
+        idle: unused connections kept open to each peer.
 
     Raises:
-        ValueError: keys that are not there or damaged.
+        ValueError: keys that are missing or damaged.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Client:
         self._next = 0
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
-        # A client that nobody closed closes its idle connections when it is collected.
+        # A client that was never closed closes its idle connections when it is collected.
         weakref.finalize(self, _close_idle, self._idle)
 
     @property
@@ -182,14 +182,14 @@ class Client:
             _close_idle(self._idle)
 
     def call(self, request: Request, deadline: Deadline) -> Answer:
-        """Asks and waits for the answer.
+        """Send a request and wait for the answer.
 
         Raises:
             DeadlineExceeded: no answer in time; the server may still be at work.
-            PeerLost: nobody there, the connection lost more often than there are retries, or silent for two beats.
+            PeerLost: no server there, the connection lost more often than there are retries, or silent for two beats.
             Overloaded: the server declined at once.
-            Unauthorized: the server knows us not, or our role may not ask this.
-            ProtocolError: what came back is no frame, or breaks a limit.
+            Unauthorized: the server does not trust our certificate, or our role may not make this request.
+            ProtocolError: the answer is not a frame, or breaks a limit.
             RemoteError: the verb's handler raised.
             NotFound, SchemaError, NonFinite: the server found the request wrong.
         """
@@ -207,12 +207,12 @@ class Client:
         enough: Callable[[Sequence[Outcome]], bool] | None = None,
         grace: float = 0.0,
     ) -> list[Outcome]:
-        """Asks all at once and returns what became of each, in their order; raises nothing that a server said.
+        """Send all requests at once and return the outcome of each, in their order; raises no error of a server.
 
         Args:
             requests: to any servers, several to one allowed.
             deadline: for all of them together.
-            enough: called with the outcomes so far after each that arrives; once it says yes, the rest have ``grace``
+            enough: called with the outcomes so far after each that arrives; once it is true, the rest have ``grace``
                 seconds left and are then cancelled, which closes their connections.
             grace: seconds.
         """
@@ -260,7 +260,7 @@ class Client:
                 return
             waits.wait((last_call or deadline).remaining())
 
-    # What exchanges ask of their client.
+    # Called by exchanges.
 
     def _channel(self, endpoint: str, *, fresh: bool) -> _Channel:
         with self._lock:
@@ -296,7 +296,7 @@ class Client:
         channel.close()
 
     def _prune(self, now: float) -> None:
-        """Closes idle connections to servers that have gone, whom perhaps nobody will ever ask again."""
+        """Closes idle connections to servers that have gone, which no later request might ever use."""
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
             gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
@@ -331,17 +331,17 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
 
 
 class _Waits:
-    """The exchanges of one ``gather`` that wait, and what for."""
+    """The exchanges of one ``gather`` that wait, and the events that they wait for."""
 
     def __init__(self) -> None:
         self.waiting: dict[_Exchange, None] = {}
         self._poller = select.poll()
         self._by_descriptor: dict[int, tuple[_Exchange, int]] = {}
-        # No exchange's ``wake_at`` lies before it; it may lie further ahead, for that moves on with every byte.
+        # A lower bound of every ``wake_at``, not the exact minimum, because ``wake_at`` moves on with every byte.
         self._wake = float("inf")
 
     def update(self, exchange: _Exchange) -> None:
-        """Polls for what ``exchange`` waits for now."""
+        """Polls for the events that ``exchange`` waits for now."""
         if exchange.done:
             self.waiting.pop(exchange, None)
             if not self.waiting:
@@ -352,7 +352,7 @@ class _Waits:
         events = exchange.interest()
         descriptor = exchange.fileno() if events else -1
         if exchange.polled >= 0 and exchange.polled != descriptor:
-            # The number of a descriptor that was closed may be another exchange's by now.
+            # A closed descriptor's number may belong to another exchange by now.
             known = self._by_descriptor.get(exchange.polled)
             if known is not None and known[0] is exchange:
                 self._poller.unregister(exchange.polled)
@@ -363,7 +363,7 @@ class _Waits:
             self._by_descriptor[descriptor] = exchange, events
 
     def wait(self, seconds: float) -> None:
-        """Waits until one of the exchanges can go on, at most so long, and lets all that can."""
+        """Waits until one of the exchanges can go on, at most so many seconds, and lets all that can proceed."""
         now = time.monotonic()
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
@@ -384,7 +384,7 @@ class _Waits:
 
 
 class _Channel:
-    """A connection, with what is on its way out and in; belongs to one exchange at a time, or to the pool."""
+    """A connection, with the bytes under way in both directions; owned by one exchange at a time, or by the pool."""
 
     def __init__(self, stream: Stream, limits: Limits, heartbeat: float) -> None:
         self.stream = stream
@@ -395,7 +395,7 @@ class _Channel:
         self.used = False
         self.released = 0.0
         self.role: str | None = None
-        """That of the server's certificate, once connected."""
+        """The role in the server's certificate, once connected."""
         self.expected = -1
         """The sequence of the request that waits for its answer."""
         self.allocate: Callable[[Sequence[TensorHeader]], Sequence[Tensor]] = allocate
@@ -403,7 +403,7 @@ class _Channel:
         self._polled = -1, 0
 
     def poll(self, events: int, milliseconds: int) -> int:
-        """The events that have come, 0 if the time is over; it polls for the same most of the time, as the last did."""
+        """The events that have come, 0 if the time is over; usually it polls for the same events as the last call."""
         polled = self.stream.fileno(), events
         if polled != self._polled:
             if self._polled[0] not in (-1, polled[0]):
@@ -414,17 +414,17 @@ class _Channel:
         return found[0][1] if found else 0
 
     def close(self) -> None:
-        """Closes the connection, and frees what was on its way."""
+        """Closes the connection, and frees its buffers."""
         self.stream.close()
         self.writer.waiting.clear()
         self.reader.drop()
         self.allocate = allocate
 
     def stale(self) -> bool:
-        """Whether a connection that was idle for long has something to say, which can only be its end.
+        """True if a connection that was idle for long has become readable, which can only mean that it has ended.
 
-        One that was used just now need not be asked: should it be stale all the same, the request finds out, and goes
-        out again on a fresh one.
+        A connection used just now need not be checked: if it is stale all the same, the request fails on it and is sent
+        again on a fresh one.
         """
         poller = select.poll()
         poller.register(self.stream.fileno(), select.POLLIN | select.POLLRDHUP)
@@ -432,7 +432,7 @@ class _Channel:
 
     def _accept(self, header: Header) -> Sequence[Tensor] | None:
         if isinstance(header, ReplyHeader):
-            # An answer that came before, repeated on the way, passes by.
+            # A duplicate of an earlier answer is skipped.
             return self.allocate(header.tensors) if header.sequence == self.expected else None
         if isinstance(header, RequestHeader) or header.tensors:
             raise ProtocolError(f"a server sends no {type(header).__name__} with {len(header.tensors)} tensors")
@@ -465,15 +465,15 @@ class _Exchange(msgspec.Struct, eq=False):
     polled: int = -1
     last_error: Exception | None = None
     done: bool = False
-    """Whether there is an outcome, or will never be one."""
+    """True once there is an outcome, or there will never be one."""
 
     def fileno(self) -> int:
-        """The descriptor to poll; only with an interest in it."""
+        """The descriptor to poll; only valid while ``interest`` is not 0."""
         assert self.channel is not None
         return self.channel.stream.fileno()
 
     def interest(self) -> int:
-        """The events to poll for, 0 if only time can help."""
+        """The events to poll for, 0 while only time can help."""
         if self.channel is None or self.done:
             return 0
         ready = self.channel.stream.ready_at()
@@ -484,7 +484,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return select.POLLIN | (select.POLLOUT if self.channel.writer.waiting else 0)
 
     def wake_at(self) -> float:
-        """The moment at which something is to be done though no event came."""
+        """The moment at which to act even if no event came."""
         if self.channel is None:
             return self.retry_at
         silent = self.progress + 2 * self.channel.heartbeat
@@ -492,7 +492,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
-        """It is ``wake_at``: tries again, goes on, or gives a silent server up."""
+        """Called at ``wake_at``: tries again, goes on, or gives a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
             self._finish(
@@ -502,9 +502,9 @@ class _Exchange(msgspec.Struct, eq=False):
             self.advance()
 
     def advance(self, *, readable: bool = True, send: bool = True) -> None:
-        """Goes on as far as the connection lets it; nothing is read if ``readable`` says that there is nothing.
+        """Goes on as far as the connection allows; skips reading if ``readable`` is false.
 
-        Without ``send`` the request is ready to leave, and no more, if it has a connection.
+        Without ``send`` the request is only prepared for leaving, if it has a connection.
         """
         try:
             if self.phase is _Phase.RESTING:
@@ -522,7 +522,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self._finish(error)
 
     def run(self) -> None:
-        """Goes on until there is an outcome; for a request that waits beside no other."""
+        """Goes on until there is an outcome; for a request that waits alone."""
         self.advance(readable=False)
         while not self.done:
             now = time.monotonic()
@@ -544,11 +544,11 @@ class _Exchange(msgspec.Struct, eq=False):
                 self.wake(now)
 
     def cancel(self) -> None:
-        """Closes the connection: the answer has not come."""
+        """Closes the connection before the answer has come."""
         self._finish(None)
 
     def expire(self) -> None:
-        """The deadline has passed."""
+        """Ends the exchange at its deadline."""
         lost = self.last_error
         why = f"{getattr(lost, 'strerror', None) or lost}, at attempt {self.attempts}" if lost is not None else ""
         request = self.request
@@ -574,7 +574,7 @@ class _Exchange(msgspec.Struct, eq=False):
             self.channel.connected = True
             peer = self.channel.stream.peer()
             self.channel.role, self.channel.reader.demands_checksums = peer.role, peer.plain
-            # The question follows the greeting at once: who is not welcome is told so all the same.
+            # The request follows the greeting at once: an unwelcome client is refused all the same.
             self.channel.writer.put(encode(Hello(0.0, self.client._limits.body)))
             self._put_request(self.channel)
 
@@ -606,7 +606,7 @@ class _Exchange(msgspec.Struct, eq=False):
             if channel.writer.waiting:
                 sent = channel.writer.flush(channel.stream)
         except OSError as error:
-            # What the server said before it closed may still be read, and tells more.
+            # An error that the server sent before it closed may still be read, and says more.
             broken = error.with_traceback(None)
         while (
             (readable or broken is not None)
@@ -650,9 +650,9 @@ class _Exchange(msgspec.Struct, eq=False):
         self._finish(error)
 
     def _lose(self, error: OSError) -> None:
-        """The connection was lost or refused: tries again, or gives up."""
+        """Handles a lost or refused connection: tries again, or gives up."""
         stale = self.channel is not None and self.channel.used and not self.heard
-        # Its traceback holds this exchange, which would hold it: a cycle for every retry.
+        # Without this the error's traceback would hold this exchange, which holds the error: a cycle for every retry.
         self.last_error = error.with_traceback(None)
         self._let_go(reusable=False)
         self.fresh = True
@@ -672,7 +672,7 @@ class _Exchange(msgspec.Struct, eq=False):
     def _finish(self, outcome: Outcome) -> None:
         self.outcome = outcome
         channel = self.channel
-        # A connection whose question was not answered, or not sent to its end, is good for no other.
+        # A connection is reusable only if its request was sent in full and answered.
         self._let_go(
             reusable=self.answered and channel is not None and not channel.writer.waiting and channel.reader.idle()
         )
@@ -698,7 +698,7 @@ class _Exchange(msgspec.Struct, eq=False):
         )
 
     def _named(self, error: BoundaryError) -> BoundaryError:
-        """The same error, naming whom and what it concerns where it did not yet."""
+        """The same error, with its peer and operation filled in where they were missing."""
         error.peer = self.request.endpoint
         error.operation = error.operation or self._operation()
         error.step = error.step if error.step is not None else self.request.step

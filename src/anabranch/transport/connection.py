@@ -6,10 +6,10 @@
                                        │
                                        └── needs a thread of its own: its driver hands it over (``drivers.py``)
 
-``step`` goes on as far as the socket lets it; whoever calls it, a loop that drives many connections or a thread that
-drives this one, polls in between. A connection carries one request at a time, so whatever arrives while one is being
-served is the far side leaving, and its request is cancelled. An answer is written by the thread that has it, as far as
-the socket takes it at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
+``step`` goes on as far as the socket allows; its driver, a loop over many connections or a thread for this one, polls
+in between. A connection carries one request at a time, so anything that arrives while a request is being served means
+that the far side is leaving, and the request is cancelled. The thread that has an answer writes as much of it as the
+socket takes at once; the driver sends the rest, so that a slow reader never holds up a compute thread.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from anabranch.transport.streams import Peer, Stream
 __all__ = ["Answer", "Connection", "Doorkeeper", "Driver", "Fate"]
 
 _GREETING = 10.0
-# A peer that is not known yet and sends nothing for so long, in seconds, does not mean to come in.
+# Seconds of silence after which an unknown peer is assumed not to want to connect.
 _HANDSHAKE = 2.0
-# A peer that neither sends nor takes a byte for so long in the middle of a frame is gone.
+# Seconds without a byte sent or taken in the middle of a frame after which a peer is taken for gone.
 _STALLED = 30.0
 _LINGER = 1.0
-# Bytes of a request up to which it is read among those of other connections.
+# Requests of at most so many bytes are read among those of other connections.
 _SMALL = 64 << 10
 
 
 class Fate(Enum):
-    """What becomes of a connection after a step."""
+    """The state of a connection after a step."""
 
     STAYS = auto()
     NEEDS_THREAD = auto()
@@ -62,44 +62,44 @@ class Fate(Enum):
 
 
 class Driver(Protocol):
-    """Whoever polls a connection and calls its ``step``."""
+    """A loop or thread that polls a connection and calls its ``step``."""
 
     alone: bool
 
     def wake(self, connection: Connection) -> None:
-        """There is something to be sent, or to end; from any thread."""
+        """Called from any thread when there is something to be sent, or to end."""
 
 
 class Doorkeeper(Books, Protocol):
-    """What a connection needs of its server: whether a request may come in."""
+    """The interface of a server that a connection needs: it decides whether a request may come in."""
 
     heartbeat: float
     limits: Limits
     max_connections: int
 
     def recognise(self, connection: Connection) -> bool:
-        """``connection`` has greeted; whether there is room for it."""
+        """Registers ``connection``, which has greeted; false if there is no room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Tell whether an answer of so many bytes may wait."""
+        """Reserves room for an answer of so many bytes that waits; false if there is none."""
 
     def release_answer(self, nbytes: int) -> None:
-        """The answer has left, or nobody will read it."""
+        """Frees the room of an answer that has left, or that nobody will read."""
 
     def may_wait(self, verb: str) -> bool:
-        """Whether serving ``verb`` may take a thread's time."""
+        """True if serving ``verb`` may block a thread."""
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
         """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
 
     def count_refusal(self, failure: Failure) -> None:
-        """A request or a connection was turned away."""
+        """Counts a request or a connection that was turned away."""
 
     def gathered(self) -> list[Answer] | None:
-        """Where this thread's answers are put aside, if they are."""
+        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` has ended."""
+        """Called when ``connection`` has ended."""
 
 
 class _Phase(Enum):
@@ -133,7 +133,7 @@ class Connection:
         self._waiting_bytes = 0
         self._began = self._progress = time.monotonic()
 
-    # From any thread.
+    # --- called from any thread
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
         """Writes the answer to ``call`` as far as the socket takes it; the driver does the rest."""
@@ -144,13 +144,13 @@ class Connection:
         self.write_answer(call, frame)
 
     def write_answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """``answer``, now."""
+        """``answer`` on the present thread."""
         with self._lock:
             if self._call is not call or self.closed:
                 return
-            # Before the first byte leaves: the client may ask its next question as soon as it has the last one.
+            # Before the first byte leaves: the client may send its next request as soon as it has the last one.
             self._call = None
-            # Its time to read begins now, however long the call took; before others can see that something waits.
+            # Its time to read begins now, however long the call took; set before other threads see the answer waiting.
             self._progress = time.monotonic()
             whole = 0
             for buffer in frame:
@@ -183,7 +183,7 @@ class Connection:
             self._lock.release()
 
     def _account(self) -> None:
-        """What was reserved for an answer is free once it has left."""
+        """Release the bytes reserved for an answer once it has been sent."""
         if self._waiting_bytes and not self._writer.waiting:
             self._server.release_answer(self._waiting_bytes)
             self._waiting_bytes = 0
@@ -202,7 +202,7 @@ class Connection:
             self._lock.release()
 
     def abort(self) -> None:
-        """Cuts the connection; its driver lets it go."""
+        """Cuts the connection; its driver removes it."""
         with self._lock:
             if not self.closed:
                 self.stream.abort()
@@ -224,7 +224,7 @@ class Connection:
         if self._writer.waiting:
             self.driver.wake(self)
 
-    # On the driver's thread.
+    # --- called on the driver's thread
 
     def interest(self) -> int:
         """The events to poll for."""
@@ -233,42 +233,42 @@ class Connection:
         return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer.waiting else 0)
 
     def sending(self) -> bool:
-        """Whether bytes of an answer have not left yet."""
+        """True if bytes of an answer have not left yet."""
         return bool(self._writer.waiting) and not self.closed
 
     def resting(self) -> bool:
-        """Whether nothing is on its way in either direction, nor being served."""
+        """True if nothing is on its way in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None
         return serving and not self._writer.waiting and self._reader.idle()
 
     def patience(self, now: float) -> float:
-        """Seconds after which ``give_up`` is to be called, if nothing happens."""
+        """Seconds after which to call ``give_up`` if nothing happens."""
         if self._phase is not _Phase.SERVING:
             return min(self._progress + _HANDSHAKE, self._began + _GREETING) - now
         between = not self._writer.waiting and self._reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> Fate:
-        """The client has stalled in the middle of a frame, or never greeted."""
+        """Ends a connection whose client has stalled in the middle of a frame, or never greeted."""
         return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
 
     def turn_away(self, error: BoundaryError) -> Fate:
-        """Ends the connection at once; one that could have greeted is told why, as far as the socket takes it."""
+        """Ends the connection at once; a client that could have greeted is told why, as far as the socket allows."""
         failure = failure_of(error)
         if self._phase is not _Phase.SERVING:
             self._server.count_refusal(failure)
         if self._phase is _Phase.GREETING:
-            # Nothing that it sent is unread, so closing destroys nothing.
+            # None of its bytes are unread, so closing destroys nothing.
             self._say(failure)
         self.end()
         return Fate.ENDED
 
     def quiet_for(self, now: float) -> float:
-        """Seconds since it last sent something."""
+        """Seconds since the client last sent something."""
         return now - self._progress
 
     def step(self, events: int) -> Fate:
-        """Goes on as far as the socket lets it."""
+        """Goes on as far as the socket allows."""
         try:
             if events & select.POLLRDHUP:
                 raise ConnectionResetError("the client has left")
@@ -286,7 +286,7 @@ class Connection:
             self._progress = time.monotonic()
             if not self.stream.handshake():
                 return Fate.STAYS
-            # What came with the end of the handshake may lie in the TLS layer already, where poll does not see it.
+            # Bytes that came with the end of the handshake may lie in the TLS layer already, invisible to poll.
             self._phase, readable = _Phase.GREETING, True
             self._reader.demands_checksums = self.stream.peer().plain
         while True:
@@ -332,7 +332,7 @@ class Connection:
         if not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
         if header.sequence == self._last_sequence and header.epoch == self._last_epoch:
-            # Repeated on the way: a client asks again on a fresh connection only.
+            # A duplicate: a client sends a request again on a fresh connection only.
             report("transport.repeated_request", peer=self.stream.peer().name, operation=header.verb)
             return None
         if self._call is not None:
@@ -380,7 +380,7 @@ class Connection:
             call.fail(error)
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
-        """What serves the call: its verb's handler, or nothing if the same was asked before and is taken care of."""
+        """The handler that serves the call; ``None`` if the same request was asked before and is already dealt with."""
         once = self._server.once
         with once.lock:
             found = once.begin(call, settled)
@@ -399,7 +399,7 @@ class Connection:
         return None
 
     def _refuse(self, error: Exception) -> Fate:
-        """The client has to go; telling it why may take time, so a loop leaves that to a thread."""
+        """Ends the connection with an error for the client; sending may take time, so a loop leaves it to a thread."""
         failure = failure_of(error)
         self._server.count_refusal(failure)
         if not self.driver.alone:
@@ -422,7 +422,7 @@ class Connection:
             self._writer.flush(self.stream)
 
     def end(self) -> None:
-        """Lets the connection go; its call, if there is one, has nobody any more who waits for it."""
+        """Closes the connection; nobody waits for its call any more."""
         with self._lock:
             if self.closed:
                 return
@@ -444,4 +444,4 @@ def _say_done(call: Call) -> None:
 
 
 Answer = tuple[Connection, Call, Sequence[memoryview]]
-"""What is to be written, and to whom."""
+"""A connection, the call to be answered on it, and the answer's frame."""

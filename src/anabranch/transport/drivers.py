@@ -1,4 +1,4 @@
-"""Who polls connections: one loop for all that ask small things, and a thread for each that needs one.
+"""Drivers that poll connections: one loop for all with small requests, and a thread for each that needs one.
 
 ::
 
@@ -7,13 +7,13 @@
      v └─ a connection that has rested for a while comes back, and its thread ends
     thread ── one connection: its requests are large, or are served by a handler that may wait
 
-A thread for every connection costs a switch between threads for each request, and as many threads fight for the
+A thread for every connection costs a switch between threads for each request, and as many threads compete for the
 interpreter as there are clients; on one loop 64 clients' requests are read in a few wake-ups and reach the queue of
-their expert together. A thread of its own is right for what takes long anyway: large bodies are then copied, and
-decrypted, side by side.
+their expert together. A separate thread is right for requests that take long anyway: large bodies are then copied, and
+decrypted, in parallel.
 
 A server has at most ``max_connections`` connections (and a few more that are only told ``Overloaded``), so it has at
-most as many threads, and those that rest give theirs back.
+most as many threads, and the thread of an idle connection ends.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ __all__ = ["Host", "Loop", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
 
-# Between two looks at who has stalled, in seconds.
+# Seconds between two checks for stalled connections.
 _SWEEP = 1.0
-# Out of descriptors, most likely, or of room for strangers: seconds to let some end rather than spin.
+# Seconds to wait when accepting fails, mostly for want of descriptors or of room, rather than spin.
 _ACCEPT_PAUSE = 0.05
-# A stranger that has sent nothing for so long makes room for another, in seconds; a busy machine's handshake is slow.
+# Seconds of silence after which an unknown connection makes room for another; handshakes are slow on a busy machine.
 _QUIET = 0.25
-# Seconds for which requests that go on coming are read before those that have come are served.
+# Seconds for which requests that keep coming are read before those that have come are served.
 _ROUND = 0.002
-# A thread that does not come back from its requests for so long, in seconds, was not expected to stay.
+# Seconds after which a thread that has not come back from its requests' handlers is replaced.
 _AWAY = 0.1
-# A connection that has rested for so long gives its thread back.
+# Seconds of rest after which a connection goes back to the loop and its thread ends.
 _REST = 10.0
 
 
 class Host(Protocol):
-    """What a driver needs of its server: who is there, and when it ends."""
+    """The interface of a server that a driver needs: its connections, and whether it is stopping."""
 
     threads_of: dict[Connection, threading.Thread]
 
     def connect(self, stream: Stream, loop: Loop) -> Connection:
-        """A newcomer."""
+        """Registers a new connection."""
 
     def crowd(self) -> list[Connection]:
-        """Those who have not greeted yet, the oldest first, if they are too many."""
+        """The connections that have not greeted yet, the oldest first, if they are too many."""
 
     def round_over(self) -> None:
-        """All that had come was handed to its handlers."""
+        """Called when all requests that had come were handed to their handlers."""
 
     def stopping(self) -> bool:
-        """Whether connections are to end."""
+        """True if connections are to end."""
 
 
 class Loop:
@@ -86,26 +86,26 @@ class Loop:
         self._lock = threading.Lock()
         self._closed = False
         self._accept_at = 0.0
-        # Who drives the connections: a thread that is away for too long is replaced, and leaves when it comes back.
+        # The thread that drives the connections; one that is away too long is replaced, and ends when it comes back.
         self._ident: int | None = None
         self._away_since = float("inf")
         self._poller.register(self._wake, select.EPOLLIN)
 
-    # From any thread.
+    # --- called from any thread
 
     def wake(self, connection: Connection) -> None:
-        """``connection`` has something to send, or to end, or comes back."""
+        """Takes ``connection``, which has something to send, or to end, or comes back."""
         self._called.append(connection)
         self._ring()
 
     def send(self, answers: Sequence[Answer]) -> None:
-        """Sends many answers, which costs the caller one call of the kernel; none where it is the loop's own thread."""
+        """Sends many answers, at the cost of one system call for the caller; of none on the loop's own thread."""
         self._answers.extend(answers)
         if not self.is_here():
             self._ring()
 
     def has_answers(self) -> bool:
-        """Whether answers wait to be written."""
+        """True if answers wait to be written."""
         return bool(self._answers)
 
     def start(self) -> threading.Thread:
@@ -117,11 +117,11 @@ class Loop:
         return thread
 
     def is_here(self) -> bool:
-        """Whether the calling thread drives the connections."""
+        """True if the calling thread drives the connections."""
         return threading.get_ident() == self._ident
 
     def away(self, now: float) -> bool:
-        """Whether the thread has gone to run what its requests asked for, and has been there for suspiciously long."""
+        """True if the thread has been running its requests' handlers for suspiciously long."""
         return now - self._away_since > _AWAY and not self._stopped
 
     def stop(self) -> None:
@@ -138,11 +138,11 @@ class Loop:
 
     def _ring(self) -> None:
         with self._lock:
-            # The number of a closed descriptor may be somebody else's file by now.
+            # A closed descriptor's number may belong to another file by now.
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
 
-    # On the loop's thread.
+    # --- called on the loop's thread
 
     def run(self) -> None:
         """Serves until it is stopped, or replaced."""
@@ -161,8 +161,8 @@ class Loop:
                 self._handle(found)
                 if self._answers or self._called:
                     self._do_what_was_asked()
-                # Who sends many requests is not done yet when the first is here: they are worth more together. One
-                # connection carries one request at a time, so a client that is alone is done.
+                # A sender of many requests is not done when the first arrives, and they are worth more together. One
+                # connection carries one request at a time, so a single client is done.
                 more = len(self._connections) > 1 and time.monotonic() < until
                 found = self._poller.poll(0) if more else []
             self._away_since = time.monotonic()
@@ -188,7 +188,7 @@ class Loop:
                 os.eventfd_read(self._wake)
             else:
                 arrivals = True
-        # Last: whoever makes room leaves a descriptor's number, which the events above may still speak of.
+        # Last: closing connections to make room frees descriptor numbers that the events above may still name.
         if arrivals:
             self._accept_all()
 
@@ -200,7 +200,7 @@ class Loop:
         while self._answers:
             connection, call, frame = self._answers[0]
             self._guard(partial(connection.write_answer, call, frame))
-            # Only now, for whoever waits until all have been written.
+            # Only now, for callers that wait until all have been written.
             self._answers.popleft()
         while self._called:
             connection = self._called.popleft()
@@ -218,7 +218,7 @@ class Loop:
             self._follow(connection, fate)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
-        """``None`` if it failed: a fault of ours must not end the loop."""
+        """Returns the result, or ``None`` if it raised: a bug here must not end the loop."""
         try:
             return do()
         except Exception:  # noqa: BLE001 - see above
@@ -238,7 +238,7 @@ class Loop:
             ThreadOfItsOwn(self._server, connection, self).start()
 
     def _watch(self, connection: Connection) -> None:
-        """Polls for what ``connection`` waits for now."""
+        """Polls for the events that ``connection`` waits for now."""
         try:
             events = connection.interest()
             if connection.registered:
@@ -287,11 +287,11 @@ class Loop:
         self._accept_at = time.monotonic() + _ACCEPT_PAUSE
 
     def _make_room(self) -> bool:
-        """Lets the oldest stranger go that says nothing, if there is one too many; whether others may come."""
+        """Closes the oldest silent connection that has not greeted, if there are too many; false if still no room."""
         crowd = self._server.crowd()
         now = time.monotonic()
         for stranger in crowd:
-            # One with a thread is just being told that it has to go.
+            # One with a thread is just being told why it is closed.
             if stranger.driver is self and stranger.quiet_for(now) >= _QUIET:
                 full = Overloaded("too many connections at once that have not greeted; try later")
                 self._follow(stranger, stranger.turn_away(full))
@@ -327,7 +327,7 @@ class ThreadOfItsOwn:
             self._leave()
 
     def wake(self, connection: Connection) -> None:
-        """There is something to be sent, or to end; from any thread."""
+        """Called from any thread when there is something to be sent, or to end."""
         with self._lock:
             if not self._over:
                 os.eventfd_write(self._wake, 1)
@@ -355,7 +355,7 @@ class ThreadOfItsOwn:
         poller.register(connection.descriptor, connection.interest())
         poller.register(self._wake, select.POLLIN)
         connection.registered = connection.interest()
-        # What it was handed over for has come in part.
+        # The request that needed a thread has partly come.
         events = select.POLLIN
         while True:
             fate = Fate.STAYS

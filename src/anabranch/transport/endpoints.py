@@ -1,4 +1,4 @@
-"""Where a server is found: ``unix:PATH`` or ``tcp://HOST:PORT``, and how a path is claimed so that nobody steals it."""
+"""Addresses of servers, ``unix:PATH`` or ``tcp://HOST:PORT``; a path is claimed under a lock so that none is stolen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["ClaimedPath", "TcpEndpoint", "UnixEndpoint", "parse_endpoint"]
 
-# What the kernel takes in sockaddr_un, less the closing zero.
+# The room for a path in sockaddr_un, less the closing zero.
 _LONGEST_PATH = 107
 
 
@@ -40,7 +40,7 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
     'experts'
 
     Raises:
-        ValueError: it is neither; says what an endpoint looks like.
+        ValueError: it is neither; the message shows the two forms.
     """
     if text.startswith("unix:") and len(text) > len("unix:"):
         path = Path(text.removeprefix("unix:")).absolute()
@@ -57,14 +57,14 @@ def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
 class ClaimedPath:
     """The right to serve a Unix socket's path, held by a lock that dies with the process.
 
-    A socket file survives its server's death, so its presence says nothing; the lock beside it does. Whoever holds the
-    lock may remove a dead server's socket, and a live one cannot be robbed.
+    A socket file survives its server's death, so its presence proves nothing; the lock beside it does. Only the holder
+    of the lock may remove a dead server's socket, so a live server cannot lose its own.
 
     Args:
-        path: where to serve, or ``None`` for a new directory of our own.
+        path: the socket's path, or ``None`` for one in a new directory.
 
     Raises:
-        ValueError: the directory is open to others or somebody else's, or a live server holds the path.
+        ValueError: the directory is open to others or another user's, or a live server holds the path.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -90,7 +90,7 @@ class ClaimedPath:
             except BlockingIOError:
                 os.close(lock)
                 raise ValueError(f"unix:{self.path} is served by a live process; choose another path") from None
-            # The last holder may have removed the file between our open and our lock: then we hold nothing.
+            # The last holder may have removed the file between our open and our lock: then the lock protects nothing.
             try:
                 if os.path.samestat(os.fstat(lock), os.stat(self._lock_path)):
                     return lock

@@ -1,8 +1,8 @@
-"""Errors on the wire: which of a server's errors a client may see as what they were, and how the rest are told.
+"""Errors on the wire: the errors that keep their type at the client, and the form in which the rest arrive.
 
-A caller's mistake arrives as the ``ValueError`` it would have been in process, a full or failing disk over there as the
-``CheckpointError`` that it is; whatever else the far side raised is a ``RemoteError`` that carries its type and
-traceback as text.
+A caller's mistake arrives as the ``ValueError`` that it would be in process, a full or failing disk at the server as a
+``CheckpointError``; any other error of the far side is a ``RemoteError`` that carries its type and traceback as
+text.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
 
 
 def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
-    """The error to raise for ``failure``, naming whose it is; a mistake keeps its type and is noted with the peer."""
+    """The error to raise for ``failure``, naming the peer; a mistake keeps its type and gets a note with the peer."""
     mistake = _MISTAKES.get(failure.code)
     if mistake is not None:
         error = mistake(failure.message)
@@ -92,5 +92,5 @@ def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, e
 
 
 def _shorten(text: str) -> str:
-    # The end of a traceback is what names the error.
+    # Cut from the front: the end of a traceback names the error.
     return text if len(text) <= _LONGEST_TEXT else f"...{text[-_LONGEST_TEXT:]}"

@@ -1,4 +1,4 @@
-"""Frames: what one message looks like in bytes, and the checks that every byte from outside passes.
+"""Frames: the layout of a message in bytes, and the checks on every byte from outside.
 
 ::
 
@@ -11,13 +11,13 @@
     body:   the tensors' memory, one after the other, nothing between
 
 The last checksum covers the preamble before it and the header. Flag 1 says that the body's checksum is given, which it
-must be over plain TCP: TLS authenticates every record, and what passes between two processes of one host through a
-Unix socket is copied by the kernel and meets no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which
-Python's own zlib computes without the interpreter's lock; CRC-32C would need a package that both sides have.
+must be over plain TCP: TLS authenticates every record, and bytes between two processes of one host through a Unix
+socket are copied by the kernel and cross no wire. Both are CRC-32 as in Ethernet (polynomial 0x04C11DB7), which
+Python's own zlib computes without the interpreter's lock; CRC-32C would need a further package on both sides.
 
-Magic and version stand at the same place in every version, so peers of two versions can refuse each other. A reader
-allocates nothing on a peer's word: lengths are held against ``Limits`` before the header is read, shapes against
-lengths before a tensor is made, and the caller's ``accept`` sees the header before the body has a place to go.
+Magic and version have the same place in every version, so peers of two versions can refuse each other. A reader
+allocates nothing unchecked: lengths are checked against ``Limits`` before the header is read, shapes against lengths
+before a tensor is made, and the caller's ``accept`` sees the header before the body is given memory.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ _MOST_BYTES = 1 << 62
 _AHEAD = 16 << 10
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
-# Neither NaN nor infinity passes: both would make waits without end.
+# NaN and infinity are refused: both would make waits endless.
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a reader takes from a peer.
+    """Upper bounds on what a reader accepts from a peer.
 
     Attributes:
         header: bytes of a header.
@@ -97,7 +97,7 @@ _LIMITS = Limits()
 
 
 class Kind(IntEnum):
-    """What a frame is; numbers are never given another meaning."""
+    """The kinds of frame; a number is never given another meaning."""
 
     HELLO = 1
     REQUEST = 2
@@ -107,7 +107,7 @@ class Kind(IntEnum):
 
 
 class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a body, before it is there."""
+    """One tensor of a body, before its bytes arrive."""
 
     code: int
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=8)]
@@ -124,7 +124,7 @@ _Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_lengt
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The first frame of each side: how often a server beats, in seconds, and the bytes it takes in a body."""
+    """The first frame of each side: seconds between a server's beats, and the bytes that the side accepts in a body."""
 
     heartbeat: _Seconds = 0.0
     body: _Size = 0
@@ -132,11 +132,11 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 
 class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a client asks.
+    """The header of a client's request.
 
-    ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; everything of this epoch
-    below ``settled`` will never be asked again. An empty epoch asks for something that may as well be done twice. The
-    answer repeats ``sequence``: one that comes twice is not taken for the next one's.
+    ``epoch`` and ``sequence`` name the request for ever, whatever connection it comes on; no request of this epoch
+    below ``settled`` will ever be asked again. An empty epoch marks a request that may safely be done twice. The answer
+    repeats ``sequence``, so that a duplicate is not mistaken for the answer to the next request.
     """
 
     verb: _Word
@@ -159,9 +159,9 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Why a server does not answer; ``failures.py`` turns errors into it and back.
+    """The reason why a server does not answer; ``failures.py`` turns errors into it and back.
 
-    Without a ``sequence`` it is about the connection, and its last frame.
+    Without a ``sequence`` it concerns the connection, and its last frame.
     """
 
     code: _Word
@@ -173,7 +173,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class Beat(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The server lives and has not forgotten the request."""
+    """A sign that the server lives and has not forgotten the request."""
 
     tensors: _Tensors = ()
 
@@ -182,7 +182,7 @@ _T = TypeVar("_T")
 Header: TypeAlias = Hello | RequestHeader | ReplyHeader | Failure | Beat
 _HeaderT = TypeVar("_HeaderT", Hello, RequestHeader, ReplyHeader, Failure, Beat)
 Accept: TypeAlias = Callable[[Header], Sequence[Tensor] | None]
-"""Looks at a header before its body is read: where the tensors go, ``None`` to let them pass by, or raises."""
+"""Looks at a header before its body is read: returns the tensors to fill, ``None`` to skip the body, or raises."""
 
 _KINDS: dict[type[Header], Kind] = {
     Hello: Kind.HELLO,
@@ -205,8 +205,8 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
     [24]
 
     Raises:
-        ValueError: more tensors, dimensions or header bytes than a frame carries.
-        TypeError: a tensor that cannot cross.
+        ValueError: more tensors, dimensions or header bytes than a frame may carry.
+        TypeError: a tensor that cannot be sent.
     """
     limits = _LIMITS
     bodies: list[memoryview] = []
@@ -244,7 +244,7 @@ def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool =
 
 
 def frame_size(data: bytes | bytearray) -> int | None:
-    """Bytes of the frame that ``data`` begins with; ``None`` as long as its preamble is not whole."""
+    """Bytes of the frame that ``data`` begins with; ``None`` while its preamble is incomplete."""
     if len(data) < _PREAMBLE.size:
         return None
     _, _, _, _, header, body, _, _ = _PREAMBLE.unpack_from(data)
@@ -268,27 +268,26 @@ def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
 
 
 def pack(value: object) -> bytes:
-    """``value`` as the payload of a request or an answer: numbers, texts, bytes, lists, dicts, msgspec structs."""
+    """Pack a request's or answer's payload: numbers, texts, bytes, lists, dicts, msgspec structs."""
     return _ENCODER.encode(value)
 
 
 def unpack(payload: bytes, kind: type[_T]) -> _T:
-    """The payload as a ``kind``, checked field by field.
+    """Unpack the payload as a ``kind``, checked field by field.
 
     >>> unpack(pack({"ids": [1, 2]}), dict[str, list[int]])
     {'ids': [1, 2]}
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: it is of another kind.
     """
     return unpacker(kind)(payload)
 
 
 def unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
-    """``unpack`` for one kind, made ready: making a decoder takes many times as long as using it.
+    """``unpack`` prepared for one kind: making a decoder takes many times as long as using it.
 
-    They are made one at a time. Whoever first meets a struct keeps what it learns of its fields with the struct while
-    it learns, and another thread that came upon the half of it would follow pointers that are not there yet.
+    Built under a lock: msgspec caches type information on a struct, and a half-built cache crashes a second thread.
     """
     found = _unpackers.get(kind)
     if found is None:
@@ -311,25 +310,25 @@ def _new_unpacker(kind: type[_T]) -> Callable[[bytes], _T]:
 
 
 class Frame(msgspec.Struct, frozen=True, eq=False):
-    """One message as it was read; ``tensors`` is ``None`` if its body was let pass by."""
+    """One message as it was read; ``tensors`` is ``None`` if its body was skipped."""
 
     header: Header
     tensors: Sequence[Tensor] | None
 
 
 class FrameWriter:
-    """Frames on their way out of one stream, in order; holds what the stream did not take yet."""
+    """Frames on their way out of one stream, in order; holds the bytes that the stream has not taken yet."""
 
     def __init__(self) -> None:
         self.waiting: list[memoryview] = []
-        """What has not left yet; for others to look at."""
+        """The bytes not sent yet; other classes only read it."""
 
     def put(self, frame: Sequence[memoryview]) -> None:
         """Adds a frame behind those that wait."""
         self.waiting.extend(frame)
 
     def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
-        """Adds a frame, of ``nbytes`` altogether, and gives the stream what it takes."""
+        """Adds a frame, of ``nbytes`` altogether, and sends as much as the stream takes."""
         if not self.waiting:
             taken = stream.send(frame)
             if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
@@ -341,7 +340,7 @@ class FrameWriter:
         self.flush(stream)
 
     def flush(self, stream: Stream) -> int:
-        """Gives the stream what it takes; returns how many bytes that was."""
+        """Sends as much as the stream takes; returns the number of bytes."""
         total = 0
         while waiting := self.waiting:
             taken = stream.send(waiting)
@@ -369,26 +368,26 @@ def _nothing_more(header: Header) -> None:
 
 
 class FrameReader:
-    """Reads frames from one stream, as far as it has come, and believes nothing.
+    """Reads frames from one stream, as far as it has come, and trusts no byte of it.
 
     Args:
-        limits: what the peer may send.
+        limits: the sizes that the peer may send.
         accept: sees each checked header before its body is read; it may ``postpone`` the frame.
 
     Attributes:
-        demands_checksums: whether a body without a checksum is refused.
+        demands_checksums: refuse a body without a checksum.
     """
 
     def __init__(self, limits: Limits, accept: Accept) -> None:
         self._limits = limits
         self._accept = accept
         self.demands_checksums = False
-        # What came and was not looked at yet: a small frame takes one call of the kernel, not three.
+        # Bytes received and not yet parsed: a small frame takes one system call, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
         self._start = self._end = 0
         self.received = 0
-        """Bytes since the reader was made: progress, for whoever watches for silence."""
+        """Bytes since the reader was made: a sign of progress for timeouts."""
         self._postponed = False
         self._restart()
 
@@ -402,11 +401,11 @@ class FrameReader:
         self._views: list[memoryview] = []
 
     def idle(self) -> bool:
-        """Whether the reader stands between two frames, and has nothing of the next."""
+        """True if the reader stands between two frames, with no bytes of the next."""
         return self._header is None and self._start == self._end
 
     def holds_more(self) -> bool:
-        """Whether bytes were received that belong to the next frame."""
+        """True if bytes were received that belong to the next frame."""
         return self._start != self._end
 
     def drop(self) -> None:
@@ -418,15 +417,15 @@ class FrameReader:
         self._start = self._end = 0
 
     def postpone(self) -> None:
-        """Called from ``accept``: this frame is not taken now; the next ``advance`` asks again."""
+        """Called from ``accept``: leaves this frame for later; the next ``advance`` offers it again."""
         self._postponed = True
 
     def advance(self, stream: Stream) -> Frame | None:
         """The next frame if it is complete, ``None`` once the stream has nothing more for now, or it is postponed.
 
         Raises:
-            ProtocolError: the bytes are no frame, or break a limit; the stream is of no further use.
-            ConnectionError: the stream has ended, or has damaged a body: a request or answer to be sent anew.
+            ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
+            ConnectionError: the stream has ended, or has damaged a body: the request or answer must be sent anew.
         """
         header = self._header
         if header is None:
@@ -445,7 +444,7 @@ class FrameReader:
         return frame
 
     def _fetch(self, stream: Stream, least: int) -> int:
-        """Receives what there is behind what lies ahead, in a buffer that takes ``least`` bytes at least."""
+        """Receives as much as there is behind the bytes already buffered, in a buffer of ``least`` bytes at least."""
         start, end = self._start, self._end
         if start == end and least <= len(self._ahead):
             start = end = 0
@@ -479,7 +478,7 @@ class FrameReader:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
     def _read_head(self, stream: Stream) -> Header | None:
-        """The next frame's header, checked; ``None`` as long as it is not whole."""
+        """The next frame's header, checked; ``None`` while it is incomplete."""
         while (came := self._end - self._start) < _PREAMBLE.size:
             if came > _VERSION_AT:
                 # Another version's preamble may be shorter, and its frame with it.
@@ -500,7 +499,7 @@ class FrameReader:
             raise ProtocolError("a body came without a checksum, which plain TCP demands")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(stream, _PREAMBLE.size + length):
-                # What has come is read again with what is to come.
+                # The bytes that have come are parsed again with those to come.
                 return None
         start, view = self._start, self._view
         begin = start + _PREAMBLE.size
@@ -520,7 +519,7 @@ class FrameReader:
         return header
 
     def _place(self, header: Header) -> bool:
-        """Asks where the body goes; whether it may come now."""
+        """Asks ``accept`` for the body's memory; false if the frame is postponed."""
         tensors = self._accept(header)
         body = self._body
         if self._postponed:
@@ -542,7 +541,7 @@ class FrameReader:
         return True
 
     def _fill(self, stream: Stream) -> bool:
-        """Fills the places of the body; whether all of it has come."""
+        """Fills the body's memory; true once all of it has come."""
         views = self._views
         while views:
             view = views[0]

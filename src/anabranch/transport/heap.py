@@ -1,4 +1,4 @@
-"""One heap for all threads of a service, so that what large answers took is the system's again when they are freed."""
+"""One heap for all threads of a service, so that the memory of large answers returns to the system once freed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 def keep_one_heap() -> None:
     """Lets all threads of this process allocate from one heap; to be called before it starts any.
 
-    glibc gives each thread a heap of its own, of which it returns the end only when twice the largest block that was
-    ever freed lies there: a service that answered a burst of large requests, each on its own thread, keeps their memory
-    for as long as it lives. Elsewhere than on glibc nothing happens.
+    glibc gives each thread a separate heap, and returns its end only when twice the largest block that was ever freed
+    lies there: a service that answered a burst of large requests, each on its own thread, keeps their memory for life.
+    On other systems than glibc nothing happens.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(ctypes.c_int(_ARENA_MAX), ctypes.c_int(1))

@@ -1,9 +1,9 @@
-"""Who may speak to whom over TCP: a private authority, a certificate for each role, and TLS 1.3 on both sides.
+"""Certificates for TCP: a private authority, a certificate for each role, and TLS 1.3 checked on both sides.
 
 Host names say nothing in a job whose machines come and go, so a certificate names a job and a role instead (a URI such
-as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority are strangers; the job ``*``
-is every one. The authority's private key is needed again only to make more certificates; keep ``authority.key`` where
-no server runs.
+as ``anabranch:nightly/experts``), and each side checks the other's. Jobs of one authority do not trust each other; the
+job ``*`` stands for all of them. The authority's private key is needed again only to make more certificates; keep
+``authority.key`` where no server runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEYS_VARIABLE = "ANABRANCH_KEYS"
 """The environment variable that names the directory of keys where none is given."""
 
 EVERY_JOB = "*"
-"""The job of a certificate that is good for all jobs of its authority."""
+"""The job of a certificate that is valid for all jobs of its authority."""
 
 _URI = "anabranch:"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}|\*")
@@ -70,10 +70,10 @@ def make_keys(
     If the directory has an authority already, it signs the new certificates and stays as it is.
 
     Args:
-        directory: where to write; made with mode 0700 if it is not there. Files have mode 0600.
-        roles: which certificates to make.
-        days: how long they are valid.
-        job: the job they are good for: processes with certificates of two jobs refuse each other. ``"*"`` is every job.
+        directory: the folder to write; made with mode 0700 if it does not exist. Files have mode 0600.
+        roles: the roles to make certificates for.
+        days: the number of days for which they are valid.
+        job: their job: processes with certificates of two jobs refuse each other. ``"*"`` is every job.
         authority: a directory whose authority signs instead; its certificate is copied, its key is not.
 
     Returns:
@@ -238,7 +238,7 @@ def resolve_keys(keys: str | os.PathLike[str] | None) -> Path | None:
 
 
 def server_context(keys: Path, role: str) -> ssl.SSLContext:
-    """The TLS side of a server of ``role``: no one in without a certificate of our authority."""
+    """The TLS side of a server of ``role``: refuses every client without a certificate of our authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     return _arm(context, keys, role)
@@ -281,7 +281,7 @@ def _check_private(path: Path) -> None:
 
 
 def _check_unchanged(folder: Path) -> None:
-    """Refuses a place where others can put a key or an authority of their own."""
+    """Refuses a place where other users can put a key or an authority of their own."""
     for path in (folder, folder / "authority.pem"):
         facts = path.stat()
         mode = stat.S_IMODE(facts.st_mode)
@@ -309,9 +309,9 @@ def job_of_keys(keys: Path, role: str) -> str:
     """The job that ``role``'s own certificate names.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it has no job.
     """
-    # The ssl module decodes only what a peer shows. The URI stands in the certificate as it is, after its tag and size.
+    # The ssl module decodes only a peer's certificate. The URI stands in ours as plain bytes, after its tag and size.
     text = (keys / f"{role}.pem").read_text(errors="replace")
     end = "-----END CERTIFICATE-----"
     der = ssl.PEM_cert_to_DER_cert(text[text.index("-----BEGIN CERTIFICATE") : text.index(end) + len(end)])
@@ -325,7 +325,7 @@ def job_of_keys(keys: Path, role: str) -> str:
 
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
-    """The job and the role that the far side's certificate names, ``None`` if it names none."""
+    """The job and the role that the far side's certificate names, ``None`` if it has neither."""
     for name in (connection.getpeercert() or {}).get("subjectAltName", ()):
         found = _NAMES.fullmatch(str(name[1]))
         if str(name[0]) == "URI" and found:

@@ -1,6 +1,6 @@
 """A network inside the process: names instead of addresses, socket pairs instead of connections.
 
-What passes is polled, buffered and cut as on a real network; nothing touches the file system or leaves the process.
+Bytes are polled, buffered and split as on a real network, without touching the file system or leaving the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MemoryListener", "MemoryTransport"]
 
 
 class MemoryListener:
-    """A name of a ``MemoryTransport`` that streams come in at; see ``Listener``."""
+    """The listening end of a name in a ``MemoryTransport``; see ``Listener``."""
 
     def __init__(self, transport: MemoryTransport, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -30,7 +30,7 @@ class MemoryListener:
         self._arrivals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable while somebody waits."""
+        """The descriptor that is readable while a client waits."""
         return self._arrivals
 
     def accept(self) -> SocketStream | None:
@@ -42,7 +42,7 @@ class MemoryListener:
             return self._waiting.popleft()
 
     def close(self) -> None:
-        """Frees the name; those who wait find the connection lost."""
+        """Frees the name; waiting clients find the connection lost."""
         self._transport._forget(self.endpoint)
         with self._lock:
             self._closed = True
@@ -80,7 +80,7 @@ class MemoryTransport:
         """Listens at ``memory:NAME``, or at a new name.
 
         Raises:
-            ValueError: no such endpoint is of this network, or the name is taken.
+            ValueError: the endpoint is not one of this network, or the name is taken.
         """
         with self._lock:
             name = f"memory:{next(self._numbers)}" if endpoint is None else endpoint

@@ -1,4 +1,4 @@
-"""What has been done already, so that a request that comes again is not done again.
+"""The table of requests already done, so that a retry is not done again.
 
 A client numbers the requests that must happen exactly once (its epoch, and a sequence that never repeats) and says with
 each one below which number it will never ask again. The table keeps what lies above: requests being served, to which a
@@ -25,7 +25,7 @@ Identity = tuple[bytes, int]
 
 
 class _Numbered(Protocol):
-    """A request that has such a name."""
+    """A request with such a name."""
 
     identity: Identity
 
@@ -35,7 +35,7 @@ _Call = TypeVar("_Call", bound=_Numbered)
 
 @dataclass(slots=True)
 class _Epoch(Generic[_Call]):
-    """One client: what it will never ask again lies below ``settled``."""
+    """One client: requests below ``settled`` will never be asked again."""
 
     settled: int = 0
     running: dict[int, _Call] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class OnceTable(Generic[_Call]):
 
     Args:
         budget_bytes: bytes of answers kept for retries.
-        epochs: clients remembered; beyond it the one that has been silent longest is forgotten.
+        epochs: clients remembered; beyond it the client silent longest is forgotten.
     """
 
     def __init__(self, budget_bytes: int = 64 << 20, epochs: int = 4096) -> None:
@@ -70,7 +70,7 @@ class OnceTable(Generic[_Call]):
         return self._kept_bytes
 
     def begin(self, call: _Call, settled: int) -> _Call | Sequence[memoryview] | None:
-        """What to do with a request that came: the call itself if it is new, the call it joins, or its old answer.
+        """Decide on a request that came: returns the call itself if it is new, the call it joins, or its old answer.
 
         ``None`` means that it was done and that its answer is not kept.
 
@@ -91,7 +91,7 @@ class OnceTable(Generic[_Call]):
             return call
 
     def finish(self, identity: Identity, answer: Sequence[memoryview]) -> None:
-        """The request was done and answered."""
+        """Records that the request was done and answered."""
         key, sequence = identity
         with self.lock:
             epoch = self._epochs.get(key)
@@ -107,14 +107,14 @@ class OnceTable(Generic[_Call]):
                 self._epochs[oldest[0]].done[oldest[1]] = None
 
     def abandon(self, identity: Identity) -> None:
-        """The request was not done: a retry is to be done."""
+        """Records that the request was not done: a retry will do it."""
         with self.lock:
             epoch = self._epochs.get(identity[0])
             if epoch is not None:
                 epoch.running.pop(identity[1], None)
 
     def restore(self, identities: Iterable[Identity]) -> None:
-        """These were done before this server started."""
+        """Records requests that were done before this server started."""
         with self.lock:
             for key, sequence in identities:
                 self._epoch(key).done.setdefault(sequence, None)

@@ -1,7 +1,7 @@
-"""Folders of mode 0700 for sockets, scratch files and keys, that go with their process however it ends.
+"""Folders of mode 0700 for sockets, scratch files and keys, removed with their process however it ends.
 
-A process that is killed removes nothing. So a folder is live as long as somebody holds the lock on it, which dies with
-the process, and whoever makes the next folder removes the dead ones beside it.
+A killed process removes nothing. So a folder is live as long as a process holds the lock on it, which dies with the
+process, and the next process to make a folder removes the dead ones beside it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 __all__ = ["PrivateFolder"]
 
 _PREFIX = "anabranch-live-"
-# What the kernel takes in sockaddr_un, less the closing zero and the longest name of a socket of ours.
+# The room for a path in sockaddr_un, less the closing zero and the longest name of a socket in a folder.
 _LONGEST = 107 - 27
 _ATTEMPTS = 4
 
 
 class PrivateFolder:
-    """A new folder that only this user enters; removed at the end of its ``with`` block, or by ``remove``.
+    """A new folder that only this user may enter; removed at the end of its ``with`` block, or by ``remove``.
 
     >>> with PrivateFolder() as path:
     ...     oct(path.stat().st_mode & 0o777)
@@ -30,7 +30,7 @@ class PrivateFolder:
     >>> path.exists()
     False
 
-    Its path is short enough for a socket's: it lies in /tmp if TMPDIR lies too deep.
+    Its path is short enough for a socket's: it lies in /tmp if TMPDIR is too deep.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PrivateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
 
     def remove(self) -> None:
-        """Removes the folder and what lies in it."""
+        """Removes the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -62,13 +62,13 @@ class PrivateFolder:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """A descriptor that holds the lock, if the folder is ours and nobody holds it."""
+    """A descriptor that holds the lock, if the folder is this user's and no process holds it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                # Removed since it was opened: then this is the lock of nothing.
+                # Removed since it was opened: then the lock protects nothing.
                 os.stat(folder)
                 return descriptor
         except OSError:

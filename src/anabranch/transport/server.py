@@ -1,13 +1,13 @@
-"""A server: verbs with handlers behind a listening endpoint, and an end to everything.
+"""A server: verbs with handlers behind a listening endpoint, from start to an orderly end.
 
 ::
 
     loop: accept, greet, read, check ──┬──> handler of a quick verb ──┬──> reply
                                        │                              └──> queue ──> compute thread ──> reply
-                                       └──> a thread of the connection's own: large requests, handlers that wait
+                                       └──> a thread for the connection: large requests, handlers that wait
     beat thread ── a beat on every connection whose request waits or runs
 
-``call.py`` is what a handler sees, ``connection.py`` how a request is read and answered, ``drivers.py`` on
+``call.py`` is the handler's view, ``connection.py`` shows how a request is read and answered, ``drivers.py`` on
 which thread.
 """
 
@@ -36,17 +36,17 @@ from anabranch.transport.streams import Peer, Stream, Transport
 
 __all__ = ["Call", "Server", "ServerStatistics", "Verb"]
 
-# A client that has taken no byte of its answer for so long, in seconds, gives it up for others' when there is no room.
+# Seconds after which a client that has taken no byte of its answer loses it to other clients' when there is no room.
 _UNREAD = 2.0
 # Python's default lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
-# Seconds between two looks at whether the last bytes have left.
+# Seconds between two checks whether the last bytes have left.
 _GLANCE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """What a server has done since it started, and holds now.
+    """Counters of a server since it started, and its present load.
 
     Attributes:
         connections: open now.
@@ -83,29 +83,30 @@ class Server:
     [tensor([2., 2.])]
 
     Args:
-        verbs: what may be asked.
+        verbs: the operations that clients may ask for.
         listen: ``unix:PATH``, ``tcp://HOST:PORT`` (port 0: any), or ``None`` for a new Unix socket.
         role: this server's role, which names its certificate.
         keys: the directory of certificates; without it, the one that ``ANABRANCH_KEYS`` names.
         insecure: allow TCP without certificates.
         heartbeat: seconds between the beats that tell a waiting client that the server lives.
         transport: the network; sockets by default.
-        limits: what a client may send in one frame.
-        max_connections: a client above it is told ``Overloaded``.
-        max_strangers: connections that have not shown who they are, nor greeted. Above it the oldest that says nothing
-            is closed; one that says nothing for 2 seconds is closed anyway.
-        max_bytes_in_flight: bytes of requests received and not answered; above it requests are ``Overloaded``.
-        max_bytes_of_answers: bytes of answers that clients have not read yet, those up to 64 KiB not counted; above it
-            who has not read for 2 seconds is cut off, and an answer that finds no room all the same is ``Overloaded``
+        limits: the sizes accepted from a client in one frame.
+        max_connections: a client beyond it gets ``Overloaded``.
+        max_strangers: connections that have neither identified themselves nor greeted. Beyond it the oldest silent one
+            is closed; one that is silent for 2 seconds is closed anyway.
+        max_bytes_in_flight: bytes of requests received and not answered; beyond it requests get ``Overloaded``.
+        max_bytes_of_answers: bytes of answers that clients have not read yet, those up to 64 KiB not counted; beyond it
+            a client that has not read for 2 seconds is cut off, and an answer without room is ``Overloaded``
             instead. A single answer may be larger.
-        healthy: whether whoever serves calls is alive; beats stop when it says no, and clients take the server as lost.
-        one_job: serve the job of the certificate alone: where that is every job, peers whose certificates name one are
-            refused, because what they ask about would be shared with other jobs.
-        after_round: called on the thread that has read requests when all that had come were handed to their handlers:
-            what handlers have put aside may go on together.
+        healthy: returns true while the code that serves calls is alive; when it returns false, beats stop, and clients
+            take the server as lost.
+        one_job: serve the certificate's job alone: where that is every job, peers whose certificates name one are
+            refused, because the objects they ask about would be shared with other jobs.
+        after_round: called on the thread that has read requests, when all that had come were handed to their handlers:
+            work that handlers set aside can then run together.
 
     Raises:
-        ValueError: an endpoint that is none, is taken or is open to others; TCP without keys; two verbs of one name.
+        ValueError: an endpoint that is malformed, taken or open to others; TCP without keys; two verbs of one name.
 
     The endpoint listens from construction on; calls are served inside the block. Leaving it lets calls in flight
     finish for up to ``drain_seconds``, then cuts the connections.
@@ -172,7 +173,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where clients find this server."""
+        """The address at which clients find this server."""
         return self._listener.endpoint
 
     def __enter__(self) -> Server:
@@ -192,7 +193,7 @@ class Server:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Declines new calls and waits, at most so long, for those in flight; whether all were answered."""
+        """Declines new calls and waits, at most so many seconds, for those in flight; true if all were answered."""
         until = Deadline.after(max(seconds, 1e-3))
         with self._state:
             self._draining = True
@@ -214,7 +215,7 @@ class Server:
         patience = Deadline.after(10.0)
         for thread in self._threads:
             thread.join(timeout=patience.remaining())
-        # The loop starts no more threads now; those there are find that the server stops.
+        # The loop starts no more threads now; the running ones see that the server stops.
         for connection in list(self._connections):
             connection.abort()
         for thread in list(self.threads_of.values()):
@@ -229,10 +230,10 @@ class Server:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Answers that are given on this thread in the block leave together, by the server's loop.
+        """Sends the answers given on this thread in the block together, by the server's loop.
 
-        For a thread that answers many calls and has more to do: each answer would cost it a call of the kernel, and a
-        switch of threads whenever a client is quick to ask again.
+        For a thread that answers many calls and has more to do: each answer would cost it a system call, and a thread
+        switch whenever a client is quick to send its next request.
         """
         answers: list[Answer] = []
         self._gathering.answers = answers
@@ -250,7 +251,7 @@ class Server:
                     self._state.notify_all()
 
     def statistics(self) -> ServerStatistics:
-        """Counts since the start, and what is in flight."""
+        """Counters since the start, and the present load."""
         with self._state:
             return ServerStatistics(
                 len(self._connections),
@@ -264,44 +265,44 @@ class Server:
                 self._sent,
             )
 
-    # What connections and calls ask of their server.
+    # --- called by connections and calls
 
     def gathered(self) -> list[Answer] | None:
-        """Where this thread's answers are put aside, if they are."""
+        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
         return getattr(self._gathering, "answers", None)
 
     def round_over(self) -> None:
-        """All that had come was handed to its handlers."""
+        """Called when all requests that had come were handed to their handlers."""
         if self._after_round is not None:
             self._after_round()
 
     def on_loop(self) -> bool:
-        """Whether this is the one thread that reads all connections without a thread of their own."""
+        """True on the one thread that reads all connections without a thread of their own."""
         return self._loop.is_here()
 
     def stopping(self) -> bool:
-        """Whether connections are to end."""
+        """True if connections are to end."""
         return self._closed
 
     def may_wait(self, verb: str) -> bool:
-        """Whether serving ``verb`` may take a thread's time."""
+        """True if serving ``verb`` may block a thread."""
         known = self._verbs.get(verb)
         return known is not None and not known.quick
 
     def connect(self, stream: Stream, loop: Loop) -> Connection:
-        """A newcomer, and a stranger until it has greeted."""
+        """Registers a new connection, unknown until it has greeted."""
         connection = Connection(self, stream, loop)
         with self._state:
             self._connections[connection] = self._strangers[connection] = None
         return connection
 
     def crowd(self) -> list[Connection]:
-        """The strangers, the oldest first, if they are too many."""
+        """The connections that have not greeted, the oldest first, if they are too many."""
         with self._state:
             return list(self._strangers) if len(self._strangers) > self._max_strangers else []
 
     def recognise(self, connection: Connection) -> bool:
-        """``connection`` has greeted; whether there is room for it. If not, it stays a stranger while it is told."""
+        """Registers ``connection``, which has greeted; false if there is no room: it stays unknown while it is told."""
         with self._state:
             if len(self._connections) - len(self._strangers) >= self.max_connections:
                 return False
@@ -309,13 +310,13 @@ class Server:
             return True
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` has ended."""
+        """Forgets ``connection``, which has ended."""
         with self._state:
             self._connections.pop(connection, None)
             self._strangers.pop(connection, None)
 
     def reserve_answer(self, nbytes: int) -> bool:
-        """Tell whether an answer of ``nbytes`` may wait for its client; clients that do not read make room for it."""
+        """Reserves ``nbytes`` for an answer that waits; clients that do not read lose theirs. False without room."""
         if self._take_room(nbytes):
             return True
         with self._lock:
@@ -330,14 +331,14 @@ class Server:
 
     def _take_room(self, nbytes: int) -> bool:
         with self._lock:
-            # One alone may be larger than the budget: whatever a frame carries can be asked for.
+            # A single answer may be larger than the budget: any answer that fits a frame can be asked for.
             if self._answers and self._answers + nbytes > self._max_answers:
                 return False
             self._answers += nbytes
             return True
 
     def release_answer(self, nbytes: int) -> None:
-        """An answer has left, or nobody will read it."""
+        """Frees the room of an answer that has left, or that nobody will read."""
         with self._lock:
             self._answers -= nbytes
 
@@ -378,7 +379,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """A request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Records that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
         with self._lock:
             self._served += 1
             self._received += nbytes
@@ -389,22 +390,22 @@ class Server:
                 self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
-        """A request or a connection was turned away."""
+        """Counts a request or a connection that was turned away."""
         with self._lock:
             self._refused += 1
         self.count_error(failure)
 
     def count_error(self, failure: Failure) -> None:
-        """An answer was an error."""
+        """Counts an answer that was an error."""
         with self._lock:
             self._errors[failure.code] += 1
 
     def _beat_all(self) -> None:
         frame = encode(Beat())
-        # Twice as often as promised: a beat that comes late on a busy machine is not yet a lost server.
+        # Twice as often as promised: a beat that is late on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
             if self._loop.away(time.monotonic()):
-                # What it runs may be as stuck as it likes: the others are read and answered.
+                # However long its handler takes, the other connections are read and answered.
                 self._threads.append(self._loop.start())
             if self.healthy():
                 with self._lock:

@@ -1,6 +1,6 @@
-"""Streams on sockets: Unix on one host, TCP under mutual TLS between hosts, plain TCP only when that is spelled out.
+"""Streams on sockets: Unix on one host, TCP under mutual TLS between hosts, plain TCP only on explicit request.
 
-OpenSSL forbids two threads in one connection at once, so a stream belongs to whoever holds its owner's lock; only
+OpenSSL forbids two threads in one connection at once, so a stream is used under its owner's lock; only
 ``abort`` may be called from anywhere.
 """
 
@@ -31,7 +31,7 @@ _UNIX_BUFFER = 1088 << 10
 _BACKLOG = 512
 _MOST_BUFFERS = 16
 _CREDENTIALS = struct.Struct("3i")
-# What OpenSSL says when the far side turned our certificate down, by the alert it sent.
+# OpenSSL's words when the far side refused our certificate, by the alert it sent.
 _REFUSALS = (
     "ALERT_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
@@ -65,15 +65,15 @@ class SocketStream:
         return self._sock.fileno()
 
     def ready_at(self) -> float:
-        """Always now."""
+        """Always ready."""
         return 0.0
 
     def wants_write(self) -> bool:
-        """Whether the handshake waits to write."""
+        """True if the handshake waits to write."""
         return self._want == "write"
 
     def peer(self) -> Peer:
-        """Who is on the far side."""
+        """The identity of the far side."""
         assert self._peer is not None, "the handshake is not done"
         return self._peer
 
@@ -135,7 +135,7 @@ class SocketStream:
         return count
 
     def abort(self) -> None:
-        """Shuts the connection down, which wakes whoever polls it."""
+        """Shuts the connection down, which wakes the thread that polls it."""
         with suppress(OSError, ValueError):
             # On the plain socket below: SSLSocket.shutdown would drop the TLS state under the reader's feet.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -208,11 +208,11 @@ class SocketListener:
             return None
         name = "unix" if self._claim else f"{address[0]}:{address[1]}"
         try:
-            # wrap_socket leaves a socket open whose far side has gone.
+            # Raises if the far side has gone: wrap_socket would leave the socket open.
             sock.getpeername()
             return _prepare(sock, self._context, self._recognise, name, server_side=True)
         except OSError:
-            # Who has left already is no reason to keep the others waiting.
+            # A client that has left already must not keep the others waiting.
             sock.close()
             return None
 
@@ -267,7 +267,7 @@ class SocketTransport:
         self._certified = _certified(self._job or EVERY_JOB)
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens at ``endpoint``; ``None`` is a new Unix socket in a directory of its own.
+        """Listens at ``endpoint``; ``None`` is a new Unix socket in a new directory.
 
         Raises:
             ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
@@ -305,7 +305,7 @@ class SocketTransport:
         )
 
     def connect(self, endpoint: str) -> SocketStream:
-        """Begins to connect to ``endpoint``; a host's name is looked up at once, which may take the resolver's time."""
+        """Begins to connect to ``endpoint``; a host name is resolved at once, which may take the resolver's time."""
         parsed = parse_endpoint(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -372,7 +372,7 @@ def _same_user(owner: int) -> Recognise:
 
 
 def _trusted_users() -> frozenset[int]:
-    """Who may serve a Unix socket that this process asks: its own user, and root, who can read its memory anyway."""
+    """The users that may serve a Unix socket to this process: its own, and root, who can read its memory anyway."""
     return frozenset({os.geteuid(), 0})
 
 
@@ -387,7 +387,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user on the far side: who connected, or who listens."""
+    """The process and the user on the far side, of the client or of the listener."""
     found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(found[0]), int(found[1])
 

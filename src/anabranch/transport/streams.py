@@ -1,8 +1,8 @@
-"""The one seam to the outside: what the client and the server need of a network, and nothing more.
+"""The one seam to the outside: the part of a network that the client and the server need.
 
-``SocketTransport`` is the real thing, ``MemoryTransport`` stays inside the process, and tests wrap either one to lose,
-delay and repeat what passes. A stream never blocks: it takes or gives what it can now and says so, because one thread
-serves many of them under one deadline.
+``SocketTransport`` is the real network, ``MemoryTransport`` stays inside the process, and tests wrap either one to
+lose, delay and repeat bytes. A stream never blocks: it takes or gives what it can now and returns how much, because
+one thread serves many streams under one deadline.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["Listener", "Peer", "Stream", "Transport"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is on the far side, as the certificate or the kernel says.
+    """Identity of the far side, from its certificate or from the kernel.
 
     Attributes:
         name: for messages and counts.
         role: the role in its certificate; ``None`` for the owner of a Unix socket's directory, who has every role.
-        job: the job it acts in: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
+        job: the job that it belongs to: our certificate's, or its own where ours is for every job; ``"*"`` if both are.
             ``None`` without certificates.
-        certificate: tells its certificate from every other; ``None`` without one.
-        plain: whether it came over TCP without TLS, where nothing but a checksum notices a changed bit.
+        certificate: its certificate's SHA-256; ``None`` without one.
+        plain: true if it came over TCP without TLS, where only a checksum notices a changed bit.
     """
 
     name: str
@@ -39,52 +39,52 @@ class Peer:
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
-        """Whether the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        """True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
         return roles is None or self.role is None or self.role in roles
 
 
 class Stream(Protocol):
     """A connection that carries bytes in order, without ever blocking.
 
-    Lost and refused connections raise ``ConnectionError``, a refusal for want of rights ``Unauthorized``.
+    A lost or refused connection raises ``ConnectionError``, a peer without the rights ``Unauthorized``.
     """
 
     def fileno(self) -> int:
         """The descriptor to poll."""
 
     def ready_at(self) -> float:
-        """The ``time.monotonic`` moment before which polling is of no use; 0.0 on a network that is not simulated."""
+        """The ``time.monotonic`` moment before which polling is useless; 0.0 on a network that is not simulated."""
 
     def handshake(self) -> bool:
-        """Goes on with connecting and recognising the peer; whether that is done."""
+        """Goes on with connecting and recognising the peer; true once that is done."""
 
     def wants_write(self) -> bool:
-        """Whether the handshake waits until the descriptor can be written to, rather than read."""
+        """True if the handshake waits until the descriptor can be written to, rather than read."""
 
     def peer(self) -> Peer:
-        """Who is on the far side; known after the handshake."""
+        """The identity of the far side; known after the handshake."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Takes bytes from the start of ``buffers`` and says how many; 0 if it would block."""
+        """Takes bytes from the start of ``buffers`` and returns how many; 0 if it would block."""
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Fills the start of ``buffer`` and says how far; 0 if it would block. The end is a ``ConnectionError``."""
+        """Fills the start of ``buffer`` and returns how far; 0 if it would block. The end is a ``ConnectionError``."""
 
     def abort(self) -> None:
-        """Ends the connection from any thread: whoever polls it wakes and finds it lost."""
+        """Ends the connection from any thread: the thread that polls it wakes and finds it lost."""
 
     def close(self) -> None:
         """Frees the descriptor; only for the thread that polls it."""
 
     def linger(self, seconds: float) -> None:
-        """Ends our side and waits, at most so long, until the far side has read what was sent."""
+        """Ends our side and waits, at most so many seconds, until the far side has read everything sent."""
 
 
 class Listener(Protocol):
-    """Where streams come in.
+    """A socket that accepts streams.
 
     Attributes:
-        endpoint: where clients find it.
+        endpoint: the address at which clients find it.
         job: the job in our certificate, ``"*"`` for every one; ``None`` without.
     """
 
@@ -95,17 +95,17 @@ class Listener(Protocol):
         """The descriptor that turns readable when somebody connects."""
 
     def accept(self) -> Stream | None:
-        """The next stream, not yet recognised, or ``None`` if nobody is there any more."""
+        """The next stream, not yet recognised, or ``None`` if no client waits any more."""
 
     def close(self) -> None:
-        """Stops listening and removes what listening left in the file system."""
+        """Stops listening and removes the files that listening made."""
 
 
 class Transport(Protocol):
-    """A network: who listens where, and how to get there."""
+    """A network: makes listeners and connections."""
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens at ``endpoint``, or at a new one of its own choice."""
+        """Listens at ``endpoint``, or at a new endpoint if ``None``."""
 
     def connect(self, endpoint: str) -> Stream:
         """Begins to connect to ``endpoint``; ``handshake`` completes it."""

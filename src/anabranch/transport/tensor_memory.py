@@ -1,6 +1,6 @@
-"""A tensor's own memory as bytes: what is sent is not copied first, and what arrives lands where it will stay.
+"""A tensor's memory as bytes: sent without a copy, and received in the memory where it will stay.
 
-Dtypes cross the wire as small numbers from a fixed list, so that a peer can name nothing that is not on it.
+Dtypes cross the wire as small numbers from a fixed list, so that a peer can name no other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES: dict[int, torch.dtype] = {
 
 DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
 
-# Those that Python's memoryview knows: their bytes are seen without another tensor.
+# Dtypes that Python's memoryview knows: their bytes are read without another tensor.
 _PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
 
 
@@ -63,7 +63,7 @@ def dense_on_cpu(tensor: Tensor) -> Tensor:
 def plain_bytes(tensor: Tensor) -> memoryview | None:
     """``bytes_of(dense_on_cpu(tensor))`` of a tensor that numpy takes as it is; ``None`` if it does not.
 
-    numpy refuses what lies on a device, or is conjugated or negated, which need not be asked one by one.
+    numpy refuses tensors on a device, conjugated or negated, so these need not be tested one by one.
     """
     if (
         tensor.dtype not in _PLAIN
@@ -88,11 +88,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """
     if tensor.dtype in _PLAIN and tensor.numel() > 1:
         return tensor.numpy().data.cast("B")
-    # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
+    # A tensor of one value or none counts as contiguous whatever its strides, even 0, which no view as bytes accepts.
     flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def check_bools(tensor: Tensor) -> bool:
-    """Whether a bool tensor that came from outside holds only the bytes 0 and 1; others break torch's kernels."""
+    """True if a bool tensor from outside holds only the bytes 0 and 1; other bytes break torch's kernels."""
     return tensor.numel() == 0 or bool(tensor.reshape(-1).view(torch.uint8).max() <= 1)
