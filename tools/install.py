@@ -18,8 +18,8 @@ STEPS = [
     [*PIP, "--upgrade", "pip>=25.1"],  # the first that knows dependency groups
     [*PIP, "--progress-bar", "raw", "--editable", ".", "--group", "dev"],
 ]
-# At once, on two cores; the demo needs the first, the tests both.
-COMPILED = ["float32", "float64"]
+# At once, one process at a time for each kernel; the demo needs the first, the tests all.
+COMPILED = ["float32", "float64", "bfloat16"]
 MEGABYTE = 1 << 20
 LARGE = 50 * MEGABYTE
 SHOWN_LINES = 30

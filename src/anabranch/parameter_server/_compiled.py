@@ -25,11 +25,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from anabranch.parameter_server._compiling import compiled
+
 Function = Callable[..., Any]
 
 
-def _kernel(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+_kernel = compiled
 
 
 def _inline(function: Function) -> Function:

@@ -1,0 +1,76 @@
+"""Compilation of kernels: one process at a time for each function, and once on a machine.
+
+Numba keeps what it has compiled on the disk: for each function an index of signatures, and beside it a file of machine
+code for each. It writes the index first and takes no lock, so two processes that compile a function for two dtypes at
+once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
+starts on a new machine would compile the same kernels. Here a process locks the function, and whoever waited for it
+finds the code in the cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numba
+from numba.core.compiler_lock import global_compiler_lock
+
+from anabranch.deadline import Deadline
+
+__all__ = ["compiled"]
+
+Function = Callable[..., Any]
+
+_LONGEST_WAIT = 300.0  # seconds; then the function is compiled without the lock
+_PAUSE = 0.02
+_MADE_FOR: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def compiled(function: Function) -> Function:
+    """``function`` compiled by Numba at the first call with arguments of new types; kept on the disk if possible."""
+    try:
+        dispatcher = numba.njit(cache=True, **_MADE_FOR)(function)
+    except RuntimeError as error:  # neither the package's folder nor the user's cache can be written to
+        warnings.warn(f"kernels are compiled in each process anew: {error}", RuntimeWarning, stacklevel=2)
+        return cast(Function, numba.njit(**_MADE_FOR)(function))
+    compile_ = dispatcher.compile
+    lock = Path(dispatcher.stats.cache_path, f"{function.__module__}.{function.__qualname__}.lock")
+
+    def compile_alone(signature: object) -> object:
+        with global_compiler_lock, _locked(lock):  # in this order: two threads compile functions that call each other
+            return compile_(signature)
+
+    dispatcher.compile = compile_alone
+    return cast(Function, dispatcher)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of all processes of this user; none if its file cannot be written to."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = Deadline.after(_LONGEST_WAIT)
+        while not _takes(descriptor) and not deadline.expired():
+            time.sleep(_PAUSE)
+        yield
+    finally:
+        os.close(descriptor)  # which lets go of it
+
+
+def _takes(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
