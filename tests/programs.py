@@ -29,14 +29,23 @@ __all__ = ["Program", "Programs", "start"]
 
 PIPE = subprocess.PIPE
 
-# The tests start hundreds of forks, so that their server imports more than a user's: what the first capture of a graph
-# and the first call of a kernel import, a second of a core in each process.
+# The tests start hundreds of forks, so that their server has done more than a user's: a first capture of a graph, with
+# PyTorch's tables of what it may trace and the look at its guards, and what the first call of a kernel imports. More
+# than half a second of a core in each process that captures.
 _WARMED = """
 import anabranch.launch.fork_server as server
 
 def import_all(before=server._import_all):
     before()
+    import torch
     import torch._dynamo.repro.after_dynamo
+    from torch import nn
+    import anabranch as ab
+
+    model = nn.Linear(1, 1)
+    step = ab.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters()))
+    with ab.Executor(step, engine="graph", capture_after=0) as executor:
+        executor.run(batch=torch.ones(1, 1))
     try:
         from numba.core.registry import cpu_target
     except ModuleNotFoundError:

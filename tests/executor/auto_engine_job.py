@@ -144,9 +144,10 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
-    root, what = sys.argv[1:]
+    root = sys.argv[1]
     sys.path += [f"{root}/benchmarks", f"{root}/examples"]
-    result = {"models": models, "mixed": mixed, "order": order, "collectives": collectives}[what]()
+    parts = {"models": models, "mixed": mixed, "order": order, "collectives": collectives}
+    result = {what: parts[what]() for what in sys.argv[2:]}
     torch.distributed.destroy_process_group()
     print(json.dumps(result))
 

@@ -48,11 +48,13 @@ CASES = [
 FROM_BOTH = 7  # the last ones of CASES do not come in pairs of one for each mode
 FIRST = [CASES[2 * pair + pair % 2] for pair in range((len(CASES) - FROM_BOTH) // 2)]
 """Each with servers for all or for tables alone in turn."""
-ONE_OF_A_KIND = ("momentum", "adam", "row_wise_adagrad")
+ONE_OF_A_KIND = ("adagrad", "adam_decay", "row_wise_adagrad")
 """What servers do for an optimizer depends on its states and on whether it moves rows that nobody has looked up."""
+OF_SPARSE, OF_WINDOWS = len(OPTIMIZERS), len(OPTIMIZERS) + len(SPARSE_OPTIMIZERS)
 QUICK = [
-    *(tried for tried in FIRST[: len(OPTIMIZERS)] if tried["optimizer"] in ONE_OF_A_KIND),
-    *FIRST[len(OPTIMIZERS) :],
+    *(tried for tried in FIRST[:OF_SPARSE] if tried["optimizer"] in ONE_OF_A_KIND),
+    *FIRST[OF_SPARSE : OF_SPARSE + 2],
+    *FIRST[OF_WINDOWS + 2 :],  # windows of three, and what comes after them: adam and momentum too
     CASES[-3],
     *CASES[-2:],
 ]

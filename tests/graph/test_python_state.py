@@ -126,11 +126,21 @@ def train(engine: Any, model: Any, change: Callable[[int], object] = lambda step
         return [ex.engine(), *seen, *model.state_dict().values(), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_what_a_step_does_to_python_is_done_once_a_step_whatever_the_engine(what: str) -> None:
+WITH_GRAPH = ("a list", "the mode of a module", "a checkpoint's mask")
+"""That a graph is refused and leaves no trace: these, ``test_capture.py``, and all of them where there is time."""
+
+
+@pytest.mark.parametrize(
+    ("what", "engines"),
+    [
+        *((what, ("auto", "graph") if what in WITH_GRAPH else ("auto",)) for what in LOST),
+        *(pytest.param(what, ("graph",), marks=pytest.mark.slow) for what in LOST if what not in WITH_GRAPH),
+    ],
+)
+def test_what_a_step_does_to_python_is_done_once_a_step_whatever_the_engine(what: str, engines: tuple[str]) -> None:
     make, read = LOST[what]
     found = {}
-    for engine in ("tape", "auto", "graph"):
+    for engine in ("tape", *engines):
         torch.manual_seed(0)
         model = Net(make(), read)
         try:

@@ -28,23 +28,26 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "experts"),
+    ("number", "experts", "spawn"),
     [
-        (signal.SIGTSTP, 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((signal.SIGSTOP, 0), (signal.SIGTSTP, 1))),
+        (signal.SIGTSTP, 0, True),  # without a fork server, which takes seconds to import torch
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((signal.SIGTSTP, 0, False), (signal.SIGSTOP, 0, False), (signal.SIGTSTP, 1, False))
+        ),
     ],
 )
 def test_a_job_goes_on_while_its_launcher_is_paused(
-    script: Script, tmp_path: Path, number: signal.Signals, experts: int
+    script: Script, tmp_path: Path, number: signal.Signals, experts: int, spawn: bool
 ) -> None:
     """Its output filled a pipe that nobody read, and experts lost the directory that lay in the launcher."""
     path = script(
         f"""
         import pathlib, sys, time
-        import anabranch as ab, torch
         folder = pathlib.Path({str(tmp_path)!r})
         directory = None
         if {experts}:
+            import anabranch as ab, torch
             directory = ab.job().serve(lambda index, count: [
                 ab.ExpertBackend("double.0", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])
             ])
@@ -63,7 +66,7 @@ def test_a_job_goes_on_while_its_launcher_is_paused(
         """
     )
     command = [sys.executable, "-m", "anabranch.cli", "run", "--log-dir", str(tmp_path / "logs")]
-    command += ["--experts", str(experts), str(path)]
+    command += ["--experts", str(experts), *(["--spawn"] if spawn else []), str(path)]
     # A process group of its own in this session, as a shell makes one: elsewhere SIGTSTP does nothing.
     with (
         (tmp_path / "screen").open("w") as screen,

@@ -1,6 +1,7 @@
 """Run by every rank of a job: pipes across ranks against the unsplit module, and every way for one to fail.
 
-The first argument names what to do; each rank prints one line of JSON with what it found, or dies with a traceback.
+The arguments name what to do, one after the other, each as ``name`` or ``name:argument``; each rank prints one line of
+JSON with what it found, or dies with a traceback.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def same_gradients(pipe: ab.Pipe, plain: nn.Module) -> None:
         assert close(parameter.grad, expected[name]), name
 
 
-def exact() -> dict:
+def exact(cases: str = "") -> dict:
     """Every schedule under drawn splits, 1 to 8 microbatches; with the argument ``all`` each in every checkpoint mode.
 
     The weight is tied.
     """
-    everything = sys.argv[2:] == ["all"]
+    everything = cases == "all"
     done = 0
     chance = random.Random(WORLD)
     modes = ["always", "except_last", "never"]
@@ -216,7 +217,7 @@ def random_numbers() -> dict:
     return {}
 
 
-def clipping_and_checkpoints() -> dict:
+def clipping_and_checkpoints(folder: str) -> dict:
     """Clipping over all stages; state saved under one split and loaded under another, optimizer's included."""
     torch.manual_seed(0)
     model = skipping_model()
@@ -241,7 +242,7 @@ def clipping_and_checkpoints() -> dict:
     train(pipe, optimizer)
     shares = [pipe.state_dict(), pipe.optimizer_state_dict(optimizer)]
     names = sorted(model.state_dict())
-    directory = Path(sys.argv[2])
+    directory = Path(folder)
     flat = {f"{name}|{key}": value for name, state in shares[1].items() for key, value in state.items()}
     save_file({name: tensor.clone() for name, tensor in shares[0].items()}, directory / f"model-{RANK}")
     save_file(flat, directory / f"optimizer-{RANK}")
@@ -307,11 +308,11 @@ class Stop(BaseException):
     """Not even an Exception."""
 
 
-def failures() -> dict:
+def failures(schedules: str) -> dict:
     """A stage fails at every (stage, microbatch, phase): its rank raises the original, the others a PipelineError."""
     longest = 0.0
     tried = 0
-    for schedule in sys.argv[2].split(","):
+    for schedule in schedules.split(","):
         torch.manual_seed(0)
         pipe = make(skipping_model(), schedule, chunks=2, checkpoint="always", timeout=30.0)
         x, target = torch.randn(2, 4, 5, dtype=torch.float64)
@@ -539,9 +540,13 @@ _OPEN: list[ab.Pipe] = []
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     dist.init_process_group("gloo")
-    print(json.dumps({"rank": RANK, **globals()[sys.argv[1]]()}), flush=True)
-    if sys.argv[1] != "killed":
+    found = {"rank": RANK}
+    for what in sys.argv[1:]:
+        name, _, argument = what.partition(":")
+        torch.manual_seed(0)
+        found |= globals()[name](*filter(None, [argument]))
+    print(json.dumps(found), flush=True)
+    if sys.argv[1:] != ["killed"]:
         dist.barrier()
         dist.destroy_process_group()

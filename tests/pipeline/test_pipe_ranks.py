@@ -13,55 +13,61 @@ OVER_GLOO = {"PIPELINE_POST": "gloo"}
 """Ranks of one host use shared memory unless they are told not to."""
 
 
-@pytest.mark.parametrize(
-    ("ranks", "what"),
-    [(2, "exact"), *(pytest.param(ranks, "exact all", marks=pytest.mark.slow) for ranks in (1, 2, 3, 4))],
-)
-def test_ranks_are_the_unsplit_module(ranks: int, what: str):
-    LocalJob(ranks, timeout=110).run(SCRIPT, *what.split()).check()
+def test_ranks_are_one_process_in_what_they_compute_and_in_how_they_fail(tmp_path: Path):
+    """A job for all of it: outputs and gradients, random numbers, clipping, state, mistakes, failures, pipes left open.
 
-
-@pytest.mark.parametrize(
-    "what",
-    ["exact", "mistakes", *(pytest.param(what, marks=pytest.mark.slow) for what in ("exact all", "failures 1F1B,ZBV"))],
-)
-def test_so_they_are_over_gloo_alone(what: str):
-    """As between hosts."""
-    LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, *what.split()).check()
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_draw_what_one_process_draws(ranks: int):
-    LocalJob(ranks, timeout=60).run(SCRIPT, "random_numbers").check()
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_clipping_spans_all_stages_and_state_fits_another_split(ranks: int, tmp_path: Path):
-    LocalJob(ranks, timeout=60).run(SCRIPT, "clipping_and_checkpoints", str(tmp_path)).check()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "schedules"),
-    [
-        (2, "1F1B,ZBV"),
-        pytest.param(2, "GPipe,Interleaved1F1B,ZB1P", marks=pytest.mark.slow),
-        pytest.param(3, "GPipe,1F1B,Interleaved1F1B,ZB1P,ZBV", marks=pytest.mark.slow),
-    ],
-)
-def test_a_failure_anywhere_ends_the_step_on_every_rank_long_before_its_deadline(ranks: int, schedules: str):
-    result = LocalJob(ranks, timeout=200).run(SCRIPT, "failures", schedules).check()
+    What each of them is says the function of that name in the job, and the test below that runs it on more ranks.
+    """
+    checks = ("exact", "random_numbers", f"clipping_and_checkpoints:{tmp_path}", "mistakes")
+    result = LocalJob(2, timeout=200).run(SCRIPT, *checks, "failures:1F1B,ZBV", "left_open").check()
     for found in result.results:
         assert found["tried"] >= 40
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_callers_mistake_on_one_rank_reaches_the_others(ranks: int):
-    LocalJob(ranks, timeout=60).run(SCRIPT, "mistakes").check()
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_are_the_unsplit_module(ranks: int):
+    LocalJob(ranks, timeout=110).run(SCRIPT, "exact:all").check()
 
 
-def test_a_job_ends_well_with_its_pipes_left_open():
-    LocalJob(2, timeout=60).run(SCRIPT, "left_open").check()
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("exact", "mistakes"),
+        *(pytest.param(what, marks=pytest.mark.slow) for what in (("exact:all",), ("failures:1F1B,ZBV",))),
+    ],
+    ids=str,
+)
+def test_so_they_are_over_gloo_alone(what: tuple[str, ...]):
+    """As between hosts."""
+    LocalJob(2, timeout=110, environment=OVER_GLOO).run(SCRIPT, *what).check()
+
+
+@pytest.mark.slow
+def test_three_ranks_draw_what_one_process_draws():
+    LocalJob(3, timeout=60).run(SCRIPT, "random_numbers").check()
+
+
+@pytest.mark.slow
+def test_clipping_spans_three_stages_and_state_fits_another_split(tmp_path: Path):
+    LocalJob(3, timeout=60).run(SCRIPT, f"clipping_and_checkpoints:{tmp_path}").check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "schedules"), [(2, "GPipe,Interleaved1F1B,ZB1P"), (3, "GPipe,1F1B,Interleaved1F1B,ZB1P,ZBV")]
+)
+def test_a_failure_anywhere_ends_the_step_on_every_rank_long_before_its_deadline(ranks: int, schedules: str):
+    result = LocalJob(ranks, timeout=200).run(SCRIPT, f"failures:{schedules}").check()
+    for found in result.results:
+        assert found["tried"] >= 40
+        assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
+
+
+@pytest.mark.slow
+def test_a_callers_mistake_on_one_of_three_ranks_reaches_the_others():
+    LocalJob(3, timeout=60).run(SCRIPT, "mistakes").check()
 
 
 @pytest.mark.slow
