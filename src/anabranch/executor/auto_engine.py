@@ -283,6 +283,7 @@ class AutoEngine:
             except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
                 self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
             else:
+                prepared.confirm()
                 self._judge(seconds, tape_seconds)
             self._worth.tried(time.perf_counter() - began - tape_seconds)
             return ran

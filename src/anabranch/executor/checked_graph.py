@@ -5,7 +5,8 @@
     batch ── a graph fits ──────────────────────────────────────────────────────────> graph
         └─ none does ──> captured (or refused: nothing has happened)
                          └─> the tape takes the step; in its middle the graph computes loss and gradients once more,
-                             from the same state and random numbers: other bits, and the next run is refused
+                             from the same state and random numbers: other bits, and the next run is refused;
+                             an error of the tape is the caller's, and the graph waits for a batch without one
 
 What no guard sees, such as code that asks ``torch.compiler.is_compiling()``, makes a graph of another function than the
 one that Python runs. It is the tape's step that counts, so no such graph ever moves a parameter.
@@ -26,6 +27,7 @@ from anabranch.executor.steps import TrainStep
 from anabranch.executor.tape import TapeEngine
 from anabranch.executor.trial import Differs, Snapshot, check_gradients, check_results, repeat
 from anabranch.graph.front import GuardMiss
+from anabranch.graph.refusals import Raises
 from anabranch.graph.step import Prepared
 from anabranch.tensors import Structure
 
@@ -65,10 +67,10 @@ class CheckedGraph(GraphEngine):
             pass
         try:
             prepared = self.prepare(batch, fetch, whole=False)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, Raises) as error:
             return self._told_by_the_tape(error, lambda: self._tape.differentiate(batch, fetch, begin))
         if prepared.talks():
-            return self._at_once(lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
+            return self._at_once(prepared, lambda: super(CheckedGraph, self).differentiate(batch, fetch, begin))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
         with answers.noted():
             ran, gradients = self._tape.differentiate_noting(batch, fetch, begin)
@@ -85,10 +87,10 @@ class CheckedGraph(GraphEngine):
             pass
         try:
             prepared = self.prepare(batch, fetch, whole=True)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, Raises) as error:
             return self._told_by_the_tape(error, lambda: self._tape.step(batch, fetch))
         if prepared.talks():
-            return self._at_once(lambda: super(CheckedGraph, self).step(batch, fetch))
+            return self._at_once(prepared, lambda: super(CheckedGraph, self).step(batch, fetch))
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
 
         def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
@@ -106,13 +108,15 @@ class CheckedGraph(GraphEngine):
         self._refused = f"the step cannot be captured: {mistake}; use engine='tape'"
         return ran
 
-    def _at_once(self, run: Callable[[], Ran]) -> Ran:
+    def _at_once(self, prepared: Prepared, run: Callable[[], Ran]) -> Ran:
         """Runs a graph that was not compared: its collectives would be one more than the other workers expect."""
         self.may_trace = True
         try:
-            return run()
+            ran = run()
         finally:
             self.may_trace = False
+        prepared.confirm()
+        return ran
 
     def _raise_refusal(self) -> None:
         if self._refused is not None:
@@ -142,4 +146,9 @@ class CheckedGraph(GraphEngine):
             self._refused = (
                 f"on the last batch {error} of the graph had other bits than the tape's, whose step was taken: "
                 "what the code does while it is captured is not what it does in Python; use engine='tape'"
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
+            self._refused = (
+                f"the graph failed on the last batch where the tape, whose step was taken, did not "
+                f"({type(error).__name__}: {error}); use engine='tape'"
             )

@@ -39,7 +39,7 @@ from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.classes import WatchedCode
-from anabranch.graph.refusals import reason_of
+from anabranch.graph.refusals import refusal_of
 from anabranch.graph.signed_zeros import guard_signs
 from anabranch.graph.silence import silent
 from anabranch.graph.slowness import told_if_slow
@@ -312,7 +312,7 @@ class Front:
                 "and graphs are captured with it; switch it on, or use engine='tape'"
             )
         if isinstance(error, TorchDynamoException) or _inside_dynamo(error):
-            return CaptureError(reason_of(error, self._what))
+            return refusal_of(error, self._what)
         return error
 
 

@@ -61,10 +61,12 @@ class Joint:
         key: the program's purpose.
         backward: the graph of forward and backward.
         graph: the graph that runs.
+        confirmed: the tape has run a batch of this program and gave the same; see ``Prepared.confirm``.
     """
 
     def __init__(self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure) -> None:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
+        self.confirmed = False
         self._outputs = output_names(call)
         names = {"0": "", "1": "batch"}
         arguments = arrange(call, args, step.tensors, names)

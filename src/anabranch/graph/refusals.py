@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
-__all__ = ["reason_of", "reason_of_call", "user_line_of"]
+from anabranch.errors import CaptureError
+
+__all__ = ["Raises", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -33,6 +35,16 @@ _REASONS = (
     ("backward()", "it calls backward() in the middle of the step"),
 )
 _CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
+
+
+class Raises(CaptureError):
+    """The step's own code raises, which Python would do as well."""
+
+
+def refusal_of(error: BaseException, what: str) -> CaptureError:
+    """The error to raise in place of Dynamo's."""
+    kind = Raises if "Observed exception" in str(error) else CaptureError
+    return kind(reason_of(error, what))
 
 
 def reason_of(error: BaseException, what: str) -> str:
@@ -83,6 +95,9 @@ def _simple(said: str) -> str:
 
 
 def _raised(text: str) -> str:
+    held = re.search(r"exceptions must derive from BaseException, not (\w+)", text)
+    if held:  # an exception that was made elsewhere, which Dynamo does not take for one
+        return f"{held[1]}, under the conditions of now,"
     found = re.search(r"raised exception (.*)", text) or re.search(r"exception (\w+\(.*\))", text)
     return found[1].strip() if found else "an exception"
 

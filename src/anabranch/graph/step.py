@@ -78,6 +78,14 @@ class Prepared:
     joint: Joint
     args: tuple[object, ...]
 
+    def confirm(self) -> None:
+        """Lets the program run from now on without ``may_trace``: it was compared with another engine.
+
+        Until then such a run is a ``GuardMiss``. A step that the other engine could not take, because of a mistake or
+        of an interrupt, has compared nothing.
+        """
+        self.joint.confirmed = True
+
     def talks(self) -> bool:
         """True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
@@ -202,7 +210,8 @@ class StepProgram:
             fetch: names of submodules (their outputs) and of gradients (``<parameter>.grad``, as the optimizer sees
                 it; sparse for a table looked up sparsely, ``None`` where none arrives).
             begin: called with the names of the outputs before any computation.
-            may_trace: make a graph where none fits; else that is a ``GuardMiss``.
+            may_trace: make a graph where none fits; else that is a ``GuardMiss``, as is a graph that was prepared and
+                never confirmed.
         """
         modules = tuple(name for name in fetch if not name.endswith(".grad"))
         gradients = tuple(name for name in fetch if name.endswith(".grad"))
@@ -229,7 +238,7 @@ class StepProgram:
             batch: a nested structure of tensors.
             fetch: names of submodules.
             arrivals: called with the loss and each dense gradient the moment it is final, while backward goes on.
-            may_trace: make a graph where none fits; else that is a ``GuardMiss``.
+            may_trace: as for ``run``.
         """
         task = _Task(self._key(False, (), ()), (), (), None, arrivals)
         found, outputs = self._through_front(task, batch, tuple(fetch), may_trace)
@@ -309,7 +318,8 @@ class StepProgram:
         return found, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
-        """Records the state after the optimizers' own step on a prepared program: its new state is not a change."""
+        """Confirms a program after the optimizers' own step beside it, whose new state is not a change."""
+        prepared.confirm()
         self._state.note_optimizer_state()
         prepared.joint.take_state()
         self._last = prepared.joint.graph
@@ -407,6 +417,8 @@ class _Programs:
             joint = self._last = self._find(step, args, task)
         if task.only_prepare:
             raise _OnlyPrepared(joint, args)
+        if not (joint.confirmed or task.may_trace):
+            raise GuardMiss("the graph of the step has not been compared with the tape yet")
         task.joint = joint
         task.results = joint.run(args, task.leaves, task.begin, task.arrivals)
         return joint.in_order(task.results)
