@@ -1,14 +1,16 @@
-"""Loaders that are closed at a test's end, each fetching ahead however quick it is."""
+"""Loaders that are closed at a test's end, each fetching ahead however quick it is; and what was captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 from loader_kinds import bound
 
 from anabranch.executor import loading
 from anabranch.executor.loading import BoundLoader
+from anabranch.graph import joint as joint_module
 
 
 @pytest.fixture
@@ -28,3 +30,17 @@ def opened() -> Iterator[Callable[..., BoundLoader]]:
     for loader in loaders:
         loader.close()
     loaders.clear()  # a DataLoader's persistent workers live as long as it does
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was captured, in order."""
+    found: list[object] = []
+    real = joint_module.capture_backward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(joint_module, "capture_backward", counting)
+    return found

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.graph import joint as joint_module
 from anabranch.testing import LocalJob
 
 ROOT = Path(__file__).parents[2]
@@ -25,20 +24,6 @@ JOB = Path(__file__).with_name("auto_engine_job.py")
 SHARE = 1.0
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 """The second is captured in half the time."""
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was captured, in order."""
-    found: list[object] = []
-    real = joint_module.capture_backward
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        found.append(args)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(joint_module, "capture_backward", counting)
-    return found
 
 
 def batch_of(rows: int = 6, seed: int = 0) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from torch import Tensor
@@ -17,9 +18,9 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import EvalStep
 from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
 from anabranch.executor.worth import Worth
-from anabranch.graph.effects import is_collective
-from anabranch.graph.evaluation import EvalProgram
+from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
 from anabranch.graph.front import GuardMiss
+from anabranch.graph.refusals import Raises
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -29,6 +30,16 @@ _log = logging.getLogger("anabranch")
 _MOST_TRIALS = 8
 _MOST_MISSES = 16
 _KEPT_TIMES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """What eager mode returned, the seconds of both, and in what the graph failed."""
+
+    returned: Mapping[str, Tensor]
+    eager_seconds: float
+    seconds: float
+    failed: str | None
 
 
 class Evaluator:
@@ -58,6 +69,7 @@ class Evaluator:
         self._seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._runs = self._trials = self._misses = 0
         self._on_graph = self._taken = False
+        self._wrong: str | None = None
         self._why = "the tape was asked for" if engine == "tape" else "a Pipe runs its stages by itself"
         if self._program is not None:
             self._why = "a graph was asked for" if engine == "graph" else "no graph has shown yet that it is quicker"
@@ -84,7 +96,7 @@ class Evaluator:
         if self._program is None:
             return self._eagerly(batch, fetch)
         if self._engine == "graph":
-            return self._as_graph(self._program, batch, fetch, may_trace=True)
+            return self._checked(self._program, batch, fetch)
         if self._taken:
             try:
                 return self._as_graph(self._program, batch, fetch, may_trace=False)
@@ -133,6 +145,31 @@ class Evaluator:
         fetch.check(returned)
         return cast("Mapping[str, Tensor]", returned)
 
+    def _checked(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
+        """As a graph; eagerly where the graph is new, and the graph beside it."""
+        if self._wrong is not None:
+            raise CaptureError(self._wrong)
+        try:
+            return self._as_graph(program, batch, fetch, may_trace=False)
+        except GuardMiss:
+            pass
+        try:
+            prepared = program.prepare(batch, fetch.modules)
+        except Raises as error:  # eager mode meets it as well, after what comes before it
+            returned = self._eagerly(batch, fetch)
+            self._wrong = str(error)
+            return returned
+        if self._compile or prepared.talks():  # rounds otherwise, or the other workers would wait for two runs
+            returned = self._as_graph(program, batch, fetch, may_trace=True)
+        else:
+            found = self._both(prepared, batch, fetch)
+            if found.failed is not None:
+                self._wrong = f"on the last batch {found.failed}; eager mode has answered it; use engine='tape'"
+            returned = found.returned
+        prepared.confirm()
+        self._on_graph = True
+        return returned
+
     def _try(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         self._trials += 1
         began = time.perf_counter()
@@ -141,15 +178,26 @@ class Evaluator:
         except CaptureError as error:
             self._refuse(str(error))
             return self._eagerly(batch, fetch)
-        if any(map(is_collective, prepared.forward.graph.fx.nodes)):
+        if prepared.talks():
             self._refuse("it talks to the other workers by itself, which a trial would do once more")
             return self._eagerly(batch, fetch)
+        found = self._both(prepared, batch, fetch)
+        if found.failed is not None:
+            self._refuse(found.failed, final=True)
+        else:
+            prepared.confirm()
+            self._judge(found)
+        self._worth.tried(time.perf_counter() - began - found.eager_seconds)
+        return found.returned
+
+    def _both(self, prepared: PreparedEvaluation, batch: Structure, fetch: Fetch) -> _Both:
+        """The eager answer, and whether a graph gives it too."""
         model, answers = self._step.model, Answers()
         before = Snapshot(model, [], prepared.args)
-        eager_began = time.perf_counter()
+        began = time.perf_counter()
         with answers.noted():
             returned = self._eagerly(batch, fetch)
-        eager_seconds = time.perf_counter() - eager_began
+        eager_seconds = time.perf_counter() - began
         after = Snapshot(model, [], prepared.args)
 
         def check(results: Mapping[str, object]) -> None:
@@ -157,29 +205,29 @@ class Evaluator:
                 if isinstance(value, Tensor) and not self._compile and bits_differ(results.get(name), value):
                     raise Differs(f"the result {name!r}")
 
+        seconds, failed = 0.0, None
         try:
             seconds = repeat(before, after, answers, prepared.run, check, rough=self._compile)
         except Differs as error:
-            self._refuse(f"the graph's bits are not those of eager mode: {error}")
+            failed = f"the graph's bits are not those of eager mode: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, the eager run counts
-            self._refuse(f"the graph failed where eager mode did not ({type(error).__name__}: {error})")
-        else:
-            usual = min([eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
-            if self._after is None and seconds >= usual:
-                self._refuse("the graph gave the same bits and was no quicker")
-            else:
-                self._taken = True
-                self._why = f"a graph gave the same bits in {seconds * 1e3:.2f} ms, eager mode {usual * 1e3:.2f} ms"
-                _log.info("step %r runs as a graph: %s", self._name, self._why)
-        finally:
-            self._worth.tried(time.perf_counter() - began - eager_seconds)
-        return returned
+            failed = f"the graph failed where eager mode did not ({type(error).__name__}: {error})"
+        return _Both(returned, eager_seconds, seconds, failed)
 
-    def _refuse(self, why: str) -> None:
+    def _judge(self, found: _Both) -> None:
+        usual = min([found.eager_seconds, *([statistics.median(self._seconds)] if self._seconds else [])])
+        if self._after is None and found.seconds >= usual:
+            self._refuse("the graph gave the same bits and was no quicker")
+            return
+        self._taken = True
+        self._why = f"a graph gave the same bits in {found.seconds * 1e3:.2f} ms, eager mode {usual * 1e3:.2f} ms"
+        _log.info("step %r runs as a graph: %s", self._name, self._why)
+
+    def _refuse(self, why: str, *, final: bool = False) -> None:
         self._why = f"this evaluation runs eagerly: {why}"
         _log.info("step %r: %s", self._name, self._why)
-        if not self._taken:
-            self._program = None
+        if final or not self._taken:  # a graph that has shown itself wrong is asked no more, nor are its siblings
+            self._program, self._taken = None, False
 
 
 def _check(returned: object) -> None:

@@ -17,7 +17,8 @@ from anabranch.graph.build import build
 from anabranch.graph.calls import Binding, arrange, run_calls
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
-from anabranch.graph.front import Call, Front, mark
+from anabranch.graph.effects import is_collective
+from anabranch.graph.front import Call, Front, GuardMiss, mark
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.inductor import compiled
 from anabranch.graph.kinds import kind_of
@@ -38,6 +39,14 @@ class PreparedEvaluation:
     def run(self) -> dict[str, object]:
         """Runs on the batch that it was made for; returns the results by name."""
         return dict(zip(self.forward.graph.outputs, self.forward.results(self.args), strict=True))
+
+    def confirm(self) -> None:
+        """Lets the program run from now on without ``may_trace``: it gave what eager mode gives."""
+        self.forward.confirmed = True
+
+    def talks(self) -> bool:
+        """True if it has collectives of its own, which a run in addition to the eager one would repeat."""
+        return any(map(is_collective, self.forward.graph.fx.nodes))
 
 
 class _OnlyPrepared(BaseException):
@@ -69,7 +78,7 @@ class EvalProgram:
         self.model, self._compile = model, compile
         self._front = Front(_marked(outputs), self._make, what="the evaluation")
         self._recorder = OutputRecorder()
-        self._preparing = False
+        self._preparing = self._may_trace = False
         self._kinds: set[object] = set()
         self._last: Graph | None = None
 
@@ -83,7 +92,14 @@ class EvalProgram:
     def run(
         self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
     ) -> tuple[Any, dict[str, Structure]]:
-        """The result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under ``no_grad``."""
+        """The result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under ``no_grad``.
+
+        Args:
+            batch: a nested structure of tensors.
+            fetch: names of submodules.
+            may_trace: make a graph where none fits; else that is a ``GuardMiss``, as is a graph that was prepared and
+                never confirmed.
+        """
         kind = (kind_of(batch), tuple(fetch))
         if kind not in self._kinds and len(self._kinds) >= _MOST_GRAPHS:
             raise CaptureError(
@@ -92,6 +108,7 @@ class EvalProgram:
             )
         if may_trace and kind not in self._kinds:
             learn_forms(self.model.modules())
+        self._may_trace = may_trace
         with self._recorder.recording(self.model, tuple(fetch)) as outputs:
             found = self._front.run(kind, self.model, batch, may_trace=may_trace)
         self._kinds.add(kind)
@@ -127,6 +144,8 @@ class EvalProgram:
             mine._last = forward.graph
             if mine._preparing:
                 raise _OnlyPrepared(forward, args)
+            if not (forward.confirmed or mine._may_trace):
+                raise GuardMiss("the graph of the evaluation has not been compared with eager mode yet")
             return forward.in_order(args)
 
         return run
@@ -137,6 +156,7 @@ class _Forward:
 
     def __init__(self, program: EvalProgram, call: Call, args: Sequence[object]) -> None:
         model = program.model
+        self.confirmed = False
         tensors = {tensor: name for name, tensor in model.named_buffers()}
         tensors |= {tensor: name for name, tensor in model.named_parameters()}
         arguments = arrange(call, args, tensors, {"0": "", "1": "batch"})

@@ -1,0 +1,225 @@
+"""A graph runs only once the tape has taken a batch of it: what the tape raises is raised again at every such step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.executor.auto_engine import AutoEngine
+from anabranch.executor.checked_graph import CheckedGraph
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.tape import TapeEngine
+
+SGD = torch.optim.SGD
+ENGINES = ("auto", "graph")
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Play: TypeAlias = Callable[[int, Any], Tensor]
+"""``play(i, model)`` changes the model before step ``i``, and returns its batch."""
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def outcomes(model: nn.Module, steps: Iterable[int], play: Play, run: Callable[[Tensor], Tensor]) -> list[object]:
+    """The loss of each step, or the type of what it raised."""
+    torch.manual_seed(1)
+    found: list[object] = []
+    for i in steps:
+        batch = play(i, model)
+        try:
+            found.append(run(batch).item())
+        except Exception as error:  # noqa: BLE001 - any, to compare with the plain loop's
+            found.append(type(error))
+    return found
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def expect_the_plain_loop(
+    engine: str, make: Callable[[], nn.Module], loss: Loss, play: Play, steps: int, raises: list[int]
+) -> None:
+    plain, model = made(make), made(make)  # a copy of the first would not share memory as it does
+    optimizer = SGD(plain.parameters(), lr=0.1)
+
+    def run(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        value = loss(plain, batch)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    expected = outcomes(plain, range(steps), play, run)
+    assert [i for i, found in enumerate(expected) if isinstance(found, type)] == raises, "so PyTorch does"
+    step = ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1))
+    chosen: dict[str, Any] = {"capture_after": 1} if engine == "auto" else {}
+    with ab.Executor(step, engine=engine, **chosen) as executor:  # type: ignore[arg-type]
+        found = outcomes(model, range(steps), play, lambda batch: executor.run(batch=batch)["loss"])  # type: ignore[arg-type,return-value]
+        assert found == expected
+        assert executor.engine() == "graph"
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batches_of_inference_mode_are_refused_at_every_step(engine: str) -> None:
+    def play(i: int, _model: nn.Module) -> Tensor:
+        with torch.inference_mode(3 <= i < 6):
+            return torch.randn(5, 4)
+
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 3), square, play, 7, [3, 4, 5])
+
+
+class ChangesWhatIsSaved(nn.Module):
+    """Multiplies by a buffer, and changes a part of it before backward, by another name, if told to."""
+
+    scale: Tensor
+    part: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("part", self.scale[1:])
+        self.changes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale
+        if self.changes:
+            with torch.no_grad():
+                self.part.mul_(1.1)
+        return y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_buffer_that_is_changed_before_backward_is_refused_at_every_step(engine: str) -> None:
+    def play(i: int, model: Any) -> Tensor:
+        model.changes = i < 3
+        return torch.randn(5, 4)
+
+    expect_the_plain_loop(engine, ChangesWhatIsSaved, square, play, 6, [0, 1, 2])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_switch_that_backward_refuses_is_refused_at_every_step(engine: str) -> None:
+    def play(i: int, model: Any) -> Tensor:
+        model[0].scale_grad_by_freq = 3 <= i < 5
+        return torch.randint(0, 10, (5, 2))
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+
+    expect_the_plain_loop(engine, make, square, play, 6, [3, 4])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_that_the_loss_raises_at_times_is_the_users_own(engine: str) -> None:
+    class Raising(nn.Linear):
+        error: Exception | None = None
+
+    def loss(model: Raising, x: Tensor) -> Tensor:
+        if model.error is not None:
+            raise model.error
+        return square(model, x)
+
+    def play(i: int, model: Any) -> Tensor:
+        model.error = {2: ValueError("mine"), 3: StopIteration()}.get(i)
+        return torch.randn(5, 4)
+
+    expect_the_plain_loop(engine, lambda: Raising(4, 3), loss, play, 6, [2, 3])
+
+
+def test_a_capture_names_the_exception_that_the_function_would_raise() -> None:
+    mine = ValueError("mine")
+
+    def raising(x: Tensor) -> Tensor:
+        if mine is not None:
+            raise mine
+        return x
+
+    with pytest.raises(ab.CaptureError, match=r"test_mistakes_\w+\.py:\d+: the function raises ValueError, under"):
+        ab.capture(raising, torch.ones(3))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interrupt_beside_a_new_graph_costs_one_step_and_no_second_capture(
+    engine: str, captures: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 3)
+    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
+    real = TapeEngine.step
+    with ab.Executor(step, engine=engine, **({"capture_after": 0} if engine == "auto" else {})) as executor:  # type: ignore[arg-type]
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(TapeEngine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(batch=torch.ones(5, 4))
+        monkeypatch.setattr(TapeEngine, "step", real)
+        losses = [float(executor.run(batch=torch.ones(5, 4))["loss"]) for _ in range(3)]  # type: ignore[arg-type]
+        assert losses == sorted(losses, reverse=True)
+        assert executor.engine() == "graph"
+    assert len(captures) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_for_other_workers_are_of_a_compared_graph_too(engine: str) -> None:
+    model = ChangesWhatIsSaved()
+    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
+    one = CheckedGraph(step) if engine == "graph" else AutoEngine(step, capture_after=0)
+    one.attach(dict(model.named_parameters()), lambda parameter, gradient: gradient)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            one.differentiate(torch.ones(5, 4), Fetch([], model), lambda loss: None)
+    model.changes = False
+    for _ in range(2):
+        one.differentiate(torch.ones(5, 4), Fetch([], model), lambda loss: None)
+    assert one.name == "graph"
+
+
+class AsksWhetherItIsCompiled(nn.Linear):
+    asks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (1.0 if self.asks and torch.compiler.is_compiling() else 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_evaluation_as_another_graph_is_compared_as_the_first_was(engine: str) -> None:
+    model, x = AsksWhetherItIsCompiled(4, 3), torch.ones(2, 4)
+    step = ab.EvalStep(model, lambda model, x: {"y": model(x)})
+    with ab.Executor(step, engine=engine, **({"capture_after": 0} if engine == "auto" else {})) as executor:  # type: ignore[arg-type]
+        for _ in range(2):
+            assert torch.equal(executor.run(batch=x)["y"], model(x))  # type: ignore[arg-type]
+        assert executor.engine() == "graph"
+        model.asks = True
+        assert torch.equal(executor.run(batch=x)["y"], model(x))  # type: ignore[arg-type]
+        if engine == "graph":
+            with pytest.raises(ab.CaptureError, match="bits are not those of eager mode"):
+                executor.run(batch=x)
+        else:
+            assert torch.equal(executor.run(batch=x)["y"], model(x))  # type: ignore[arg-type]
+            assert executor.engine() == "tape"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_evaluation_that_eager_mode_refuses_is_refused_at_every_run(engine: str) -> None:
+    def outputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        if not torch.compiler.is_compiling():
+            raise ValueError("mine")
+        return {"y": model(x)}
+
+    step = ab.EvalStep(nn.Linear(4, 3), outputs)
+    with ab.Executor(step, engine=engine, **({"capture_after": 0} if engine == "auto" else {})) as executor:  # type: ignore[arg-type]
+        for _ in range(3):
+            with pytest.raises(ValueError, match="mine"):
+                executor.run(batch=torch.ones(2, 4))
