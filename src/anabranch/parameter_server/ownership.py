@@ -102,9 +102,12 @@ class Ownership:
     """
 
     def __init__(self, directory: Path, *, repair: bool = False) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "owner"
-        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be used: {error}; give a directory that can be made") from error
         self._file = -1
         self._lock = threading.Lock()
         self.lost: str | None = None
@@ -119,6 +122,9 @@ class Ownership:
             self.epoch = 1 if before is None else before.epoch + 1
             self._slot = _Slot(0 if before is None else before.turn, self.epoch, os.getpid(), self.found or Position())
             self.note(durable=True)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{directory} cannot be used: {error}; give one that can be written to") from error
         except BaseException:
             self.close()
             raise
