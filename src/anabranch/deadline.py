@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from numbers import Real
 
 from anabranch.errors import DeadlineExceeded
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "check_seconds"]
 
 _FOREVER = float("inf")
+
+
+def check_seconds(**given: float) -> None:
+    """Raises for an argument that is no length of time to wait for.
+
+    >>> check_seconds(timeout=30.0, heartbeat=0)
+    Traceback (most recent call last):
+    ValueError: heartbeat is a finite number of seconds above 0, got 0
+
+    Raises:
+        TypeError, ValueError: names the argument and its value.
+    """
+    for name, seconds in given.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, Real):
+            raise TypeError(f"{name} is a number of seconds, got {seconds!r}")
+        if not 0 < seconds < _FOREVER:
+            raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
 
 
 class Deadline:

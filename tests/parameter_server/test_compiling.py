@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,8 @@ import pytest
 
 pytest.importorskip("numba")
 
+from anabranch.cli import serve
+from anabranch.launch import slow_starts
 from anabranch.parameter_server import _compiling
 
 SOURCE = """
@@ -94,3 +97,65 @@ def test_without_a_place_to_keep_it_a_kernel_is_compiled_all_the_same(monkeypatc
     with pytest.warns(RuntimeWarning, match="in each process anew: cannot cache function"):
         kernel = _compiling.compiled(lambda x: x + x)
     assert kernel(2.0) == 4.0
+
+
+def said(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.name == "anabranch.compiling" and record.levelname == "INFO" for record in caplog.records)
+
+
+def test_a_process_that_compiles_for_long_says_so_once_and_one_that_loads_does_not(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server printed nothing for 40 seconds on a new machine."""
+    caplog.set_level("INFO", "anabranch.compiling")
+    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
+    module.twice(2.0)
+    assert said(caplog) == 0  # two seconds are not over
+    assert _compiling._spent.seconds > 0
+    monkeypatch.setattr(_compiling, "_LONG", 0.0)
+    module.twice(2)
+    module.twice(True)
+    assert said(caplog) == 1
+    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
+    again.twice(2.0)
+    assert _compiling._spent.seconds == 0.0
+    assert said(caplog) == 1
+
+
+def test_a_process_that_waits_for_another_that_compiles_says_so(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "anabranch.compiling")
+    monkeypatch.setattr(_compiling, "_spent", _compiling._Spent())
+    monkeypatch.setattr(_compiling, "_LONG", 0.0)
+    held = lock_of(module)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    waited: list[int] = []
+
+    def let_go(_: float) -> None:
+        waited.append(said(caplog))
+        if len(waited) == 2:
+            os.close(held)
+
+    monkeypatch.setattr(_compiling, "time", SimpleNamespace(sleep=let_go))
+    module.twice(2.0)
+    assert waited == [0, 1]  # said while it waited
+
+
+def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("anabranch.compiling")
+    before = logger.level, list(logger.handlers)
+    try:
+        serve._show_compiling()
+        spent = _compiling._Spent()
+        spent.reach(1e9)
+    finally:
+        logger.setLevel(before[0])
+        logger.handlers[:] = before[1]
+    shown = "anabranch: compiling the kernels of tables (once on this machine, about a minute)\n"
+    assert (capsys.readouterr().err, shown.startswith(slow_starts._SHOWN)) == (shown, True)

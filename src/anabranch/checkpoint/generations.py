@@ -27,6 +27,7 @@ from anabranch.events import fault_point
 
 __all__ = [
     "all_generations",
+    "check_path",
     "claim",
     "complete_generations",
     "data_path",
@@ -40,6 +41,17 @@ __all__ = [
 
 _MANIFEST = re.compile(r"manifest-(\d{8,18})\.json")
 _OURS = re.compile(r"\.?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*-(\d{8,18})\.safetensors|manifest-(\d{8,18})\.json)(?:\.new)?")
+
+
+def check_path(given: object, name: str = "path") -> Path:
+    """``given`` as a ``Path``.
+
+    Raises:
+        TypeError: it is none; names the argument and its value.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"{name} is a text or a pathlib.Path, got {given!r}")
+    return Path(given)
 
 
 def data_path(directory: Path, group: str, generation: int) -> Path:

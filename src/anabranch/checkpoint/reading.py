@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anabranch.checkpoint.generations import complete_generations, data_path, manifest_path
+from anabranch.checkpoint.generations import check_path, complete_generations, data_path, manifest_path
 from anabranch.checkpoint.manifest import FileRecord, Manifest, unpack
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
@@ -84,7 +84,7 @@ def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Chec
     Raises:
         CheckpointError: there is none, or none is whole; says why, of each.
     """
-    directory = Path(path)
+    directory = check_path(path)
     if generation is not None:
         return _open(directory, generation, _manifest(directory, generation), data=False)
     found = _newest_whole([directory])

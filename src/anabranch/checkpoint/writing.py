@@ -24,6 +24,7 @@ from torch import Tensor
 
 from anabranch.checkpoint.generations import (
     all_generations,
+    check_path,
     claim,
     complete_generations,
     data_path,
@@ -82,7 +83,7 @@ def write(
         CheckpointError: the disk is full or failing, or another process is saving there. What was whole before is
             still there.
     """
-    directory = Path(path)
+    directory = check_path(path)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"the step of a checkpoint is an int >= 0, got {step!r}")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -132,7 +133,8 @@ def parameters(
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs what lies there")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
-    compile_kernels()  # takes seconds at first; a signal may still end it, since nothing is lost
+    _show_compiling()
+    compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with told_plainly(), stopped_by_signals() as stop:
         serve_parameters(
             stop,
@@ -148,6 +150,21 @@ def parameters(
             insecure=insecure,
             beside=_beside(metrics, parameter_metrics),
         )
+
+
+class _OnStderr(logging.Handler):
+    """Shows a line as the command line says things."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints the record's message."""
+        typer.echo(f"anabranch: {record.getMessage()}", err=True)
+
+
+def _show_compiling() -> None:
+    """Shows why nothing happens while the kernels of tables are compiled; `anabranch run` looks for this line."""
+    logger = logging.getLogger("anabranch.compiling")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_OnStderr())
 
 
 _Server = TypeVar("_Server")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
+from numbers import Integral
 from types import TracebackType
 from typing import Literal, Self, cast
 
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from anabranch.checkpoint.generations import check_path
 from anabranch.collectives import Workers
+from anabranch.deadline import check_seconds
 from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.batches import Batches
 from anabranch.executor.checked_graph import CheckedGraph
@@ -128,14 +130,23 @@ class Executor:
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
         Consistency.parse(consistency)
         check_compression(row_compression)
+        check_seconds(timeout=timeout, heartbeat=heartbeat)
         if engine not in _ENGINES:
             raise ValueError(f"engine is one of {_ENGINES}, got {engine!r}")
+        if not isinstance(compile, bool):
+            raise TypeError(f"compile is True or False, got {compile!r}")
         if compile and engine == "tape":
             raise ValueError("compile=True compiles the graph, and the engine is 'tape'; give engine='graph'")
         if capture_after is not None and (isinstance(capture_after, bool) or not isinstance(capture_after, int)):
             raise TypeError(f"capture_after is a number of runs, or None, got {capture_after!r}")
         if capture_after is not None and capture_after < 0:
             raise ValueError(f"capture_after is a number of runs, at least 0, got {capture_after}")
+        if not isinstance(seed, Integral | None):
+            raise TypeError(f"seed is a whole number, or None, got {seed!r}")
+        if not isinstance(cache, Cache | None):
+            raise TypeError(f"cache is an anabranch.Cache, or None, got {cache!r}")
+        if not isinstance(dataloaders, Mapping | None):
+            raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
         for name in dataloaders or {}:
             self._step(name)
         self._models = distinct_models(self._steps)
@@ -147,7 +158,9 @@ class Executor:
             use_sparse_pull=use_sparse_pull,
             caches=cache is not None,
         )
-        self._log_path = None if log_path is None else Path(log_path)
+        self._log_path = None if log_path is None else check_path(log_path, "log_path")
+        if self._log_path is not None and not self._log_path.parent.is_dir():
+            raise ValueError(f"log_path={log_path!r} lies in no directory that is there; make {self._log_path.parent}")
         self._closed = False
         self._started = time.monotonic()
         self._placement: Placement | None = None
@@ -439,7 +452,7 @@ class Executor:
             CheckpointError: it could not be written; raised on every worker.
         """
         self._check_open()
-        self._saver.save(Path(path))
+        self._saver.save(check_path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continues from the newest whole checkpoint in ``path``; any number of workers may. Every worker calls it.
@@ -451,7 +464,7 @@ class Executor:
                 unexpected, or of another shape or dtype. Nothing has been changed then.
         """
         self._check_open()
-        self._saver.load(Path(path))
+        self._saver.load(check_path(path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Loads the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
@@ -460,7 +473,7 @@ class Executor:
             CheckpointError: there are some and none is whole, or the newest does not fit.
         """
         self._check_open()
-        return self._saver.resume(Path(path))
+        return self._saver.resume(check_path(path))
 
     # The end.
 

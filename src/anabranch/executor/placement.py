@@ -47,9 +47,9 @@ class Placement:
         known = [dict(model.named_modules()) for model in models]
         for name in wanted:
             if not name or not any(name in modules for modules in known):
-                raise ValueError(
-                    f"devices= names {name!r}; the modules are: {', '.join(sorted(filter(None, set().union(*known))))}"
-                )
+                others = ", ".join(sorted(filter(None, set().union(*known))))
+                known_ones = f"the modules are: {others}" if others else "it has none; use model.to(device)"
+                raise ValueError(f"devices= names {name!r}; {known_ones}")
         for model in models:
             self._check_shared(model)
         placed: set[nn.Module] = set()

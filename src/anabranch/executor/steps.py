@@ -6,10 +6,12 @@ They are descriptions: checked when they are made, run by the executor, holding 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -18,6 +20,7 @@ from anabranch.tensors import Structure
 
 __all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
 
+_T = TypeVar("_T")
 Loss: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 """``loss(model, batch)`` and ``outputs(model, batch)``; the batch is whatever nested structure the caller passes."""
@@ -50,7 +53,7 @@ class TrainStep:
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
         ValueError: a model without parameters, an optimizer of another model's parameters, two that share one, a
-            scheduler of none of the optimizers, or a number out of range.
+            scheduler of none of the optimizers, a lazy layer that has not seen a batch, or a number out of range.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class TrainStep:
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
+        if isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real | None):
+            raise TypeError(f"clip_grad_norm is a finite number above 0, or None, got {clip_grad_norm!r}")
         if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
             raise ValueError(f"clip_grad_norm is a finite number above 0, or None, got {clip_grad_norm!r}")
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -98,6 +103,7 @@ class EvalStep:
 
     Raises:
         TypeError: an argument that is not a module, or cannot be called.
+        ValueError: a lazy layer that has not seen a batch.
     """
 
     def __init__(self, model: nn.Module, outputs: Outputs) -> None:
@@ -105,6 +111,7 @@ class EvalStep:
             raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
         if not callable(outputs):
             raise TypeError(f"outputs is called as outputs(model, batch), got {type(outputs).__name__}")
+        _check_initialized(model)
         self.model = model
         self.outputs = outputs
 
@@ -115,13 +122,32 @@ Step: TypeAlias = TrainStep | EvalStep
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
+    _check_initialized(model)
     passes_on = isinstance(model, Pipe) and bool(model.elsewhere)  # a stage may have no parameters, others do
     if next(model.parameters(), None) is None and not passes_on:
         raise ValueError(f"{type(model).__name__} has no parameters to train; use EvalStep to only run it")
 
 
+def _check_initialized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once on "
+                "a batch before making the step"
+            )
+
+
+def _listed(name: str, given: object, kind: type[_T]) -> list[_T]:
+    """One ``kind`` or several, as a list; of what else is given, the type is named."""
+    several = [given] if isinstance(given, kind) else given
+    if isinstance(several, type) or not isinstance(several, Iterable):
+        what = f"the class {several.__name__}; make one" if isinstance(several, type) else type(several).__name__
+        raise TypeError(f"{name} is one {kind.__name__} or a list of them, got {what}")
+    return list(several)
+
+
 def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> list[Optimizer]:
-    optimizers = [given] if isinstance(given, Optimizer) else list(given)
+    optimizers = _listed("optimizer", given, Optimizer)
     if not optimizers:
         raise ValueError("optimizer is an empty list; give at least one")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -152,7 +178,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _schedulers(given: LRScheduler | Sequence[LRScheduler] | None, optimizers: list[Optimizer]) -> list[LRScheduler]:
-    schedulers = [] if given is None else [given] if isinstance(given, LRScheduler) else list(given)
+    schedulers = [] if given is None else _listed("scheduler", given, LRScheduler)
     for index, scheduler in enumerate(schedulers):
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric that no training step has; step it yourself")

@@ -50,10 +50,12 @@ def gradients(
 
     Raises:
         NotFound: for a name that is not in the graph.
-        TypeError: for an output or ``wrt`` of an integer dtype.
+        TypeError: for what is no graph, and an output or ``wrt`` of an integer dtype.
         ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
         SchemaError: for gradients of the wrong number or shape.
     """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph is a Graph, as capture makes one, got {type(graph).__name__}")
     if not wrt:
         raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
     tape = _Tape(cut_lookups(graph, _inputs(graph, wrt)), outputs, wrt)

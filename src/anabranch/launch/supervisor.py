@@ -35,6 +35,7 @@ from anabranch.launch import signals as signal_box
 from anabranch.launch.outcome import called
 from anabranch.launch.screen import Screen
 from anabranch.launch.signals import SignalBox
+from anabranch.launch.slow_starts import SlowStarts
 from anabranch.launch.worker import Recipe, Worker
 
 __all__ = ["Patience", "Supervisor"]
@@ -156,6 +157,7 @@ class Supervisor:
         self._patience = patience or Patience()
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._tell = tell
+        self._slow_starts = SlowStarts(self._services, tell) if screen else None
         self._failed = False
         self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
 
@@ -300,10 +302,14 @@ class Supervisor:
         moments = [*self._workers.moments(), *self._service_ending.moments(), *(due for due, _ in self._returning)]
         if self._ends is not None and not self.timed_out:
             moments.append(self._ends)
+        if self._slow_starts is not None and (look := self._slow_starts.moment()) is not None:
+            moments.append(look)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _act(self) -> None:
         now = time.monotonic()
+        if self._slow_starts is not None:
+            self._slow_starts.look(now)
         if self._ends is not None and now >= self._ends and not self.timed_out:
             self.timed_out = True
             self._workers.send(signal.SIGABRT)

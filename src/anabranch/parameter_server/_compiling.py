@@ -5,17 +5,22 @@ code for each. It writes the index first and takes no lock, so two processes tha
 once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
 starts on a new machine would compile the same kernels. Here a process locks the function, and whoever waited for it
 finds the code in the cache.
+
+That takes half a minute on a new machine, in which nothing else happens. So a process that has compiled, or waited for
+another that does, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, cast
 
 import numba
@@ -29,7 +34,27 @@ Function = Callable[..., Any]
 
 _LONGEST_WAIT = 300.0  # seconds; then the function is compiled without the lock
 _PAUSE = 0.02
+_LONG = 2.0  # seconds; loading what others have compiled takes less
+_log = logging.getLogger("anabranch.compiling")
 _MADE_FOR: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+class _Spent:
+    """The seconds that this process has spent on kernels that were not there; logs one line once they are many."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._said = False
+
+    def reach(self, seconds: float) -> None:
+        """At least so many: of functions that are compiled within one another the outermost counts."""
+        self.seconds = max(self.seconds, seconds)
+        if self.seconds > _LONG and not self._said:
+            self._said = True
+            _log.info("compiling the kernels of tables (once on this machine, about a minute)")
+
+
+_spent = _Spent()
 
 
 def compiled(function: Function) -> Function:
@@ -44,10 +69,19 @@ def compiled(function: Function) -> Function:
 
     def compile_alone(signature: object) -> object:
         with global_compiler_lock, _locked(lock):  # in this order: two threads compile functions that call each other
-            return compile_(signature)
+            before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
+            made = compile_(signature)
+            if _missed(dispatcher) > missed:
+                _spent.reach(before + perf_counter() - began)
+            return made
 
     dispatcher.compile = compile_alone
     return cast(Function, dispatcher)
+
+
+def _missed(dispatcher: Any) -> int:
+    """The number of times that a function's code was not on the disk."""
+    return sum(dispatcher.stats.cache_misses.values())
 
 
 @contextmanager
@@ -61,8 +95,10 @@ def _locked(path: Path) -> Iterator[None]:
         return
     try:
         deadline = Deadline.after(_LONGEST_WAIT)
+        before = _spent.seconds
         while not _takes(descriptor) and not deadline.expired():
             time.sleep(_PAUSE)
+            _spent.reach(before + deadline.elapsed())
         yield
     finally:
         os.close(descriptor)  # which lets go of it

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import operator
 import os
 import threading
 import time
@@ -21,14 +22,14 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch import checkpoint
-from anabranch.deadline import Deadline
+from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, RolledBack, SchemaError
 from anabranch.job import job
 from anabranch.parameter_server.initial import Constant, Initial, table_key
@@ -138,7 +139,8 @@ class ParameterClient:
             [[1.0000, 1.0000]]])
 
     Args:
-        endpoints: of all shards, in their order; by default those of the job, and without any a shard in this process.
+        endpoints: of all shards, in their order; by default those of the job, and if it has none a shard in this
+            process.
         worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
             once, and it reads the present values.
         timeout: seconds that a call may take.
@@ -175,6 +177,8 @@ class ParameterClient:
         compression: Compression | None = None,
     ) -> None:
         self._compression = check_compression(compression)
+        check_seconds(timeout=timeout, heartbeat=heartbeat)
+        found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
         self._stack = ExitStack()
         self._timeout = timeout
         self._worker = worker
@@ -187,7 +191,6 @@ class ParameterClient:
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._traffic: dict[str, Traffic] = {}
         self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
-        found = list(job().servers if endpoints is None else endpoints)
         if not found:
             transport = MemoryTransport()
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
@@ -247,9 +250,15 @@ class ParameterClient:
 
         Raises:
             SchemaError: there is one of that name and another shape, dtype or optimizer.
-            ValueError: an optimizer that shards cannot run, or an invalid shape or dtype.
+            ValueError, TypeError: an optimizer that shards cannot run, or an invalid name, shape, dtype or first value.
         """
-        shape = tuple(shape)
+        shape = _checked_shape(shape)
+        if not isinstance(name, str):
+            raise TypeError(f"name is a text, got {name!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is torch.float32, torch.float64 or torch.bfloat16, got {dtype!r}")
+        if not (isinstance(init, (int, float, Tensor, Initial)) or callable(init)):
+            raise TypeError(f"init is a number, a tensor, a function of the shape or an Initial, got {init!r}")
         rule = RowOptimizer.from_factory(optimizer)
         if kind == "rows":
             self._init_rows(name, shape, dtype, init, rule)
@@ -397,6 +406,7 @@ class ParameterClient:
     def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
         """The rows of ``ids``: ``[*ids.shape, *row]``."""
         holding = self._holding(name, rows=True)
+        check_plain(ids, f"the ids of {name}")
         found = self.pull_many({name: ids.reshape(-1)})[name].rows
         return found.view(*ids.shape, *holding.shape[1:])
 
@@ -531,6 +541,8 @@ class ParameterClient:
         for name, (some, grad) in gradients.items():
             check_plain(some, f"the ids of {name}")
             check_plain(grad, f"the gradient of {name}")
+            if not grad.is_floating_point():
+                raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
         layout = self._layout(gradients)
         routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
         squares = squares or {}
@@ -893,6 +905,29 @@ def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
     return found
 
 
+def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
+    """The endpoints as a list; of what a caller gave, at least one."""
+    if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
+        raise TypeError(f"endpoints is a list of texts such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
+    for endpoint in endpoints:
+        if not isinstance(endpoint, str):
+            raise TypeError(f"an endpoint is a text such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
+    if given and not endpoints:
+        raise ValueError("endpoints is empty; name the shards, or leave it out for those of the job")
+    return list(endpoints)
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise TypeError(f"shape is a tuple of sizes, got {shape!r}")
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise TypeError(f"shape is a tuple of sizes, which are whole numbers, got {shape!r}")
+        if operator.index(size) < 0:
+            raise ValueError(f"shape is a tuple of sizes of at least 0, got {shape!r}")
+    return tuple(map(operator.index, shape))
+
+
 def _first_value(
     init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
@@ -901,7 +936,13 @@ def _first_value(
             raise ValueError("a dense parameter begins with a number, a tensor or a function of its shape")
         init = init.value
     if isinstance(init, (int, float)):
-        return torch.full(shape, float(init), dtype=dtype)
+        try:
+            return torch.full(shape, float(init), dtype=dtype)
+        except (RuntimeError, TypeError, OverflowError) as error:  # torch has no kind of its own for it
+            raise ValueError(
+                f"this process has no memory for a parameter of shape {shape}; kind='rows' with a Constant, Uniform "
+                "or Normal is made on the shards alone"
+            ) from error
     value = init if isinstance(init, Tensor) else init(shape)
     check_plain(value, "init")
     if tuple(value.shape) != shape:

@@ -106,13 +106,16 @@ class Keeper:
         if reader.lost is not None:
             reader.repair()
         self._log = PushLog(self._directory, self._owner, reader.end)
-        missing = 0 if known is None else known.changes - self._changes
+        missing = reader.known.changes - self._changes
+        damaged = reader.lost or self._owner.lost
         if missing > 0:
             _log.warning(
                 "%s: back as of the last checkpoint; %d changes that were acknowledged since are gone",
                 self._directory, missing,
             )  # fmt: skip
-        if missing > 0 or reader.lost is not None:
+        if self._owner.lost is not None:
+            _log.warning("%s; the log is taken as it is", self._owner.lost)
+        if missing > 0 or damaged is not None:
             report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
             self._touched += 1

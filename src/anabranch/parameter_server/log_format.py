@@ -33,7 +33,17 @@ from torch import Tensor
 
 from anabranch.parameter_server.kernels import as_array
 
-__all__ = ["Frames", "Preamble", "Record", "encode_record", "frame_of", "log_numbers", "log_path", "write_all"]
+__all__ = [
+    "Frames",
+    "Preamble",
+    "Record",
+    "encode_record",
+    "frame_of",
+    "is_numbered",
+    "log_numbers",
+    "log_path",
+    "write_all",
+]
 
 _MAGIC = b"ABLOG2\r\n"
 _PREAMBLE = struct.Struct("<8sQQIQI")
@@ -124,6 +134,7 @@ class Frames:
         count: the number of the next record.
         chain: the checksum of the last record.
         fault: the damage found at ``at``; ``None`` at the end of the file.
+        old: true if the file was written before records were numbered.
     """
 
     def __init__(self, path: Path, preamble: Preamble | None, count: int, chain: int) -> None:
@@ -131,18 +142,18 @@ class Frames:
         self.count = count
         self.chain = chain
         self.fault: str | None = None
-        self._old = preamble is None
-        self.at = 0 if self._old else _PREAMBLE.size
+        self.old = preamble is None
+        self.at = 0 if self.old else _PREAMBLE.size
 
     def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
         """The records; only those below number ``until``, if it is given."""
-        size = _OLD_FRAME.size if self._old else _FRAME.size
+        size = _OLD_FRAME.size if self.old else _FRAME.size
         with self.path.open("rb") as file:
             file.seek(self.at)
             end = os.fstat(file.fileno()).st_size
             while self.at < end and (until is None or self.count < until):
                 frame = file.read(size)
-                found = self._old_length(frame) if self._old else self._length(frame)
+                found = self._old_length(frame) if self.old else self._length(frame)
                 if isinstance(found, str):
                     self.fault = found
                     return
@@ -157,7 +168,7 @@ class Frames:
                 yield _decode(body)
                 self.at += len(frame) + length
                 self.count += 1
-                self.chain = 0 if self._old else checksum
+                self.chain = 0 if self.old else checksum
 
     def _length(self, frame: bytes) -> tuple[int, int, int] | str:
         """The body's length, the checksum so far and the expected one; or a description of the damage."""
@@ -189,7 +200,7 @@ class Frames:
         if os.path.getsize(self.path) <= self.at:
             return 0
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            return self._old_behind(memory) if self._old else _whole_frames(memory, self.at)
+            return self._old_behind(memory) if self.old else _whole_frames(memory, self.at)
 
     def _old_behind(self, memory: mmap.mmap) -> int:
         """Without marks only the length in the damaged frame leads to the next one."""
@@ -240,6 +251,15 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
 def log_path(directory: Path, number: int) -> Path:
     """The path of log file ``number``."""
     return directory / f"log-{number:08d}"
+
+
+def is_numbered(path: Path) -> bool:
+    """True unless the file can have been written before records were numbered; those may be empty, or cut anywhere."""
+    with path.open("rb") as file:
+        start = file.read(len(_MAGIC))
+    if len(start) < len(_MAGIC):
+        return bool(start) and _MAGIC.startswith(start)
+    return start[4:8] != b"\0\0\0\0"
 
 
 def log_numbers(directory: Path) -> list[int]:

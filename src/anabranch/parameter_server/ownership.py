@@ -10,6 +10,9 @@ was frozen so long that its lock was lost (network file systems do that) finds a
 anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
 the log and without a sync of its own: it is never ahead of the log, and after the death of a process it is exact.
 So a log that was cut, emptied or removed since is detected.
+
+The file is durable before there is a log or a checkpoint beside it. So beside one that is damaged, emptied or removed a
+log cannot be known to be whole; only directories written before there was such a file are taken without one.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ import struct
 import threading
 import weakref
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anabranch import checkpoint
+from anabranch.checkpoint.generations import complete_generations
 from anabranch.errors import CheckpointError
+from anabranch.parameter_server.log_format import is_numbered, log_numbers, log_path
 
 __all__ = ["Ownership", "Position"]
 
@@ -87,26 +94,37 @@ class Ownership:
     Attributes:
         epoch: the number of servers that have owned it, this one included.
         found: the contents recorded by the server before; ``None`` if none has recorded any.
+        lost: the damage to what the server before had recorded, under ``repair``; else ``None``.
 
     Raises:
-        CheckpointError: another server has the directory, or nothing in its ``owner`` file can be read.
+        CheckpointError: another server has the directory, or its ``owner`` file is damaged, or there is none beside a
+            log or a checkpoint that had one.
     """
 
     def __init__(self, directory: Path, *, repair: bool = False) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "owner"
-        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be used: {error}; give a directory that can be made") from error
         self._file = -1
         self._lock = threading.Lock()
+        self.lost: str | None = None
         _open.add(self)
         try:
             self._claim(directory)
+            if not self._path.exists() and _had_owner(directory):
+                self._give_up("is missing", repair=repair)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             before = self._read(repair=repair)
             self.found = None if before is None else before.position
             self.epoch = 1 if before is None else before.epoch + 1
             self._slot = _Slot(0 if before is None else before.turn, self.epoch, os.getpid(), self.found or Position())
             self.note(durable=True)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{directory} cannot be used: {error}; give one that can be written to") from error
         except BaseException:
             self.close()
             raise
@@ -197,16 +215,23 @@ class Ownership:
         return str(max(slots, key=_newest).pid) if slots else "unknown"
 
     def _read(self, *, repair: bool) -> _Slot | None:
-        size = os.fstat(self._file).st_size
         slots = self._slots()
         if slots:
             return max(slots, key=_newest)
-        if size and not repair:
-            raise CheckpointError(
-                f"{self._path} is damaged, so nobody can tell whether the log beside it is whole; --repair takes the "
-                "log as it is"
-            )
+        # A start that was killed, or a power cut soon after it, leaves an empty file, or zeros, and nothing beside it.
+        if any(os.pread(self._file, 2 * _APART, 0)):
+            self._give_up("is damaged", repair=repair)
+        elif self.lost is None and _had_owner(self._path.parent):
+            self._give_up("is empty", repair=repair)
         return None
+
+    def _give_up(self, what: str, *, repair: bool) -> None:
+        self.lost = f"{self._path} {what}, so nobody can tell whether the log beside it is whole"
+        if not repair:
+            raise CheckpointError(
+                f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, which "
+                "takes the log as it is"
+            )
 
     def _slots(self) -> list[_Slot]:
         found = []
@@ -224,6 +249,20 @@ class Ownership:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _had_owner(directory: Path) -> bool:
+    """True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
+    if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
+        return True
+    for generation in complete_generations(directory):
+        try:
+            state = checkpoint.read(directory, generation=generation).state
+        except CheckpointError:  # reported when it is to be loaded
+            continue
+        if isinstance(state, Mapping) and "life" in state:
+            return True
+    return False
 
 
 def _newest(slot: _Slot) -> tuple[int, int]:

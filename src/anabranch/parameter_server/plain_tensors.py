@@ -21,8 +21,11 @@ def check_plain(tensor: Tensor, what: str) -> None:
 torch.view_as_real(tensor)
 
     Raises:
+        TypeError: no tensor.
         SchemaError: a complex, sparse, quantised, nested or meta tensor; the message names a replacement.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what}: a tensor is needed, got {type(tensor).__name__}; torch.as_tensor makes one")
     if tensor.is_nested:
         raise SchemaError(f"{what} is a nested tensor; give torch.nested.to_padded_tensor(tensor, 0.0)")
     if tensor.layout is not torch.strided:

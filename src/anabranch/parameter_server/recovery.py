@@ -9,6 +9,9 @@ Three ends are distinguished. The log is whole. Or its last write was cut short 
 and no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records lie
 behind the place, a file is missing or empty, or the log ends before its last durable position. Then acknowledged
 changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the damage.
+
+The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
+another directory, or one that was begun anew beside an old log, would otherwise let a shortened log pass.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class LogReader:
 
     Attributes:
         end: the position after the last record that was read.
-        lost: the damage that has ended the log; else ``None``.
+        known: as given, unless it belongs to another log.
+        lost: the damage that was found; else ``None``.
 
     Raises:
         CheckpointError: the log is damaged; gives the place, the loss, and the choices.
@@ -54,7 +58,8 @@ class LogReader:
         self, directory: Path, start: Position | None = None, known: Position | None = None, *, repair: bool = False
     ) -> None:
         self._directory = directory
-        self._known = known or Position()
+        self.known = known or Position()
+        self._has_owner = known is not None
         self._repair = repair
         self._begins = start is not None and start.file > 0
         self.end = start or Position()
@@ -62,20 +67,47 @@ class LogReader:
         self._numbers = [number for number in log_numbers(directory) if number >= self.end.file]
 
     def __iter__(self) -> Iterator[_Found]:
-        first = self.end.file or (self._numbers[0] if self._numbers else self._known.file)
+        self._compare(self.end.records, self.end.chain, numbered=self.end.chain > 0, start=True)
+        first = self.end.file or (self._numbers[0] if self._numbers else self.known.file)
         count, chain = self.end.records, self.end.chain
-        newest = max([*self._numbers, self._known.file if self._known.file >= first else 0, first])
+        newest = max([*self._numbers, self.known.file if self.known.file >= first else 0, first])
         for number in range(first, newest + 1) if newest else ():
             frames = self._open(number, count, chain, last=number == newest)
             if frames is None:
                 break
-            yield from frames.records(self._until(number))
+            for found in frames.records(self._until(number)):
+                self._compare(frames.count, frames.chain, numbered=not frames.old)
+                yield found
+            self._compare(frames.count, frames.chain)
             count, chain = frames.count, frames.chain
             self.end = Position(number, count, chain)
             if frames.fault is not None and not self._may_end(frames, last=number == newest):
                 return
-        if self.lost is None and count < self._known.records:
+        if self.lost is None and count < self.known.records:
             self._damaged(f"the log ends after record {count}", count)
+
+    def _compare(self, count: int, chain: int, *, numbered: bool = False, start: bool = False) -> None:
+        """Raises if the owner's position cannot lie on this log, which has ``chain`` after ``count`` records.
+
+        ``numbered``: records of this log lie here or before, which its owner knew of. ``start``: nothing before it is
+        read, so the owner's position may not be there.
+        """
+        if not self._has_owner:
+            return
+        here = self.known.file > 0 and not start and count == self.known.records and chain != self.known.chain
+        before = self.known.file > 0 and start and count > self.known.records
+        if here or before or (numbered and not self.known.file):
+            self._has_owner = False
+            self.known = Position()
+            self.lost = (
+                f"{self._directory / 'owner'} belongs to another log than the one beside it, so nobody can tell "
+                "whether that is whole"
+            )
+            if not self._repair:
+                raise CheckpointError(
+                    f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, "
+                    "which takes the log as it is"
+                )
 
     def _open(self, number: int, count: int, chain: int, *, last: bool) -> Frames | None:
         """The frames of one file; ``None`` if the log ends before it."""
@@ -87,9 +119,9 @@ class LogReader:
             preamble = Preamble.read(path)
         except ValueError as error:
             # Empty files were made at every start before files had a beginning.
-            if path.stat().st_size == 0 and (not last or not self._known.file):
+            if path.stat().st_size == 0 and (not last or not self.known.file):
                 return Frames(path, None, count, chain)
-            if last and number > self._known.file and count >= self._known.records:
+            if last and number > self.known.file and count >= self.known.records:
                 self._cut(path, 0, str(error))
             else:
                 self._damaged(f"{path}: {error}", count)
@@ -119,8 +151,8 @@ class LogReader:
     def _may_end(self, frames: Frames, *, last: bool) -> bool:
         """Cuts a torn tail off; true if the fault is one, and the log goes on."""
         where, behind = f"{frames.path} at byte {frames.at}: {frames.fault}", frames.behind()
-        old_start = frames._old and not behind  # each start began a new file, and left the tail as it was
-        if not behind and frames.count >= self._known.records and (last or old_start):
+        old_start = frames.old and not behind  # each start began a new file, and left the tail as it was
+        if not behind and frames.count >= self.known.records and (last or old_start):
             if last:
                 self._cut(frames.path, frames.at, str(frames.fault))
             return True
@@ -143,7 +175,7 @@ class LogReader:
         sync_directory(self._directory)
 
     def _damaged(self, what: str, kept: int) -> None:
-        missing = self._known.records - kept
+        missing = self.known.records - kept
         gone = f"{missing} acknowledged changes" if missing > 0 else "an unknown number of changes"
         self.lost = f"{what}. {gone[0].upper()}{gone[1:]} behind record {kept} cannot be read"
         if not self._repair:
@@ -169,7 +201,7 @@ class LogReader:
                     write_all(file.fileno(), prefix)
                     os.fsync(file.fileno())
         sync_directory(self._directory)
-        _log.warning("%s; what cannot be used lies in %s", self.lost, aside)
+        _log.warning("%s%s", self.lost, f"; what cannot be used lies in {aside}" if aside.exists() else "")
         report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
 
     def _prefix(self, path: Path) -> bytes:

@@ -147,6 +147,11 @@ class RowOptimizer:
     @classmethod
     def from_factory(cls, factory: OptimizerFactory) -> RowOptimizer:
         """The rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
+        if not callable(factory):
+            raise TypeError(
+                f"optimizer is called with parameters, as functools.partial(torch.optim.SGD, lr=0.1) can be, got "
+                f"{factory!r}"
+            )
         optimizer = factory([torch.nn.Parameter(torch.zeros(1))])
         return cls.from_torch(optimizer)
 

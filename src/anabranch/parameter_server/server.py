@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from anabranch.checkpoint.generations import check_path
+from anabranch.deadline import check_seconds
 from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
 from anabranch.events import report
 from anabranch.parameter_server.announcing import Announces, ServedDirectory
@@ -105,11 +107,15 @@ class ParameterServer:
             raise ValueError(f"durability={durability!r} is none of 'none', 'checkpoint' and 'log'")
         if durability != "none" and checkpoint_dir is None:
             raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
-        if not checkpoint_seconds > 0:
-            raise ValueError(f"checkpoint_seconds={checkpoint_seconds} must be above 0")
+        for name, number in {"shard": shard, "shards": shards, "threads": threads}.items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} is a whole number, got {number!r}")
+        check_seconds(checkpoint_seconds=checkpoint_seconds, heartbeat=heartbeat)
+        if checkpoint_dir is not None:
+            checkpoint_dir = check_path(checkpoint_dir, "checkpoint_dir")
         own = None
         if durability != "none" and checkpoint_dir is not None:
-            own = Path(checkpoint_dir) / f"shard-{shard}-of-{shards}"
+            own = checkpoint_dir / f"shard-{shard}-of-{shards}"
         self._stack = ExitStack()
         if isinstance(directory, str):
             served = ServedDirectory(directory, keys=keys, insecure=insecure, transport=transport)

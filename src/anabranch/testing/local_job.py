@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.launch import Durability, Outcome, Patience, launch
 from anabranch.launch.conditions import why_no_fork_server
@@ -92,6 +93,9 @@ class LocalJob:
         host: an address of this machine where the services listen on TCP, under certificates made for the job.
         spawn: start each process anew. By default they are forked, where that makes no difference to them, from a
             server that has imported torch; this process keeps one, from its first job on until it ends.
+
+    Raises:
+        ValueError, TypeError: a number of processes or seconds that is none.
     """
 
     def __init__(
@@ -107,6 +111,12 @@ class LocalJob:
         host: str | None = None,
         spawn: bool = False,
     ) -> None:
+        for name, number, least in (("workers", workers, 1), ("servers", servers, 0), ("experts", experts, 0)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} is a number of processes, got {number!r}")
+            if number < least:
+                raise ValueError(f"{name} is a number of processes, at least {least}, got {number}")
+        check_seconds(timeout=timeout)
         self.workers = workers
         self.servers = servers
         self.experts = experts
@@ -122,7 +132,7 @@ class LocalJob:
 
         Raises:
             DeadlineExceeded: the job took longer than ``timeout``; names the ranks still running, with their logs.
-            ValueError: there is no such file, or ``workers`` is below 1.
+            ValueError: there is no such file.
         """
         with tempfile.TemporaryDirectory(prefix="anabranch-job-") as directory:
             told: list[str] = []

@@ -1,0 +1,52 @@
+"""``SlowStarts``: the line of a parameter server that says why it does not listen yet, shown to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from anabranch.launch.worker import Worker
+
+__all__ = ["SlowStarts"]
+
+_EVERY = 0.5  # seconds between two looks at the logs, until the servers listen
+_SHOWN = "anabranch: compiling "
+_AT_LAST = "listening on "
+
+
+class SlowStarts:
+    """Looks into the logs of parameter servers that do not listen yet, when they are first started.
+
+    Args:
+        services: those of the job.
+        tell: called with the line, once however many servers write it.
+    """
+
+    def __init__(self, services: Sequence[Worker], tell: Callable[[str], None]) -> None:
+        self._services = services
+        self._tell = tell
+        self._next = 0.0
+        self._over = False
+
+    def moment(self) -> float | None:
+        """When to look next; ``None`` if there is nothing to come."""
+        return None if self._over else self._next
+
+    def look(self, now: float) -> None:
+        """Tells the line if there is one by now."""
+        if self._over or now < self._next:
+            return
+        self._next = now + _EVERY
+        servers = [
+            service
+            for service in self._services
+            if service.role == "parameters" and service.running and not service.restarted
+        ]
+        self._over = True
+        for server in servers:
+            lines = server.log.read_text(errors="replace").splitlines()
+            for line in lines:
+                if line.startswith(_SHOWN):
+                    self._tell(line.removeprefix("anabranch: "))
+                    self._over = True
+                    return
+            self._over = self._over and any(line.startswith(_AT_LAST) for line in lines)

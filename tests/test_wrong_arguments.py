@@ -1,0 +1,143 @@
+"""Wrong arguments of the public names: each is refused at once, with its name, its value and what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.testing import LocalJob
+
+MODEL = nn.Linear(4, 3)
+SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).mean()
+
+
+def step(optimizer: Any = SGD, **options: Any) -> ab.TrainStep:
+    return ab.TrainStep(MODEL, loss, optimizer, **options)
+
+
+def executor(**options: Any) -> ab.Executor:
+    return ab.Executor(step(), **options)
+
+
+STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: step(None), TypeError, "optimizer is one Optimizer or a list of them, got NoneType"),
+    (lambda: step(torch.optim.SGD), TypeError, "got the class SGD; make one"),
+    (lambda: step(scheduler=3), TypeError, "scheduler is one LRScheduler or a list of them, got int"),
+    (lambda: step(clip_grad_norm="1"), TypeError, "clip_grad_norm is a finite number above 0, or None, got '1'"),
+    (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),
+    (lambda: executor(seed=1.5), TypeError, "seed .* got 1.5"),
+    (lambda: executor(dataloaders=5), TypeError, "dataloaders is a dict of loaders .* got 5"),
+    (lambda: executor(timeout=-1), ValueError, "timeout is a finite number of seconds above 0, got -1"),
+    (lambda: executor(timeout="x"), TypeError, "timeout is a number of seconds, got 'x'"),
+    (lambda: executor(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
+    (lambda: executor(cache=3), TypeError, "cache is an anabranch.Cache, or None, got 3"),
+    (lambda: executor(compile="yes"), TypeError, "compile is True or False, got 'yes'"),
+    (lambda: executor(log_path=3), TypeError, "log_path is a text or a pathlib.Path, got 3"),
+    (lambda: executor(devices={"zz": "cpu"}), ValueError, r"'zz'; it has none; use model.to\(device\)"),
+    (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
+    (lambda: executor().run(batch=torch.ones(2, 4), fetch=3), TypeError, "fetch is a list of names.* got 3"),
+    (lambda: executor().save(None), TypeError, "path is a text or a pathlib.Path, got None"),
+    (lambda: executor().load(3), TypeError, "path is a text or a pathlib.Path, got 3"),
+    (lambda: executor().resume(None), TypeError, "path is a text or a pathlib.Path, got None"),
+    (lambda: ab.gradients(3, wrt=["x"]), TypeError, "graph is a Graph, as capture makes one, got int"),
+    (lambda: LocalJob(workers=0), ValueError, "workers is a number of processes, at least 1, got 0"),
+    (lambda: LocalJob(workers="2"), TypeError, "workers is a number of processes, got '2'"),
+    (lambda: LocalJob(servers=-1), ValueError, "servers is a number of processes, at least 0, got -1"),
+    (lambda: LocalJob(timeout=0), ValueError, "timeout .* above 0, got 0"),
+]
+
+SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ab.ParameterServer(shard="0"), TypeError, "shard is a whole number, got '0'"),
+    (lambda: ab.ParameterServer(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
+    (lambda: ab.ParameterServer(durability="log", checkpoint_dir=3), TypeError, "checkpoint_dir is a text or .* got 3"),
+    (
+        lambda: ab.ParameterServer(durability="log", checkpoint_dir="/dev/null"),
+        ab.CheckpointError,
+        "/dev/null/shard-0-of-1 cannot be used: .*Not a directory.*; give a directory that can be made",
+    ),
+    (
+        lambda: ab.ParameterServer(durability="log", checkpoint_dir="/proc/no-such-thing"),
+        ab.CheckpointError,
+        "/proc/no-such-thing/shard-0-of-1 cannot be used: ",
+    ),
+    (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of texts .* got 'x'"),
+    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a text .* got 3"),
+    (lambda: ab.ParameterClient([]), ValueError, "endpoints is empty; name the shards, or leave it out"),
+    (lambda: ab.ParameterClient(timeout=0), ValueError, "timeout .* above 0, got 0"),
+]
+
+CALLS: list[tuple[Callable[[ab.ParameterClient], object], type[Exception], str]] = [
+    (lambda client: client.init("n", (-1,)), ValueError, r"shape is a tuple of sizes of at least 0, got \(-1,\)"),
+    (lambda client: client.init("n", "x"), TypeError, "shape is a tuple of sizes, got 'x'"),
+    (lambda client: client.init("n", 3), TypeError, "shape is a tuple of sizes, got 3"),
+    (lambda client: client.init("n", (2.5,)), TypeError, r"shape is a tuple of sizes.* got \(2.5,\)"),
+    (lambda client: client.init(3, (3,)), TypeError, "name is a text, got 3"),
+    (lambda client: client.init("n", (3,), dtype="f"), TypeError, "dtype is torch.float32.* got 'f'"),
+    (lambda client: client.init("n", (3,), init="x"), TypeError, "init is a number.* got 'x'"),
+    (lambda client: client.init("n", (3,), optimizer="sgd"), TypeError, "optimizer is called with .* got 'sgd'"),
+    (lambda client: client.init("n", (10**15,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
+    (lambda client: client.init("n", (10**30,)), ValueError, "no memory for a parameter of shape .*kind='rows'"),
+    (lambda client: client.push("v", [1, 2, 3]), TypeError, "the gradient of v: a tensor is needed, got list"),
+    (lambda client: client.push("v", None), TypeError, "the gradient of v: a tensor is needed, got NoneType"),
+    (lambda client: client.push("v", torch.ones(3).long()), ab.SchemaError, "the gradient of v is torch.int64"),
+    (lambda client: client.sparse_pull("r", [1]), TypeError, "the ids of r: a tensor is needed, got list"),
+    (lambda client: client.save(None), TypeError, "path is a text or a pathlib.Path, got None"),
+    (lambda client: client.load(None), TypeError, "path is a text or a pathlib.Path, got None"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), [*STEPS, *SERVERS])
+def test_a_wrong_argument_is_named_with_its_value_and_the_cure(
+    call: Callable[[], object], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[ab.ParameterClient]:
+    with ab.ParameterClient() as made:
+        made.init("v", (3,), init=1.0)
+        made.init("r", (9, 4), kind="rows")
+        yield made
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), CALLS)
+def test_a_wrong_argument_of_a_parameter_client_is_named_and_changes_nothing(
+    call: Callable[[ab.ParameterClient], object], kind: type[Exception], words: str, client: ab.ParameterClient
+) -> None:
+    with pytest.raises(kind, match=words):
+        call(client)
+    assert client.pull("v").tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_log_in_a_directory_that_is_not_there_is_refused_before_any_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="log_path=.*loads.jsonl.* lies in no directory that is there; make .*/no"):
+        executor(log_path=tmp_path / "no" / "loads.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_lazy_layer_that_has_seen_no_batch_is_named(kind: str) -> None:
+    """It was PyTorch's ``RuntimeError: Can't access the shape of an uninitialized parameter or buffer``."""
+    lazy = nn.LazyLinear(3) if kind == "parameter" else nn.LazyBatchNorm1d(affine=False)
+    model = nn.Sequential(nn.Linear(4, 4), lazy)
+    name = "'1.weight'" if kind == "parameter" else "'1.running_mean'"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for make in (
+        lambda: ab.TrainStep(model, loss, optimizer),
+        lambda: ab.EvalStep(model, lambda model, batch: {"y": model(batch)}),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of Sequential .*; run the model once on a batch before making"):
+            make()
+    model(torch.ones(2, 4))
+    ab.Executor(ab.TrainStep(model, loss, optimizer)).run(batch=torch.ones(2, 4))
