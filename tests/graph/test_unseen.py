@@ -75,6 +75,8 @@ def cases() -> dict[str, Case]:
     held, signed = [sentinel], types.SimpleNamespace(number=0.0)
     settings, plain, places = of_module(1.0), Base(), {"a": 1, "b": 2}
     namespace = types.SimpleNamespace()
+    missed: dict[str, float] = {}
+    lacking = Base()
 
     def imported() -> float:
         import settings_of_a_run  # type: ignore[import-not-found]
@@ -84,11 +86,29 @@ def cases() -> dict[str, Case]:
     def helper() -> float:
         return getattr(helper, "scale", 1.0)
 
+    def looked_up() -> float:
+        try:
+            return missed["scale"]
+        except LookupError:
+            return 1.0
+
+    def asked_for() -> float:
+        try:
+            return lacking.scale  # type: ignore[attr-defined, no-any-return]
+        except AttributeError:
+            return 1.0
+
     return {
         "key of a __dict__": (
             lambda: plain.__dict__.get("scale", 1.0),
             lambda patch: patch.setattr(plain, "scale", 2.0, raising=False),
             "graph",
+        ),
+        "key that is missed and caught": (looked_up, lambda patch: missed.update(scale=2.0), "graph"),
+        "attribute that is missed and caught": (
+            asked_for,
+            lambda patch: patch.setattr(lacking, "scale", 2.0, raising=False),
+            "tape",
         ),
         "vars of what has no weak references": (
             lambda: vars(namespace).get("scale", 1.0),

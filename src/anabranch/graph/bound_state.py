@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.optimizer_globals import OptimizerGlobals
+from anabranch.graph.optimizer_values import OptimizerValues
 
 __all__ = ["BoundState"]
 
@@ -39,7 +40,16 @@ class BoundState:
         self._globals = OptimizerGlobals(self._optimizers)
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
         self._handles = -1
+        self._values: OptimizerValues | None = None
         self.note_optimizer_state()
+
+    def note_optimizer_values(self) -> None:
+        """The Python values that the optimizers read are what they are now; called when an update is captured.
+
+        Raises:
+            CaptureError: an optimizer holds an object whose changes could not be seen.
+        """
+        self._values = OptimizerValues(self._optimizers)
 
     def note_optimizer_state(self) -> None:
         """Records the optimizers' state as it is now."""
@@ -70,6 +80,8 @@ class BoundState:
         if not self._code.unchanged() or not self._globals.unchanged():
             return False
         if kept_by_optimizers and not self._state_is_the_same():
+            return False
+        if kept_by_optimizers and self._values is not None and not self._values.unchanged():
             return False
         if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
             return False

@@ -38,6 +38,7 @@ from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.caught_lookups import caught_lookups
 from anabranch.graph.classes import WatchedCode
 from anabranch.graph.refusals import refusal_of
 from anabranch.graph.signed_zeros import guard_signs
@@ -225,7 +226,8 @@ class Front:
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), told_if_slow(self.when_slow):
+            slow, caught = told_if_slow(self.when_slow), caught_lookups(self._refuse)
+            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), slow, caught:
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
@@ -239,6 +241,9 @@ class Front:
                 self._fronts[kind] = compiled
                 kinds = itertools.chain(_kinds_of(self._function, args), self.unseen.kinds)
                 self._code = WatchedCode(kinds, self.traced)
+
+    def _refuse(self, what: str) -> None:
+        self.unseen.refused = what
 
     def _twice_if_busy(self, compiled: _Compiled, args: tuple[object, ...]) -> Any:
         try:

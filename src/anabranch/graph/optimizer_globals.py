@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from anabranch.errors import CaptureError
 
-__all__ = ["OptimizerGlobals", "refuse_mutable_globals"]
+__all__ = ["OptimizerGlobals", "is_of_a_library", "refuse_mutable_globals"]
 
 _LIBRARIES = (
     str(Path(torch.__file__).parent),
@@ -86,8 +86,10 @@ def _reads(optimizers: Iterable[Optimizer]) -> Iterator[_Read]:
         for name in _names_in(function.__code__):
             if name in space:
                 yield space, name, function
-                if isinstance(space[name], FunctionType) and not _is_libraries(space[name].__code__):
-                    waiting.append(space[name])
+                called = space[name]
+                if isinstance(called, FunctionType) and (_is_torchs_own(called) or not _is_libraries(called.__code__)):
+                    inner = inspect.unwrap(called)
+                    waiting += [called, inner] if isinstance(inner, FunctionType) else [called]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -95,6 +97,17 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+
+
+def is_of_a_library(value: object) -> bool:
+    """True for a function or a bound method whose code is a library's."""
+    code = getattr(value, "__code__", None)
+    return isinstance(code, CodeType) and _is_libraries(code)
+
+
+def _is_torchs_own(function: FunctionType) -> bool:
+    """True for the functions that torch's optimizers are made of."""
+    return (function.__module__ or "").startswith("torch.optim.")
 
 
 def _is_libraries(code: CodeType) -> bool:

@@ -356,6 +356,7 @@ class StepProgram:
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
+            self._state.note_optimizer_values()
             self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
         return self._updates[key]
 

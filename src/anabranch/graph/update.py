@@ -240,8 +240,13 @@ def _swapped(
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
                 stand_in.grad = traced[id(gradients[names[parameter]])]
+                for name, value in vars(parameter).items():  # such as p.lr_scale
+                    setattr(stand_in, name, stand_ins.of(value))
                 if parameter in state:
                     optimizer.state[stand_in] = {key: stand_ins.of(value) for key, value in state[parameter].items()}
+        for key, value in state.items():
+            if not isinstance(key, Tensor):
+                optimizer.state[key] = stand_ins.of(value)
         vars(optimizer).update({name: stand_ins.of(value) for name, value in _own_attributes(optimizer).items()})
         known = frozenset(map(id, traced.values()))
         before, python = _state_of(optimizer, known), _in_python(optimizer, known)
@@ -271,7 +276,7 @@ class _StandIns:
 
     def _copied(self, value: Any) -> object:
         if type(value) is dict:
-            return {key: self.of(item) for key, item in value.items()}
+            return {self.of(key): self.of(item) for key, item in value.items()}
         return type(value)(map(self.of, value))
 
 
