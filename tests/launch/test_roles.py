@@ -359,13 +359,16 @@ def test_the_same_script_runs_alone(script: Script, temporary: Path) -> None:
     path = script(
         EXPERTS
         + """
-directory = job.serve(make_backends)
+listen = "unix:" + sys.argv[1] + "/experts"
+directory = job.serve(make_backends, listen=listen)
 x = torch.ones(1, 4, requires_grad=True)
 ab.RemoteMixtureOfExperts(4, [1], directory, "ffn", k_best=1)(x).sum().backward()
 print(x.grad.tolist(), job.experts, job.directory)
+assert os.path.exists(listen.removeprefix("unix:"))
 """
     )
-    with start(path) as process:
+    (folder := temporary / "served").mkdir(mode=0o700)
+    with start(path, folder) as process:
         assert process.communicate(LIMIT) == ("[[4.0, 4.0, 4.0, 4.0]] 0 None\n", "")
         assert process.wait() == 0
     assert list(temporary.glob("anabranch*")) == []

@@ -169,10 +169,10 @@ class Executor:
         self._grid: Grid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
-        if pipe is not None:
-            line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
-            self._grid = Grid(self._workers, line)
         try:
+            if pipe is not None:
+                line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
+                self._grid = Grid(self._workers, line)
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))

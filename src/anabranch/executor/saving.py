@@ -64,11 +64,11 @@ class Saver:
     def __init__(
         self,
         steps: Mapping[str, Step],
-        engines: Mapping[str, StepRunner],
+        runners: Mapping[str, StepRunner],
         workers: Workers | Grid | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
-        self._runners = engines
+        self._runners = runners
         self._workers = workers
         self._models = distinct_models(steps)
         # As they are before some leave the models for the servers.

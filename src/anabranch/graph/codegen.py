@@ -441,4 +441,4 @@ def _equal(left: object, right: object) -> bool:
         return left is right
     if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
         return len(left) == len(right) and all(map(_equal, left, right))
-    return (type(left) is type(right) and left == right) or left == right
+    return left == right

@@ -78,9 +78,12 @@ def serve(
     _alone.enter_context(
         ExpertServer(
             make(0, 1),
+            listen=listen,
             directory=directory,
             checkpoint_dir=checkpoint_dir,
             checkpoint_seconds=checkpoint_seconds,
+            keys=keys,
+            insecure=insecure,
             heartbeat=heartbeat,
         )
     )

@@ -180,6 +180,14 @@ class ParameterServer:
         self._keeper.checkpoint()
 
     def __enter__(self) -> ParameterServer:
+        try:
+            self._open()
+        except BaseException as error:  # a directory that cannot be reached: nothing stays open
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _open(self) -> None:
         self._stack.callback(self._crew.close)
         self._stack.enter_context(self._giving_back)
         if not self._keeper.has_checkpoint:
@@ -192,7 +200,6 @@ class ParameterServer:
         for name, body in jobs.items():
             self._threads.append(threading.Thread(target=body, name=f"anabranch-shard-{name}", daemon=True))
             self._threads[-1].start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
