@@ -42,6 +42,8 @@ def caught_lookups(refuse: Callable[[str], None]) -> Iterator[None]:
     def noting(self: Any, raised: Any) -> None:
         nonlocal guarded
         lookup = isinstance(raised, (ObservedKeyError, ObservedAttributeError))
+        if self.current_instruction.opname == "RAISE_VARARGS":  # what the code raises itself follows from what it read
+            guarded = True
         if lookup and self.current_instruction.exn_tab_entry is not None:  # caught here, not by a caller
             known, guarded = guarded and isinstance(raised, ObservedKeyError), False
             if not known and not self.f_code.co_filename.startswith(_PASSED):

@@ -356,8 +356,9 @@ class StepProgram:
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
+            update = capture_update(self.optimizers, dense, self.rates, self.names)
             self._state.note_optimizer_values()
-            self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
+            self._updates[key] = update
         return self._updates[key]
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
