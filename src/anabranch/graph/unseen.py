@@ -172,7 +172,7 @@ class Unseen:
             self._looks["calls"] = (self._own_calls, self._own_calls())
         if isinstance(value, ModuleType):
             self._watch_absence(held, self._names)
-        elif isinstance(value, (FunctionType, functools.partial)) or _is_users(getattr(kind, "__getattr__", None)):
+        elif isinstance(value, (FunctionType, functools.partial)) or _is_read(getattr(kind, "__getattr__", None)):
             self._lacking[id(value)] = kept, frozenset(self._names).difference(held)
         if self._reads_dicts and not isinstance(value, (type, ModuleType)):
             self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
@@ -261,6 +261,11 @@ def _is_users(method: object, inherits: bool = False) -> bool:
     if inherits and code.co_filename.startswith("<frozen "):
         return False
     return not code.co_filename.startswith((*_OURS, *_INSTALLED, "<attrs")) and "__create_fn__" not in code.co_qualname
+
+
+def _is_read(method: object) -> bool:
+    """True for a function that is neither torch's nor ours."""
+    return isinstance(method, FunctionType) and not method.__code__.co_filename.startswith(_OURS)
 
 
 def _has_order(name: str, value: OrderedDict[Any, Any]) -> bool:
