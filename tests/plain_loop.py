@@ -14,6 +14,7 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+from anabranch.graph import optimizer_code, origins
 
 STEPS = 9
 ERROR = "an error"
@@ -66,6 +68,13 @@ class Play:
 Build = Callable[[pytest.MonkeyPatch], Play]
 
 
+def taken_for_a_library(patch: pytest.MonkeyPatch) -> None:
+    """From now on the code of these tests counts as that of an installed library, until ``patch`` ends."""
+    libraries = (*origins.LIBRARIES, f"{Path(__file__).parent}/")
+    patch.setattr(origins, "LIBRARIES", libraries)
+    patch.setattr(optimizer_code, "LIBRARIES", libraries)
+
+
 def quickly(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     """Parameters for pytest: all names, those outside ``quick`` in the slow set."""
     assert set(quick) <= set(names)
@@ -82,6 +91,7 @@ class Outcome:
     engines: list[str]
     refused_at: int | None = None
     refusal: str = ""
+    explained: str = ""
     errors: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -277,6 +287,7 @@ def _steps(play: Play, engine: str | None) -> Outcome:
                 outcome.errors.append(f"step {i}: {type(error).__name__}: {error}")
                 continue
             outcome.engines.append(executor.engine("train") if executor is not None else "plain")
+            outcome.explained = executor.explain("train") if executor is not None else ""
             outcome.losses.append(frozen(out["loss"]) if len(out) == 1 else frozen(out))
             if play.between is not None:
                 play.between(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -400,6 +401,23 @@ def test_a_replaced_parameter_is_noticed() -> None:
     model.bias = nn.Parameter(torch.ones(4) * 5)
     expected = loss_of(model, batch)[0].detach()
     assert torch.equal(program.run(batch)["loss"], expected)
+
+
+def test_the_step_after_a_layer_was_added_uses_the_learning_rate() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    model, same = nn.Sequential(first), nn.Sequential(copy.deepcopy(first))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, same)]
+    program = StepProgram(model, lambda m, x: m(x).square().mean(), optimizers[:1])
+    for step in range(6):
+        if step == 3:
+            model.append(second)
+            same.append(second)
+        program.run(torch.ones(2, 4))
+        optimizers[1].zero_grad()
+        same(torch.ones(2, 4)).square().mean().backward()
+        optimizers[1].step()
+        assert torch.equal(model[0].weight, same[0].weight), step
 
 
 def test_a_parameter_whose_data_was_replaced_is_noticed() -> None:

@@ -76,6 +76,7 @@ def cases() -> dict[str, Case]:
     settings, plain, places = of_module(1.0), Base(), {"a": 1, "b": 2}
     namespace = types.SimpleNamespace()
     missed: dict[str, float] = {}
+    layers = nn.ModuleDict({"other": nn.Identity()})
     lacking = Base()
 
     def imported() -> float:
@@ -92,6 +93,16 @@ def cases() -> dict[str, Case]:
         except LookupError:
             return 1.0
 
+    def looked_up_in_layers() -> float:
+        try:
+            raise KeyError
+        except KeyError:
+            pass
+        try:
+            return float(len(layers["scale"].weight))  # type: ignore[arg-type]
+        except KeyError:
+            return 1.0
+
     def asked_for() -> float:
         try:
             return lacking.scale  # type: ignore[attr-defined, no-any-return]
@@ -105,6 +116,11 @@ def cases() -> dict[str, Case]:
             "graph",
         ),
         "key that is missed and caught": (looked_up, lambda patch: missed.update(scale=2.0), "graph"),
+        "layer that is missed after an error of one's own": (
+            looked_up_in_layers,
+            lambda patch: patch.setitem(layers._modules, "scale", nn.Linear(3, 2)),  # type: ignore[arg-type]
+            "graph",
+        ),
         "attribute that is missed and caught": (
             asked_for,
             lambda patch: patch.setattr(lacking, "scale", 2.0, raising=False),

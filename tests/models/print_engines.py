@@ -29,7 +29,7 @@ def row_of(build: Build) -> list[str]:
             engines.append("differs")
             continue
         engines.append("refused" if outcome.refused_at is not None else (outcome.engines or ["an error"])[-1])
-        reasons.append(outcome.refusal)
+        reasons.append(outcome.refusal or outcome.explained.partition("steps by itself: ")[2])
     return [*engines, next(filter(None, reasons), "").partition("; use ")[0]]
 
 

@@ -108,9 +108,8 @@ class AutoEngine:
 
     def explain(self) -> str:
         """One sentence: why the last run was on the engine that it was on."""
-        refused = self._graph.program.refused_update if self._graph is not None else None
-        if self._on_graph and refused is not None:
-            return f"{self._why}; the optimizer steps by itself: {refused}"
+        if self._on_graph and self._graph is not None:
+            return self._why + self._graph.program.said_of_update
         return self._why
 
     # Votes of the workers.
@@ -369,7 +368,6 @@ class AutoEngine:
         self._graph = GraphEngine(
             self._step,
             compile=self._compile,
-            eager_update=True,
             leaves_gradients=True,
             name=self._name,
             level=logging.INFO,

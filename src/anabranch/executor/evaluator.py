@@ -34,7 +34,7 @@ _KEPT_TIMES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """What eager mode returned, the seconds of both, and in what the graph failed."""
+    """The result of eager mode, the seconds of both, and in what the graph failed."""
 
     returned: Mapping[str, Tensor]
     eager_seconds: float
@@ -160,15 +160,15 @@ class Evaluator:
             self._wrong = str(error)
             return returned
         if self._compile or prepared.talks():  # rounds otherwise, or the other workers would wait for two runs
-            returned = self._as_graph(program, batch, fetch, may_trace=True)
+            prepared.confirm()
+            return self._as_graph(program, batch, fetch, may_trace=True)
+        found = self._both(prepared, batch, fetch)
+        if found.failed is not None:
+            self._wrong = f"on the last batch {found.failed}; eager mode has answered it; use engine='tape'"
         else:
-            found = self._both(prepared, batch, fetch)
-            if found.failed is not None:
-                self._wrong = f"on the last batch {found.failed}; eager mode has answered it; use engine='tape'"
-            returned = found.returned
-        prepared.confirm()
-        self._on_graph = True
-        return returned
+            prepared.confirm()
+            self._on_graph = True
+        return found.returned
 
     def _try(self, program: EvalProgram, batch: Structure, fetch: Fetch) -> Mapping[str, Tensor]:
         self._trials += 1

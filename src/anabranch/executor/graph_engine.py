@@ -42,7 +42,6 @@ class GraphEngine:
     Args:
         step: what to run.
         compile: hand the graph to Inductor.
-        eager_update: apply gradients by ``optimizer.step()`` where that cannot be captured, instead of raising.
         leaves_gradients: leave them in ``.grad``, as the tape does.
         name: of the step, for the log.
         level: of the record that says what is being captured, if that takes long.
@@ -56,7 +55,6 @@ class GraphEngine:
         step: TrainStep,
         *,
         compile: bool = False,  # noqa: A002
-        eager_update: bool = False,
         leaves_gradients: bool = False,
         name: str = "default",
         level: int = logging.WARNING,
@@ -70,7 +68,6 @@ class GraphEngine:
             step.optimizers,
             between=between,
             compile=compile,
-            eager_update=eager_update,
             leaves_gradients=leaves_gradients,
             when_slow=lambda: _say_what_is_captured(step, name, level),
         )
@@ -87,7 +84,7 @@ class GraphEngine:
 
     def explain(self) -> str:
         """One sentence that says why it is the engine."""
-        return "a graph was asked for"
+        return "a graph was asked for" + self._program.said_of_update
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""

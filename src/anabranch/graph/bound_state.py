@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.graph.classes import WatchedCode
 from anabranch.graph.hooks import refuse_hooks
-from anabranch.graph.optimizer_globals import OptimizerGlobals
-from anabranch.graph.optimizer_values import OptimizerValues
+from anabranch.graph.optimizer_code import OptimizerCode
 
 __all__ = ["BoundState"]
 
@@ -36,20 +34,18 @@ class BoundState:
         self._lists = [optimizer.param_groups for optimizer in self._optimizers]
         self._groups = list(chain.from_iterable(self._lists))
         self._sizes = self._grouped()
-        self._code = WatchedCode(map(type, self._optimizers), ())
-        self._globals = OptimizerGlobals(self._optimizers)
         self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
         self._handles = -1
-        self._values: OptimizerValues | None = None
+        self._code: OptimizerCode | None = None
         self.note_optimizer_state()
 
-    def note_optimizer_values(self) -> None:
-        """The Python values that the optimizers read are what they are now; called when an update is captured.
+    def note_optimizer_code(self) -> None:
+        """Records the optimizers' code, and what it reads, as they are now; called when an update is captured.
 
         Raises:
-            CaptureError: an optimizer holds an object whose changes could not be seen.
+            CaptureError: a graph could not see what an optimizer reads.
         """
-        self._values = OptimizerValues(self._optimizers)
+        self._code = OptimizerCode(self._optimizers)
 
     def note_optimizer_state(self) -> None:
         """Records the optimizers' state as it is now."""
@@ -77,11 +73,9 @@ class BoundState:
                 or vars(optimizer).get("step") is not step
             ):
                 return False
-        if not self._code.unchanged() or not self._globals.unchanged():
-            return False
         if kept_by_optimizers and not self._state_is_the_same():
             return False
-        if kept_by_optimizers and self._values is not None and not self._values.unchanged():
+        if kept_by_optimizers and self._code is not None and not self._code.unchanged():
             return False
         if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
             return False

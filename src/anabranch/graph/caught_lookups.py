@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
+from anabranch.graph.origins import OURS
 
 __all__ = ["caught_lookups"]
 
 # inspect asks functions for a __signature__ and a __wrapped__, as transformers has it do in each forward.
-_PASSED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), inspect.__file__)
+_PASSED = (*OURS, inspect.__file__)
 
 
 @contextmanager
@@ -30,24 +29,24 @@ def caught_lookups(refuse: Callable[[str], None]) -> Iterator[None]:
     translator: Any = InstructionTranslatorBase
     dictionary: Any = ConstDictVariable
     look_up, handle = dictionary.getitem_const_raise_exception_if_absent, translator.exception_handler
-    guarded = False
 
     def guarding(self: Any, tx: Any, key: Any) -> Any:
-        nonlocal guarded
-        if key not in self:
+        missed = key not in self
+        if missed:
             self.install_dict_contains_guard(tx, [key])
-            guarded = True
-        return look_up(self, tx, key)
+        try:
+            return look_up(self, tx, key)
+        except ObservedKeyError as error:
+            error.is_guarded = missed  # type: ignore[attr-defined]
+            raise
 
     def noting(self: Any, raised: Any) -> None:
-        nonlocal guarded
         lookup = isinstance(raised, (ObservedKeyError, ObservedAttributeError))
-        if self.current_instruction.opname == "RAISE_VARARGS":  # what the code raises itself follows from what it read
-            guarded = True
+        if lookup and self.current_instruction.opname == "RAISE_VARARGS":
+            raised.is_guarded = True  # what the code raises itself follows from what it read
         if lookup and self.current_instruction.exn_tab_entry is not None:  # caught here, not by a caller
-            known, guarded = guarded and isinstance(raised, ObservedKeyError), False
             # A __getattr__ that asks another object next, as peft's, is called only for what the object has not.
-            known = known or self.f_code.co_name == "__getattr__"
+            known = getattr(raised, "is_guarded", False) or self.f_code.co_name == "__getattr__"
             if not known and not self.f_code.co_filename.startswith(_PASSED):
                 what = "an attribute" if isinstance(raised, ObservedAttributeError) else "a key"
                 refuse(f"{what} that is not there, caught in {self.f_code.co_filename}:{self.lineno}")

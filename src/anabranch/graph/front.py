@@ -40,6 +40,7 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.caught_lookups import caught_lookups
 from anabranch.graph.classes import WatchedCode
+from anabranch.graph.origins import closed_over
 from anabranch.graph.refusals import refusal_of
 from anabranch.graph.signed_zeros import guard_signs
 from anabranch.graph.silence import silent
@@ -627,17 +628,9 @@ def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[
         yield type(arg)
         for module in arg.modules() if isinstance(arg, nn.Module) else ():
             yield type(module)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    for value in cells:
+    for value in closed_over(function):
         yield type(value)
         yield type(getattr(value, "__self__", None))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _refuse_what_is_lost() -> None:

@@ -81,7 +81,6 @@ class Joint:
         self._binding = Binding(call, arguments, args)
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         self._between = self._trace_between(extra) if key.whole else None
-        self._refused: CaptureError | None = None
         self._program: Program | None = None
         self._backward_program: Program | None = None
         self._update_program: Program | None = None
@@ -146,8 +145,6 @@ class Joint:
             begin(self.backward.outputs)
         if not self.key.whole:
             return self._run_backward(free, arrivals)
-        if self._refused is not None:
-            raise self._refused
         if self._program is None and self._ready():
             self._join()
         if self._program is None:
@@ -195,12 +192,9 @@ class Joint:
         return self._finish(results | rows, stepped=True)
 
     def take_state(self) -> None:
-        """Captures the update once there is optimizer state; this step is done, so a refusal waits for the next."""
-        if self.key.whole and self._program is None and self._refused is None and self._ready():
-            try:
-                self._join()
-            except CaptureError as error:
-                self._refused = CaptureError(str(error))
+        """Captures the update once there is optimizer state."""
+        if self.key.whole and self._program is None and self._ready():
+            self._join()
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
         """Steps the optimizers on the rows that the graph yields, and adds the gradients asked for, in final form."""
@@ -259,8 +253,6 @@ class Joint:
         try:
             update = step.update_graph(dense) if dense else None
         except CaptureError as error:
-            if not step.eager_update:
-                raise
             step.refused_update = error
             self.key = replace(self.key, numbers=None)  # the optimizers read them by themselves
             return

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import torch
 from torch import fx
 
 from anabranch.errors import CaptureError
+from anabranch.graph.origins import OURS
 
 __all__ = ["Raises", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _REASONS = (
     ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
@@ -105,8 +102,8 @@ def _raised(text: str) -> str:
 def _user_line(text: str) -> str:
     """The innermost line of the user's own code; of a library's, if there is none."""
     places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
-    own = [place for place in places if not place[0].startswith(_LIBRARIES)]
-    chosen = own or [place for place in places if not place[0].startswith(_LIBRARIES[1])]
+    own = [place for place in places if not place[0].startswith(OURS)]
+    chosen = own or [place for place in places if not place[0].startswith(OURS[1])]
     return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else ""
 
 

@@ -127,13 +127,11 @@ class StepProgram:
         between: a function that is traced between gradients and optimizers; see ``Between``.
         passes: applied to each joint graph before it runs, after ours.
         compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
-        eager_update: let the optimizers step by themselves where their step cannot be captured, instead of raising.
-
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
-        refused_update: the reason why the optimizers step by themselves, if they do.
+        refused_update: the reason why the optimizers step by themselves, if their step cannot be captured.
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
@@ -149,7 +147,6 @@ class StepProgram:
         between: Between | None = None,
         passes: Sequence[Pass] = (),
         compile: bool = False,  # noqa: A002 - the executor's own word
-        eager_update: bool = False,
         leaves_gradients: bool = False,
         when_slow: Callable[[], None] | None = None,
     ) -> None:
@@ -159,7 +156,7 @@ class StepProgram:
             )
         self.model, self.optimizers = model, list(optimizers)
         self.between, self.passes, self.compile = between, tuple(passes), compile
-        self.eager_update, self.leaves_gradients = eager_update, leaves_gradients
+        self.leaves_gradients = leaves_gradients
         self.refused_update: CaptureError | None = None
         self._front = Front(_evaluated(loss), self._make)
         self._front.when_slow = when_slow
@@ -190,6 +187,11 @@ class StepProgram:
         if self._last is None:
             raise RuntimeError("nothing has been captured yet; run a batch first")
         return self._last
+
+    @property
+    def said_of_update(self) -> str:
+        """What to add to the reason for a graph if the optimizers step by themselves."""
+        return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
 
     # --- running
 
@@ -356,9 +358,8 @@ class StepProgram:
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
-            update = capture_update(self.optimizers, dense, self.rates, self.names)
-            self._state.note_optimizer_values()
-            self._updates[key] = update
+            self._state.note_optimizer_code()
+            self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
         return self._updates[key]
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
@@ -384,8 +385,6 @@ class StepProgram:
         try:
             self.update_graph(dense)
         except CaptureError as error:
-            if not self.eager_update:
-                raise
             self.refused_update = error
         return self.refused_update is None
 

@@ -44,6 +44,7 @@ from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import watch_node
 from anabranch.errors import BoundaryError, CaptureError, NotFound, SchemaError
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
+from anabranch.graph.origins import OURS
 
 __all__ = [
     "Interceptor",
@@ -62,9 +63,8 @@ __all__ = [
 ]
 
 _LIBRARIES = (
-    str(Path(torch.__file__).parent),
+    *OURS,
     str(Path(optree.__file__).parent),
-    str(Path(__file__).parents[1]),
     str(Path(contextlib.__file__).parent) + "/contextlib",
     str(Path(contextlib.__file__).parent) + "/functools",
     "<eval_with_key>",

@@ -18,28 +18,24 @@ import dis
 import enum
 import functools
 import os
-import site
 import sys
-import sysconfig
 import weakref
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection, KeysView
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from anabranch.errors import CaptureError
+from anabranch.graph.origins import INSTALLED, LIBRARIES, OURS, closed_over
 
 __all__ = ["REGISTERED", "Unseen"]
 
 REGISTERED = "abstract base classes"
 """Changes with every class that any library registers somewhere, as imports do; a change of this kind says little."""
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]})
 _ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "expandvars"}
 _CURE = "use engine='tape'"
 _COMPARISONS = (
@@ -109,7 +105,7 @@ class Unseen:
         names: set[str] = set()
         modules: set[str] = set()
         for code in codes:
-            if code.co_filename.startswith(_OURS):
+            if code.co_filename.startswith(OURS):
                 continue
             if _ENVIRONMENT & {*code.co_names} or code.co_filename == os.__file__:
                 variables = vars(os.environ)["_data"]  # its own copy() decodes every one of them
@@ -119,7 +115,7 @@ class Unseen:
                     names.add(operation.argval)
                 elif operation.opname == "IMPORT_NAME":
                     modules.add(operation.argval)
-            if not code.co_filename.startswith(_INSTALLED):
+            if not code.co_filename.startswith(INSTALLED):
                 _refuse_identity(code)
                 self._names |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
                 self._reads_dicts |= not {"__dict__", "vars"}.isdisjoint(code.co_names)
@@ -201,7 +197,7 @@ class Unseen:
 
     def _examine_function(self, function: FunctionType) -> None:
         """Records the classes and functions that a function names: guards do not cover those that it only calls."""
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        cells = closed_over(function)
         space = function.__globals__
         self._watch_absence(space, vars(builtins).keys() & set(function.__code__.co_names))
         module = sys.modules.get(str(space.get("__name__")))
@@ -230,22 +226,14 @@ def _attention_switches() -> list[bool]:
 
 def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
     """The globals of the modules that the user's traced code comes from."""
-    files = {code.co_filename for code in codes if not code.co_filename.startswith((*_OURS, *_INSTALLED))}
+    files = {code.co_filename for code in codes if not code.co_filename.startswith(LIBRARIES)}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [vars(module) for module in modules if str(vars(module).get("__file__")) in files]
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises where it is empty
-    except ValueError:
-        return False
-    return True
-
-
 def _is_installed(value: Any) -> bool:
     """True for a class or a function of a library."""
-    return str(getattr(sys.modules.get(value.__module__), "__file__", "")).startswith(_INSTALLED)
+    return str(getattr(sys.modules.get(value.__module__), "__file__", "")).startswith(INSTALLED)
 
 
 def _is_users(method: object, inherits: bool = False) -> bool:
@@ -260,12 +248,12 @@ def _is_users(method: object, inherits: bool = False) -> bool:
     code = method.__code__
     if inherits and code.co_filename.startswith("<frozen "):
         return False
-    return not code.co_filename.startswith((*_OURS, *_INSTALLED, "<attrs")) and "__create_fn__" not in code.co_qualname
+    return not code.co_filename.startswith((*LIBRARIES, "<attrs")) and "__create_fn__" not in code.co_qualname
 
 
 def _is_read(method: object) -> bool:
     """True for a function that is neither torch's nor ours."""
-    return isinstance(method, FunctionType) and not method.__code__.co_filename.startswith(_OURS)
+    return isinstance(method, FunctionType) and not method.__code__.co_filename.startswith(OURS)
 
 
 def _has_order(name: str, value: OrderedDict[Any, Any]) -> bool:
@@ -298,7 +286,7 @@ def _refuse_unread(target: Any) -> None:
                 f"the custom operator {target._schema.name} has a backward in Python, which a graph would not read "
                 f"again; {_CURE}"
             )
-    elif isinstance(target, FunctionType) and not target.__code__.co_filename.startswith((*_OURS, *_INSTALLED)):
+    elif isinstance(target, FunctionType) and not target.__code__.co_filename.startswith(LIBRARIES):
         raise CaptureError(
             f"{target.__code__.co_filename}:{target.__code__.co_firstlineno}: {target.__qualname__} is allowed in "
             f"graphs unread (torch.compiler.allow_in_graph), and a graph would not notice what it reads; {_CURE}"

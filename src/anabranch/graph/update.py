@@ -17,7 +17,6 @@ from anabranch.graph.build import build
 from anabranch.graph.contents import Contents
 from anabranch.graph.graph import Graph
 from anabranch.graph.hooks import refuse_hooks
-from anabranch.graph.optimizer_globals import refuse_mutable_globals
 from anabranch.graph.silence import silent
 from anabranch.graph.tracing import Recorder, Source
 
@@ -35,6 +34,7 @@ class LearningRates:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._tensors = [torch.zeros((), dtype=torch.float64) for _ in self._groups]
         self._values: list[object] = [None] * len(self._groups)
+        self.refresh()
 
     def refresh(self) -> None:
         """Copies the rates that have changed."""
@@ -140,8 +140,6 @@ def capture_update(
         A graph with an input ``<name>.grad`` for each gradient, and no outputs.
     """
     refuse_hooks({}, {}, optimizers)
-    _refuse_wrappers(optimizers)
-    refuse_mutable_globals(optimizers)
     state: dict[int, Source] = {}
     taken: set[str] = set()
 
@@ -187,16 +185,6 @@ def capture_update(
         return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
 
 
-def _refuse_wrappers(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for name, value in _own_attributes(optimizer).items():
-            if isinstance(value, Optimizer):
-                raise CaptureError(
-                    f"{type(optimizer).__name__}.{name} is an optimizer with a state of its own, which a graph does "
-                    "not see; use engine='tape'"
-                )
-
-
 def _step(optimizer: Optimizer) -> None:
     try:
         type(optimizer).step(optimizer)
@@ -205,7 +193,7 @@ def _step(optimizer: Optimizer) -> None:
     except Exception as error:
         raise CaptureError(
             f"{type(optimizer).__name__}.step does what a graph cannot, such as to branch on the number of steps"
-            f"{_said(error)}; use another optimizer, or engine='tape'"
+            f"{_said(error)}"
         ) from error
 
 
@@ -334,8 +322,7 @@ def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: M
     changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(
-            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all; "
-            "keep it in a tensor, or use engine='tape'"
+            f"{type(optimizer).__name__}.step changes {changed[0]} in Python, which a graph would do once and for all"
         )
 
 
@@ -345,5 +332,5 @@ def _refuse_rebound(optimizer: Optimizer, before: list[dict[str, object]], after
         if changed:
             raise CaptureError(
                 f"{type(optimizer).__name__} replaces its state {changed[0]!r} instead of changing it in place, which "
-                "a graph whose state is bound once would lose; use engine='tape'"
+                "a graph whose state is bound once would lose"
             )
