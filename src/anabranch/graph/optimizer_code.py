@@ -8,6 +8,7 @@ optimizer steps by itself.
 from __future__ import annotations
 
 import builtins
+import dis
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
@@ -26,6 +27,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, frozenset)
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 _KEPT_ELSEWHERE = {"state", "param_groups", "step", "_opt_called"}  # compared by others, or changed by us
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_NOT_IN_A_STEP = ("__init__", "__setstate__")
 _code_of = operator.attrgetter("__code__")
 _defaults_of = operator.attrgetter("__defaults__")
 
@@ -53,10 +57,7 @@ class OptimizerCode:
                 )
             for value in (*(function.__defaults__ or ()), function.__kwdefaults__):
                 self._watch(f"a default of {function.__qualname__}", value)
-        reads = {(id(space), name): (space, name) for function in self._functions for space, name in _reads(function)}
-        self._spaces = [space for space, _ in reads.values()]
-        self._names = [name for _, name in reads.values()]
-        self._globals = list(map(dict.get, self._spaces, self._names))
+        self._reads = _Reads(read for function in self._functions for read in _reads(function))
         self._sizes = [len(vars(optimizer)) for optimizer in self._optimizers]
         self._attributes = list(map(_attributes, self._optimizers))
         for optimizer, attributes in zip(self._optimizers, self._attributes, strict=True):
@@ -67,9 +68,7 @@ class OptimizerCode:
         same = operator.is_
         if list(map(_code_of, self._functions)) != self._codes or not self._classes.unchanged():
             return False
-        if not all(map(same, map(_defaults_of, self._functions), self._defaults)):
-            return False
-        if not all(map(same, map(dict.get, self._spaces, self._names), self._globals)):
+        if not all(map(same, map(_defaults_of, self._functions), self._defaults)) or not self._reads.unchanged():
             return False
         for index, optimizer in enumerate(self._optimizers):
             now, before = vars(optimizer), self._attributes[index]
@@ -112,6 +111,34 @@ class OptimizerCode:
                     self._watch(f"what {name} holds", item)
         elif not _is_still(value):
             raise _unseen(name, value)
+
+
+class _Reads:
+    """Names in some dicts and what they stand for now; some may be absent."""
+
+    def __init__(self, reads: Iterable[tuple[dict[str, Any], str]]) -> None:
+        names: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for space, name in reads:
+            names.setdefault(id(space), (space, set()))[1].add(name)
+        self._spaces = [space for space, _ in names.values()]
+        self._absent = [wanted.difference(space) for space, wanted in names.values()]
+        # Two names at least, so that an itemgetter gives a tuple.
+        held = [sorted(wanted.intersection(space)) or ["__name__"] for space, wanted in names.values()]
+        self._readers = [operator.itemgetter(found[0], *found) for found in held]
+        self._values = [read(space) for read, space in zip(self._readers, self._spaces, strict=True)]
+
+    def unchanged(self) -> bool:
+        """True if each name still stands for the identical object."""
+        same = operator.is_
+        for space, absent, read, values in zip(self._spaces, self._absent, self._readers, self._values, strict=True):
+            try:
+                if not all(map(same, read(space), values)):
+                    return False
+            except KeyError:
+                return False
+            if not space.keys().isdisjoint(absent):
+                return False
+        return True
 
 
 def _contents(held: Any) -> list[object]:
@@ -170,7 +197,8 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
     """Methods of the classes, and the functions of the same packages that they name or close over."""
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (Optimizer, object))
     packages = {"torch.optim", *((base.__module__ or "").partition(".")[0] for base in bases)} - {"torch"}
-    waiting = [function for base in bases for member in vars(base).values() for function in _functions_in(member)]
+    members = [member for base in bases for name, member in vars(base).items() if name not in _NOT_IN_A_STEP]
+    waiting = [function for member in members for function in _functions_in(member)]
     seen: set[int] = set()
     while waiting:
         function = waiting.pop()
@@ -194,18 +222,20 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
 
 def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """The global names that a function reads, attributes of modules, and absent names that would hide a built-in."""
-    space = function.__globals__
-    names = set(_names_in(function.__code__))
-    for name in names:
-        value = space.get(name)
-        if name in space or hasattr(builtins, name):
-            yield space, name
-        if isinstance(value, ModuleType):
-            yield from ((vars(value), inner) for inner in names if inner in vars(value))
+    for code in _codes_in(function.__code__):
+        held: object = None
+        for operation in dis.get_instructions(code):
+            name = operation.argval
+            space = function.__globals__ if operation.opname in _GLOBALS else None
+            if operation.opname in _ATTRIBUTES and isinstance(held, ModuleType):
+                space = vars(held)
+            held = None if space is None else space.get(name)
+            if space is not None and (name in space or hasattr(builtins, name)):
+                yield space, name
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _codes_in(constant)
