@@ -23,10 +23,10 @@ demo: $(STAMP)
 # Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
 test: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow and not models and not matrix" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not slow" --ignore tests/matrix --ignore tests/models $(ARGS)
 
 test-all: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 -m "not models and not matrix" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10 --ignore tests/matrix --ignore tests/models $(ARGS)
 
 # Every way in which Python may change between two steps, against the plain loop.
 test-matrix: $(STAMP)

@@ -96,6 +96,7 @@ ENDS = {
     "a message": "import sys; sys.exit('enough')",
     "Ctrl-C": "raise KeyboardInterrupt",
     "atexit": "import atexit; atexit.register(print, 'last')\nclass X:\n    def __del__(self): print('gone')\nx = X()",
+    "finalizer": "import weakref\nclass X: pass\nx = X()\nweakref.finalize(x, print, 'gone')",
     "a thread": "import threading, time; threading.Timer(0.05, print, ('late',)).start(); print('early')",
     "os._exit": "import os; print('half', end=''); os._exit(3)",
     "C's output": "import ctypes; ctypes.CDLL(None).printf(b'from C')",
@@ -204,6 +205,20 @@ def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_se
     assert sockets == ["0"]
     assert (here / "comm").read_text() == "fork-server\n"
     assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
+
+
+def test_a_fork_ends_without_the_finalizers_of_what_it_shares() -> None:
+    result = LocalJob().run_source(
+        """
+        import json, weakref
+        due = [f.func.__qualname__ for f in weakref.finalize._registry if f.atexit]
+        print(json.dumps({"inherited": len(weakref.finalize._registry), "due": due}))
+        """
+    )
+    (found,) = result.check().results
+    assert found is not None
+    assert found["inherited"]
+    assert found["due"] == []
 
 
 def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from importlib import import_module
 
 from anabranch.launch.channel import receive, send
 from anabranch.launch.forked_process import ForkedProcess
-from anabranch.launch.quick_exit import keep_shared_libraries, keep_shared_modules
+from anabranch.launch.quick_exit import keep_shared_finalizers, keep_shared_libraries, keep_shared_modules
 from anabranch.launch.title import set_title
 
 __all__ = ["main", "threads"]
@@ -64,6 +64,7 @@ def main() -> None:
             send(channel, {"error": traceback.format_exc()})
         raise
     shared += sys.modules.keys() - {"__main__", "sys", "builtins"}
+    keep_shared_finalizers()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page that they share
     with suppress(OSError):

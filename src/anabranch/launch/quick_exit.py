@@ -11,9 +11,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import sys
+import weakref
 from contextlib import suppress
 
-__all__ = ["keep_shared_libraries", "keep_shared_modules"]
+__all__ = ["keep_shared_finalizers", "keep_shared_libraries", "keep_shared_modules"]
 
 
 def keep_shared_modules(names: list[str]) -> None:
@@ -29,6 +30,15 @@ def _take_out(names: list[str]) -> None:
         module = sys.modules.pop(name, None)
         if module is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))  # never given back: it is not to be freed
+
+
+def keep_shared_finalizers() -> None:
+    """Leave out what ``weakref.finalize`` would do at the end for objects that are there now.
+
+    PyTorch's would take its operators apart one by one, half of what a fork writes in its whole life.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
 
 
 def keep_shared_libraries() -> None:
