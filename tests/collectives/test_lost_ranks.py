@@ -40,12 +40,37 @@ with ab.Executor(step, comm_mode="AllReduce", timeout=timeout, heartbeat=0.5) as
 """
 
 
+ALONE = """
+import json, os, sys
+import torch, torch.distributed as dist
+import anabranch as ab
+
+operation, rank = sys.argv[1], int(os.environ["RANK"])
+dist.init_process_group("gloo")
+run = {
+    "all_reduce": lambda: ab.all_reduce(torch.ones(3), timeout=60.0),
+    "recv": lambda: ab.recv(1, timeout=60.0) if rank == 0 else ab.send(torch.ones(3), 0, timeout=60.0),
+    "send": lambda: ab.send(torch.ones(8 << 20), 1, timeout=60.0) if rank == 0 else ab.recv(0, timeout=60.0),
+}[operation]
+run()
+if rank == 1:
+    print("ready", flush=True)
+    sys.stdin.readline()
+try:
+    run()
+except ab.BoundaryError as error:
+    facts = {"type": type(error).__name__, "peer": error.peer, "operation": error.operation, "elapsed": error.elapsed}
+    print(json.dumps(facts | {"text": str(error)}), flush=True)
+    raise
+"""
+
+
 class Ranks:
     """The ranks of a job without a launcher: nobody but themselves watches over them."""
 
-    def __init__(self, directory: Path, mode: str, world: int) -> None:
+    def __init__(self, directory: Path, mode: str, world: int, source: str = PEER) -> None:
         script = directory / "peer.py"
-        script.write_text(PEER)
+        script.write_text(source)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -131,3 +156,26 @@ def test_a_slow_rank_is_waited_for_until_the_deadline_and_no_longer(ranks: Ranks
     assert facts["peer"] == "rank 1"
     assert 3.0 <= facts["elapsed"] < 30.0
     assert "rank 1" in facts["text"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "operation"),
+    [
+        (("all_reduce", 2, ALONE), "all_reduce"),
+        (("recv", 2, ALONE), "recv"),
+        pytest.param(("send", 2, ALONE), "send", marks=pytest.mark.slow),
+    ],
+    indirect=["ranks"],
+)
+def test_a_stopped_rank_is_named_to_a_reduction_and_to_a_message(ranks: Ranks, operation: str) -> None:
+    """A frozen process keeps its sockets open, and gloo alone waits for it until the deadline."""
+    ranks.wait_until_ready()
+    ranks.processes[1].send_signal(signal.SIGSTOP)
+    facts, stderr = ranks.facts(0, timeout=60)
+    assert facts["type"] == "PeerLost"
+    assert facts["peer"] == "rank 1"
+    assert facts["operation"] == operation
+    assert "its process is stopped" in facts["text"]
+    assert facts["elapsed"] < 30.0  # of 60
+    assert "PeerLost" in stderr
+    assert ranks.processes[0].returncode == 1

@@ -149,5 +149,5 @@ def test_a_peer_elsewhere_is_lost_after_two_heartbeats_without_a_beat() -> None:
 
 
 def test_peers_elsewhere_need_a_store() -> None:
-    with pytest.raises(ValueError, match=r"ranks \[1\] run on other hosts"):
+    with pytest.raises(ValueError, match="rank 1 runs on another host"):
         Beats({0: Identity.of_this_process(), 1: Identity("another host", 1, "1")}, 0)

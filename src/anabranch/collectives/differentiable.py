@@ -14,7 +14,6 @@ the tokens as well, so a rank without a loss, or one that does not use what it r
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, cast
@@ -26,7 +25,8 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from anabranch.autodiff import boundary_entry, boundary_exit
-from anabranch.errors import DeadlineExceeded, PeerLost, ProtocolError
+from anabranch.collectives.liveness import move_message, wait_until_reduced
+from anabranch.errors import ProtocolError
 from anabranch.job import job
 
 __all__ = ["all_reduce", "recv", "send"]
@@ -139,21 +139,6 @@ def _check_sendable(tensor: Tensor) -> None:
         )
 
 
-def _wait(work: dist.Work | None, peer: str, operation: str, timeout: float) -> None:
-    """Waits for ``work`` within ``timeout``, and says who did not come."""
-    assert work is not None
-    started = time.monotonic()
-    try:
-        work.wait(timedelta(seconds=timeout))
-    except RuntimeError as error:
-        elapsed = time.monotonic() - started
-        if elapsed >= timeout:
-            raise DeadlineExceeded(
-                "nothing came before the deadline", peer=peer, operation=operation, elapsed=elapsed
-            ) from error
-        raise PeerLost(str(error), peer=peer, operation=operation, elapsed=elapsed) from error
-
-
 # The sum over the ranks.
 
 
@@ -168,7 +153,8 @@ class _Reduction:
     def run(self, tensor: Tensor) -> Tensor:
         """Sums ``tensor`` over the ranks in place."""
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        _wait(work, "the other ranks", "all_reduce", self.timeout)
+        assert work is not None  # this rank is a member of the group
+        wait_until_reduced(work, self.group, "all_reduce", self.timeout)
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:
@@ -251,31 +237,30 @@ class _Line:
     rank: int
     timeout: float
 
-    def put(self, tensor: Tensor, operation: str) -> None:
-        """Sends raw contents."""
-        if tensor.numel():
-            _wait(dist.isend(tensor, self.rank), f"rank {self.rank}", operation, self.timeout)
-
-    def take(self, tensor: Tensor, operation: str) -> Tensor:
-        """Receives raw contents into ``tensor``."""
-        if tensor.numel():
-            _wait(dist.irecv(tensor, self.rank), f"rank {self.rank}", operation, self.timeout)
-        return tensor
-
     def post(self, tensor: Tensor | None, *, wants_gradient: bool, operation: str) -> None:
         """Sends a header, and the tensor if there is one."""
         fields = [_MAGIC, _NOTHING, 0, 0, 0]
         if tensor is not None:
             fields = [_MAGIC, _TENSOR, int(wants_gradient), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         fields += [0] * (_HEADER - len(fields))
-        self.put(torch.tensor(fields, device=_device()), operation)
-        if tensor is not None:
-            self.put(_as_bytes(tensor.detach().to(_device()).contiguous()), operation)
+        parts = [torch.tensor(fields, device=_device())]
+        if tensor is not None and tensor.numel():
+            parts.append(_as_bytes(tensor.detach().to(_device()).contiguous()))
 
-    def header(self, operation: str) -> _Header | None:
-        """The next message's header; ``None`` if it says that there is nothing."""
-        fields = self.take(torch.empty(_HEADER, dtype=torch.int64, device=_device()), operation).tolist()
-        magic, kind, wants_gradient, dtype, ndim, *sizes = fields
+        def move() -> None:
+            for part in parts:
+                self._complete(dist.isend(part, self.rank))
+
+        move_message(move, self.rank, operation, self.timeout)
+
+    def take(self, operation: str) -> _Message | None:
+        """The next message; ``None`` if it says that there is nothing."""
+        return move_message(lambda: self._take(operation), self.rank, operation, self.timeout)
+
+    def _take(self, operation: str) -> _Message | None:
+        header = torch.empty(_HEADER, dtype=torch.int64, device=_device())
+        self._complete(dist.irecv(header, self.rank))
+        magic, kind, wants_gradient, dtype, ndim, *sizes = fields = header.tolist()
         if (
             magic != _MAGIC
             or kind not in (_NOTHING, _TENSOR)
@@ -285,21 +270,21 @@ class _Line:
             raise ProtocolError(f"no header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
         if kind == _NOTHING:
             return None
-        return _Header(torch.Size(sizes[:ndim]), _DTYPES[dtype], bool(wants_gradient))
+        tensor = torch.empty(sizes[:ndim], dtype=_DTYPES[dtype], device=_device())
+        if tensor.numel():
+            self._complete(dist.irecv(_as_bytes(tensor), self.rank))
+        return _Message(tensor, bool(wants_gradient))
 
-    def contents(self, header: _Header, operation: str) -> Tensor:
-        """The tensor that ``header`` announced."""
-        tensor = torch.empty(header.shape, dtype=header.dtype, device=_device())
-        self.take(_as_bytes(tensor), operation)
-        return tensor
+    def _complete(self, work: dist.Work | None) -> None:
+        assert work is not None  # this rank is a member of the group
+        work.wait(timedelta(seconds=self.timeout))
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
-    """The dtype and shape that a message announces for its tensor."""
+class _Message:
+    """A tensor that came, and whether its gradient is to go back."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    tensor: Tensor
     wants_gradient: bool
 
 
@@ -321,12 +306,12 @@ def _send(tensor: Tensor, line: _Line) -> Tensor:
 
 
 def _receive(line: _Line, token: Tensor | None = None) -> Tensor | None:
-    header = line.header("recv")
-    if header is None:
+    message = line.take("recv")
+    if message is None:
         return None
-    if not (torch.is_grad_enabled() and header.wants_gradient):
-        return line.contents(header, "recv")
-    received, leaving = _Receive.apply(token, boundary_entry(), header, line)  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and message.wants_gradient):
+        return message.tensor
+    received, leaving = _Receive.apply(token, boundary_entry(), message, line)  # type: ignore[no-untyped-call]
     boundary_exit(leaving)
     return cast(Tensor, received)
 
@@ -353,11 +338,11 @@ class _Send(Function):
 class _Receive(Function):
     @staticmethod
     def forward(
-        ctx: _LineContext, token: Tensor | None, entry: Tensor, header: _Header, line: _Line
+        ctx: _LineContext, token: Tensor | None, entry: Tensor, message: _Message, line: _Line
     ) -> tuple[Tensor, Tensor]:
         ctx.line = line
         ctx.set_materialize_grads(False)
-        return line.contents(header, "recv"), torch.zeros(())
+        return message.tensor, torch.zeros(())
 
     @staticmethod
     def backward(ctx: _LineContext, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, None, None, None]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,9 +24,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from anabranch.collectives.liveness import end_without_waiting, job_store
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.events import report
-from anabranch.transport.beats import Beats, Identity, Store
+from anabranch.transport.beats import Beats, Identity
 
 __all__ = ["Pending", "Workers", "meet_peers"]
 
@@ -101,7 +100,7 @@ class Workers:
         self._look_every = heartbeat / 2
         self._beats: Beats | None = None
         if self.size > 1:
-            self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=_store(), heartbeat=heartbeat)
+            self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat)
         atexit.register(self._leave_without_the_lost)
 
     def _meet(self) -> dict[int, Identity]:
@@ -241,7 +240,7 @@ class Workers:
         """Those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of it."""
         own = self._global_ranks[self.rank]
         try:
-            store = _store()
+            store = job_store()
             first = lost
             if len(lost) > 1:
                 first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
@@ -260,10 +259,7 @@ class Workers:
         """Ends the process: gloo's threads would wait for the lost rank, and the interpreter for them."""
         if not self._lost_someone:
             return
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        end_without_waiting()
 
     def close(self) -> None:
         """Ends what was started here: the beats, and the process group if it was initialised here."""
@@ -303,8 +299,3 @@ def meet_peers(backend: str, timeout: timedelta) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = PrefixStore(f"anabranch/{attempt}/{next(_meetings)}", store)
     dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
-
-
-def _store() -> Store:
-    """The store that the job's processes met through."""
-    return cast(Store, dist.distributed_c10d._get_default_store())

@@ -107,17 +107,27 @@ class Beats:
         self.heartbeat = heartbeat
         self._rank = rank
         self._clock = clock
-        here = identities[rank].host
-        self._near = {peer: who for peer, who in identities.items() if peer != rank and who.host == here}
-        self._far = [peer for peer, who in identities.items() if who.host != here]
+        self._here = identities[rank].host
+        self._near: dict[int, Identity] = {}
+        self._far: list[int] = []
         self._stopped_since: dict[int, float] = {}
         self._counters: dict[int, tuple[bytes, float]] = {}
         self._store = store
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        if self._far:
-            if store is None:
-                raise ValueError(f"ranks {self._far} run on other hosts; give Beats the job's store to hear of them")
+        for peer, who in identities.items():
+            if peer != rank:
+                self.watch(peer, who)
+
+    def watch(self, peer: int, who: Identity) -> None:
+        """Watches one more rank."""
+        if who.host == self._here:
+            self._near[peer] = who
+            return
+        if self._store is None:
+            raise ValueError(f"rank {peer} runs on another host; give Beats the job's store to hear of it")
+        self._far.append(peer)
+        if self._thread is None:
             self._beat(0)
             self._thread = threading.Thread(target=self._run, name="anabranch-beats", daemon=True)
             self._thread.start()
@@ -160,10 +170,11 @@ class Beats:
 
     def _beat(self, count: int) -> None:
         assert self._store is not None
-        self._store.set(f"anabranch/beat/{self._rank}", str(count))
-        counters = self._store.multi_get([f"anabranch/beat/{peer}" for peer in self._far])
+        self._store.set(_beat_of(self._rank), str(count))
+        far = [peer for peer in self._far if peer in self._counters or self._store.check([_beat_of(peer)])]
+        counters = self._store.multi_get([_beat_of(peer) for peer in far]) if far else []
         now = self._clock()
-        for peer, counter in zip(self._far, counters, strict=True):
+        for peer, counter in zip(far, counters, strict=True):
             if self._counters.get(peer, (None,))[0] != counter:
                 self._counters[peer] = (counter, now)
 
@@ -179,6 +190,10 @@ class Beats:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _beat_of(rank: int) -> str:
+    return f"anabranch/beat/{rank}"
 
 
 def _has_ended(who: Identity) -> bool:

@@ -1,0 +1,255 @@
+"""Waits for other ranks that end when one of them is lost, with its name.
+
+Every rank leaves its identity in the store of the job's process group when it first waits for another, so a rank that
+waits learns which process to watch. A rank that has left none yet is waited for until the deadline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.transport.beats import Beats, Identity, Store
+
+__all__ = ["end_without_waiting", "job_store", "move_message", "wait_until_reduced"]
+
+_HEARTBEAT = 1.0
+_IDLE_SECONDS = 60.0
+_SMALLEST_WAIT = 0.001
+
+
+def job_store() -> Store:
+    """The store that the job's processes met through."""
+    return cast(Store, dist.distributed_c10d._get_default_store())
+
+
+def end_without_waiting() -> None:
+    """Ends the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+class Peers:
+    """The other ranks of the job's process group, and waits for them.
+
+    Args:
+        heartbeat: seconds between two looks at who is still there.
+    """
+
+    def __init__(self, heartbeat: float = _HEARTBEAT) -> None:
+        self._store, self._rank = job_store(), dist.get_rank()
+        own = Identity.of_this_process()
+        self._beats = Beats({self._rank: own}, self._rank, store=self._store, heartbeat=heartbeat)
+        self._store.set(_key(self._rank), own.encode())
+        self._known = {self._rank}
+        self._asked_for: set[int] = set()
+        self._lock = threading.Lock()
+        self._has_lost = False
+        atexit.register(self._leave)
+
+    def wait(self, done: Callable[[float], bool], ranks: Sequence[int], operation: str, deadline: Deadline) -> None:
+        """Returns when ``done(seconds)``, which waits so long at most, returns true.
+
+        Raises:
+            PeerLost: one of ``ranks`` died or froze; names it.
+            DeadlineExceeded: names all of them.
+        """
+        self._meet([rank for rank in ranks if rank not in self._asked_for])  # from the start: those elsewhere must beat
+        while not done(max(_SMALLEST_WAIT, min(self._beats.heartbeat / 2, deadline.remaining()))):
+            lost = self._lost(ranks)
+            if lost:
+                self._has_lost = True
+                what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
+                raise PeerLost(what, peer=_names(sorted(lost)), operation=operation, elapsed=deadline.elapsed())
+            if deadline.expired():
+                self._has_lost = True
+                raise _too_late(ranks, operation, deadline)
+
+    def explain(self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline) -> BoundaryError:
+        """The error to raise for a connection that failed, or that gloo gave up at the deadline."""
+        self._has_lost = True
+        if deadline.expired():
+            return _too_late(ranks, operation, deadline)
+        lost = self._lost(ranks)
+        message = str(error).split(". This is typically", 1)[0]
+        return PeerLost(
+            f"the connection failed: {message}",
+            peer=_names(sorted(lost) or ranks),
+            operation=operation,
+            elapsed=deadline.elapsed(),
+        )
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        """Watches those of ``ranks`` that have left their identity."""
+        if self._known.issuperset(ranks):
+            return
+        with self._lock:
+            self._asked_for.update(ranks)
+            for rank in set(ranks) - self._known:
+                if self._store.check([_key(rank)]):
+                    self._beats.watch(rank, Identity.decode(self._store.multi_get([_key(rank)])[0].decode()))
+                    self._known.add(rank)
+
+    def _lost(self, ranks: Sequence[int]) -> dict[int, str]:
+        self._meet(ranks)
+        lost = self._beats.lost()
+        return {rank: lost[rank] for rank in ranks if rank in lost}
+
+    def _leave(self) -> None:
+        if self._has_lost:
+            end_without_waiting()
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._beats.close()
+        if not self._has_lost:
+            atexit.unregister(self._leave)
+
+
+def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "nothing came before the deadline", peer=_names(ranks), operation=operation, elapsed=deadline.elapsed()
+    )
+
+
+def _key(rank: int) -> str:
+    return f"anabranch/identity/{rank}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+_lock = threading.Lock()
+_of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
+
+
+def peers_of_job() -> Peers:
+    """Those of the default process group; made anew after that was."""
+    global _of_group
+    group = dist.group.WORLD
+    assert group is not None
+    with _lock:
+        if _of_group is None or _of_group[0]() is not group:
+            if _of_group is not None:
+                _of_group[1].close()
+            _of_group = weakref.ref(group), Peers()
+        return _of_group[1]
+
+
+# Messages between two ranks: gloo breaks the connection when a wait for one is given up, so a thread waits to the end.
+
+
+class _Mover:
+    """A thread that moves one message at a time."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="anabranch-message", daemon=True).start()
+
+    def begin(self, move: Callable[[], object]) -> Future[object]:
+        """Calls ``move`` on the thread."""
+        future: Future[object] = Future()
+        self._asked.put((move, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            try:
+                move, future = self._asked.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with _lock:
+                    if self in _idle:
+                        _idle.remove(self)
+                        return
+                continue
+            try:
+                future.set_result(move())
+            except Exception as error:  # noqa: BLE001 - raised where the future is asked
+                future.set_exception(error)
+            del move, future
+
+
+_idle: list[_Mover] = []
+_T = TypeVar("_T")
+
+
+def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: float) -> _T:
+    """Return the result of ``move``, which sends a message to ``rank`` or receives one.
+
+    Raises:
+        PeerLost: the rank died or froze.
+        DeadlineExceeded: ``timeout`` seconds have passed; the connection is of no more use.
+    """
+    if dist.get_backend() == "nccl":  # its waits are for the stream of the thread that waits, and look at nobody
+        found: list[_T] = []
+
+        def move_at_once(_: float) -> bool:
+            found.append(move())
+            return True
+
+        _wait(move_at_once, [rank], operation, timeout)
+        return found[0]
+    with _lock:
+        mover = _idle.pop() if _idle else None
+    mover = mover or _Mover()
+    future = mover.begin(move)
+
+    def done(seconds: float) -> bool:
+        if not concurrent.futures.wait([future], seconds).done:
+            return False
+        with _lock:
+            _idle.append(mover)
+        future.result(0)
+        return True
+
+    _wait(done, [rank], operation, timeout)
+    return cast(_T, future.result(0))
+
+
+def wait_until_reduced(work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float) -> None:
+    """Returns when a collective of ``group`` is done.
+
+    Raises:
+        PeerLost: a rank died or froze.
+        DeadlineExceeded: ``timeout`` seconds have passed.
+    """
+    at_once = dist.get_backend(group) == "nccl"
+    own = dist.get_rank()
+
+    def done(seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=timeout if at_once else seconds))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    _wait(done, [rank for rank in dist.get_process_group_ranks(group) if rank != own], operation, timeout)
+
+
+def _wait(done: Callable[[float], bool], ranks: Sequence[int], operation: str, timeout: float) -> None:
+    deadline, peers = Deadline.after(timeout), peers_of_job()
+    try:
+        peers.wait(done, ranks, operation, deadline)
+    except BoundaryError:
+        raise
+    except RuntimeError as error:
+        raise peers.explain(error, ranks, operation, deadline) from error
