@@ -22,7 +22,15 @@ import torch
 from measure import keep, machine
 from torch import Tensor
 
-from anabranch.parameter_server import Crew, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableGroup, TableSpec
+from anabranch.parameter_server import (
+    KernelThreads,
+    Normal,
+    RowOptimizer,
+    RowTable,
+    RowWiseAdagrad,
+    TableGroup,
+    TableSpec,
+)
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -48,7 +56,7 @@ def make_batches(count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 def ours(optimizer: str, threads: int) -> Step:
     rule = RowOptimizer.from_factory(OPTIMIZERS[optimizer])
     spec = functools.partial(TableSpec, rows=ROWS, width=WIDTH, initial=Normal(0, 0.01))
-    group = TableGroup([RowTable(spec(f"t{k}"), rule) for k in range(TABLES)], Crew(threads))
+    group = TableGroup([RowTable(spec(f"t{k}"), rule) for k in range(TABLES)], KernelThreads(threads))
 
     def step(ids: Tensor, grads: Tensor) -> None:
         group.pull(ids)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from anabranch.parameter_server import RowOptimizer, RowWiseAdagrad
 from anabranch.parameter_server._quantile import QUANTILE
-from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.kernels import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
 
 COMPILED, PLAIN = kernels("compiled"), kernels("plain")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -282,8 +282,8 @@ def test_a_crew_of_two_gives_the_bits_of_one() -> None:
     for threads in (1, 2, 3):
         storage = start.clone()
         flat = as_array(storage)
-        with Crew(threads) as crew:
-            crew.run(
+        with KernelThreads(threads) as pool:
+            pool.run(
                 lambda first, last, flat=flat: COMPILED.step_adam(
                     flat, 48, 16, np.arange(4096), grad, rule.constants(1), first, last
                 ),
@@ -299,11 +299,11 @@ def test_a_crew_raises_what_a_part_raised_and_lives_on() -> None:
         if first:
             raise KeyError("second part")
 
-    with Crew(2) as crew:
+    with KernelThreads(2) as pool:
         with pytest.raises(KeyError, match="second part"):
-            crew.run(fail, 10, 1 << 20)
+            pool.run(fail, 10, 1 << 20)
         done: list[int] = []
-        crew.run(lambda first, last: done.append(last - first), 10, 1 << 20)
+        pool.run(lambda first, last: done.append(last - first), 10, 1 << 20)
         assert sum(done) == 10
 
 

@@ -25,7 +25,7 @@ from anabranch.parameter_server import (
 from anabranch.parameter_server import kernels as kernels_module
 from anabranch.parameter_server import row_messages as row_messages_module
 from anabranch.parameter_server.messages import WITH_STATE, InitMessage, Part, PullMessage, PullPart, PushMessage
-from anabranch.parameter_server.row_messages import Clock, Layout, Pull, PullReply, Routed
+from anabranch.parameter_server.row_messages import Layout, Pull, PullReply, Routed, VersionClock
 from anabranch.parameter_server.row_table import RowTable
 from anabranch.parameter_server.shard import Shard
 from anabranch.testing import MemoryTransport
@@ -354,6 +354,6 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
 
 def test_versions_go_on_over_generations() -> None:
-    clock = Clock()
+    clock = VersionClock()
     answers = [(3, 5), (3, 4), (8, 0), (3, 9), (8, 1)]
     assert [clock.read(generation, [step, 0]) + step for generation, step in answers] == [5, 4, 6, 16, 18]

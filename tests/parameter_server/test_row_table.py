@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server import (
     Constant,
-    Crew,
     Family,
+    KernelThreads,
     Normal,
     RowBlock,
     RowOptimizer,
@@ -223,8 +223,8 @@ def test_the_same_bits_come_from_one_thread_and_from_three() -> None:
     ids, grads = torch.randint(0, 4000, (6000,)), torch.randn(6000, WIDTH)
     found = []
     for threads in (1, 3):
-        with Crew(threads) as crew:
-            table = RowTable(TableSpec("t", 4000, WIDTH), rule, crew=crew)
+        with KernelThreads(threads) as pool:
+            table = RowTable(TableSpec("t", 4000, WIDTH), rule, pool=pool)
             table.push(ids, grads)
             found.append(table.pull(torch.arange(4000)))
     assert torch.equal(*found)

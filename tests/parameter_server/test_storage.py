@@ -61,7 +61,7 @@ def test_a_table_in_a_file_is_the_table_in_memory(
         assert torch.equal(mine.values, theirs.values)
         assert torch.equal(mine.sums, theirs.sums)
     if rows is not None:  # the dynamic one is small enough to be mapped whole
-        assert (file.kin is None) == (budget is not None)
+        assert (file.group_key is None) == (budget is not None)
     if budget is not None:
         assert 0 < mapped_from(tmp_path) <= budget
     assert list(tmp_path.iterdir()) == []  # the file has no name

@@ -11,8 +11,8 @@ import torch
 
 from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server import (
-    Crew,
     Family,
+    KernelThreads,
     Normal,
     RowOptimizer,
     RowTable,
@@ -56,12 +56,12 @@ def same_answers(group: TableGroup, alone: list[RowTable], seed: int) -> None:
     """Of a question in which some rows come with their state, and some only if they have changed."""
     chance = torch.Generator().manual_seed(seed)
     ids = [torch.randint(table.spec.rows or 1, (12,), generator=chance) for table in alone]
-    stated, known = (torch.randint(7, (len(alone),), generator=chance).tolist() for _ in range(2))
+    with_state, known = (torch.randint(7, (len(alone),), generator=chance).tolist() for _ in range(2))
     since = [
         torch.randint(-1, table.step + 1, (few,), generator=chance) for table, few in zip(alone, known, strict=True)
     ]
-    *found, counts = group.answer(torch.cat(ids), [12] * len(alone), stated, known, torch.cat(since))
-    wanted = [table.answer(*asked) for table, *asked in zip(alone, ids, stated, since, strict=True)]
+    *found, counts = group.answer(torch.cat(ids), [12] * len(alone), with_state, known, torch.cat(since))
+    wanted = [table.answer(*asked) for table, *asked in zip(alone, ids, with_state, since, strict=True)]
     assert counts == [len(places) for _, _, places in wanted]
     for one, others in zip(found, zip(*wanted, strict=True), strict=True):
         assert torch.equal(one, torch.cat(others))
@@ -74,8 +74,8 @@ def test_a_group_of_tables_moves_as_its_tables_do_alone(name: str, dtype: torch.
     rule = RowOptimizer.from_factory(RULES[name])
     alone = make_tables(rule, dtype=dtype, every_row_moves=every_row_moves)
     together = make_tables(rule, dtype=dtype, every_row_moves=every_row_moves)
-    with Crew(2) as crew:
-        group = TableGroup(together, crew)
+    with KernelThreads(2) as pool:
+        group = TableGroup(together, pool)
         for step in range(6):
             ids = draw(alone, step)
             grads = torch.randn(ids.shape[1], len(ROWS), WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)

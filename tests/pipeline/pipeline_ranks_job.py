@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule
-from anabranch.pipeline.gloo_post import GlooPost
+from anabranch.pipeline.gloo_channel import GlooChannel
 from anabranch.pipeline.ranks import RankEngine
-from anabranch.pipeline.shared_post import SharedPost
+from anabranch.pipeline.shared_memory_channel import SharedMemoryChannel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]
@@ -125,8 +125,8 @@ def memory_serves_again() -> dict:
     """Steps alike need no more memory for messages than the first did."""
     x, target = torch.randn(2, 64, 5, dtype=torch.float64)
     with make(skipping_model(), chunks=4) as pipe:
-        if isinstance(pipe._engine, RankEngine) and isinstance(pipe._engine._post, SharedPost):
-            lines = pipe._engine._post._lines.values()
+        if isinstance(pipe._engine, RankEngine) and isinstance(pipe._engine._channel, SharedMemoryChannel):
+            lines = pipe._engine._channel._lines.values()
             for _ in range(8):
                 step(pipe, x, target)
             # Of what may be on its way at once, each message in a slot; not of all that ever was.
@@ -384,7 +384,7 @@ def mistakes() -> dict:
     for error, words in (
         (ValueError("the file \udc80"), "\\udc80"),  # as names of files on disk can be, and UTF-8 cannot
         (ValueError("much " * 2_000_000), "characters left out"),
-        (Unspeakable(), "<it cannot be told>"),
+        (Unspeakable(), "<str() of the error failed>"),
     ):
 
         def refuse(y: Tensor, target: Tensor, error: Exception = error) -> Tensor:
@@ -445,7 +445,7 @@ def cannot_meet(x: Tensor, target: Tensor) -> None:
         with make(skipping_model(), shared_memory=True) as pipe:
             tempfile.tempdir = None
             step(pipe, x, target)
-            assert isinstance(pipe._engine._post, GlooPost)
+            assert isinstance(pipe._engine._channel, GlooChannel)
 
 
 class Unspeakable(Exception):

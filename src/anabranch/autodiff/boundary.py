@@ -40,11 +40,11 @@ __all__ = [
     "Form",
     "RecordedBoundary",
     "Tracer",
-    "come_back",
     "cross",
     "current_tracer",
-    "go",
     "outside_tracing",
+    "run_backward",
+    "run_forward",
     "traced_by",
 ]
 
@@ -190,7 +190,7 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
                     "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
                 )
     if not torch.is_grad_enabled():
-        return tuple((go if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
+        return tuple((run_forward if tracer is None else tracer.forward)(boundary, inputs, None).outputs)
     if entry is None:
         entry = boundary_entry() if tracer is None else tracer.entry()
     return cast(tuple[Tensor, ...], _Crossing.apply(entry, boundary, tracer, *inputs))  # type: ignore[no-untyped-call]
@@ -205,7 +205,7 @@ class _Crossing(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.wants = ctx.needs_input_grad[3:]
         ctx.boundary, ctx.tracer = boundary, tracer
-        crossed = (go if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
+        crossed = (run_forward if tracer is None else tracer.forward)(boundary, inputs, ctx.wants)
         ctx.save_for_backward(*inputs)  # type: ignore[arg-type]
         ctx.held = hold_on_tape(crossed.state)
         ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
@@ -228,7 +228,7 @@ class _Crossing(torch.autograd.Function):
         if ctx.tracer is not None:
             found = ctx.tracer.backward(ctx.boundary, state, inputs, gradients, ctx.wants)
         else:
-            found = come_back(ctx.boundary, state, inputs, gradients, ctx.wants)
+            found = run_backward(ctx.boundary, state, inputs, gradients, ctx.wants)
         return None, None, None, *found
 
 
@@ -241,7 +241,7 @@ class _CrossingContext(FunctionCtx):
     saved_tensors: tuple[Tensor | None, ...]
 
 
-def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+def run_forward(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
     """Crosses, forward; the outputs, in order, have memory of their own, which their readers may reuse."""
     answers = None if _crossing.depth else _answers.now
     if answers is not None and answers.replaying:
@@ -259,7 +259,7 @@ def go(boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool
     return crossed
 
 
-def come_back(
+def run_backward(
     boundary: Boundary,
     state: object,
     inputs: Sequence[Tensor | None],

@@ -25,7 +25,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
 from anabranch.transport.beats import Beats, Identity, Store
 
-__all__ = ["end_without_waiting", "job_store", "move_message", "wait_until_reduced"]
+__all__ = ["Peers", "end_without_waiting", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
 
 _HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0

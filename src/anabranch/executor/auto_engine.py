@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engine import Ran, Ready
+from anabranch.executor.engine import Ready, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.steps import TrainStep
@@ -141,7 +141,7 @@ class AutoEngine:
         if self._graph is not None:
             self._graph.follow_model()
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         return self._run(
             lambda graph: graph.differentiate(batch, fetch, begin),
@@ -149,7 +149,7 @@ class AutoEngine:
             lambda: self._try_backward(batch, fetch, begin),
         )
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step."""
         return self._run(
             lambda graph: graph.step(batch, fetch),
@@ -166,7 +166,12 @@ class AutoEngine:
         else:
             self._try_update(self._graph)
 
-    def _run(self, on_graph: Callable[[GraphEngine], Ran], on_tape: Callable[[], Ran], trial: Callable[[], Ran]) -> Ran:
+    def _run(
+        self,
+        on_graph: Callable[[GraphEngine], StepOutput],
+        on_tape: Callable[[], StepOutput],
+        trial: Callable[[], StepOutput],
+    ) -> StepOutput:
         self._runs += 1
         if self._taken and self._graph is not None:
             began = time.perf_counter()
@@ -238,13 +243,13 @@ class AutoEngine:
 
     # Trials.
 
-    def _try_step(self, batch: Structure, fetch: Fetch) -> Ran:
-        def noting() -> tuple[Ran, Mapping[Tensor, Tensor]]:
+    def _try_step(self, batch: Structure, fetch: Fetch) -> StepOutput:
+        def noting() -> tuple[StepOutput, Mapping[Tensor, Tensor]]:
             return self._tape.step(batch, fetch), {}
 
         return self._try(batch, fetch, lambda: self._tape.step(batch, fetch), noting, whole=True)
 
-    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def _try_backward(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         return self._try(
             batch,
             fetch,
@@ -257,11 +262,11 @@ class AutoEngine:
         self,
         batch: Structure,
         fetch: Fetch,
-        on_tape: Callable[[], Ran],
-        noting: Callable[[], tuple[Ran, Mapping[Tensor, Tensor]]],
+        on_tape: Callable[[], StepOutput],
+        noting: Callable[[], tuple[StepOutput, Mapping[Tensor, Tensor]]],
         *,
         whole: bool,
-    ) -> Ran:
+    ) -> StepOutput:
         """The tape's run, and a graph's beside it from the same state; ``noting`` also returns gradients."""
         self._trials += 1
         began = time.perf_counter()
@@ -302,7 +307,12 @@ class AutoEngine:
         return prepared
 
     def _repeat(
-        self, prepared: Prepared, before: Snapshot, answers: Answers, ran: Ran, gradients: Mapping[Tensor, Tensor]
+        self,
+        prepared: Prepared,
+        before: Snapshot,
+        answers: Answers,
+        ran: StepOutput,
+        gradients: Mapping[Tensor, Tensor],
     ) -> float:
         """Seconds that the graph takes over what the tape has done.
 

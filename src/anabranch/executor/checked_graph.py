@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary import Answers
 from anabranch.errors import CaptureError
-from anabranch.executor.engine import Ran, Ready
+from anabranch.executor.engine import Ready, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.steps import TrainStep
@@ -58,7 +58,7 @@ class CheckedGraph(GraphEngine):
         super().follow_model()
         self._tape.follow_model()
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         self._raise_refusal()
         try:
@@ -78,7 +78,7 @@ class CheckedGraph(GraphEngine):
         self._program.finish(prepared)
         return ran
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The whole step as one graph; on the tape where the graph is new."""
         self._raise_refusal()
         try:
@@ -102,13 +102,13 @@ class CheckedGraph(GraphEngine):
         self._program.finish(prepared)
         return ran
 
-    def _told_by_the_tape(self, mistake: Exception, run: Callable[[], Ran]) -> Ran:
+    def _told_by_the_tape(self, mistake: Exception, run: Callable[[], StepOutput]) -> StepOutput:
         """Let the tape meet the user's mistake, after what comes before it; if it does not, the next run is refused."""
         ran = run()
         self._refused = f"the step cannot be captured: {mistake}; use engine='tape'"
         return ran
 
-    def _at_once(self, prepared: Prepared, run: Callable[[], Ran]) -> Ran:
+    def _at_once(self, prepared: Prepared, run: Callable[[], StepOutput]) -> StepOutput:
         """Runs a graph that was not compared: its collectives would be one more than the other workers expect."""
         self.may_trace = True
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from anabranch.executor.fetching import Fetch
 from anabranch.tensors import Structure
 
-__all__ = ["Engine", "Ran", "Ready", "loss_and_returned"]
+__all__ = ["Engine", "Ready", "StepOutput", "loss_and_returned"]
 
 Ready: TypeAlias = "Callable[[Tensor, Tensor], Tensor | None]"
 """``ready(parameter, gradient)`` takes a final gradient; what it returns stands for the gradient from then on."""
@@ -20,7 +20,7 @@ _NOTHING: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class StepOutput:
     """Output of one run of a training step: the loss, and what the step returned beside it."""
 
     loss: Tensor
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Look up the model's parameters again: some were replaced."""
         ...
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called before the first gradient is final."""
         ...
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """The optimizers' step on what ``.grad`` holds."""
         ...
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step, for a worker with nobody to sum with."""
         ...
 

@@ -27,7 +27,7 @@ from anabranch.executor.engine import Engine
 from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
-from anabranch.executor.pipe_runner import Grid, check_pipes, evaluated, runner_for, seed_pipes
+from anabranch.executor.pipe_runner import PipelineGrid, check_pipes, evaluated, runner_for, seed_pipes
 from anabranch.executor.placement import Placement
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
@@ -166,13 +166,13 @@ class Executor:
         self._placement: Placement | None = None
         self._remote: RemotePart | None = None
         self._batches = Batches({}, None)
-        self._grid: Grid | None = None
+        self._grid: PipelineGrid | None = None
         pipe = check_pipes(self._steps, process_group, self.comm_mode)
         self._workers = self._join_workers(process_group, timeout, heartbeat)
         try:
             if pipe is not None:
                 line = Workers(pipe.process_group, timeout=timeout, heartbeat=heartbeat)
-                self._grid = Grid(self._workers, line)
+                self._grid = PipelineGrid(self._workers, line)
             if seed is not None:
                 torch.manual_seed(seed + (self._workers.rank if self._workers else job().rank))
                 seed_pipes(self._steps, seed + (self._workers.rank if self._workers else 0))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anabranch.executor.clipping import clip_gradients
-from anabranch.executor.engine import Ran, Ready
+from anabranch.executor.engine import Ready, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
@@ -95,7 +95,7 @@ class GraphEngine:
         """Look up the model's parameters again: some were replaced."""
         self._parameters = dict(self._step.model.named_parameters())
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
@@ -104,7 +104,7 @@ class GraphEngine:
             arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The whole step as one graph, but for what sparse tables need between gradients and optimizers."""
         if not self._in_parts:
             try:
@@ -115,7 +115,7 @@ class GraphEngine:
                 self._in_parts = True
         return self._step_in_parts(batch, fetch)
 
-    def _step_in_parts(self, batch: Structure, fetch: Fetch) -> Ran:
+    def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
         assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
         ran = self._sort(found.outputs, fetch)
@@ -154,16 +154,16 @@ class GraphEngine:
                 sparse[name] = [SparseRows(merged._indices()[0], merged._values())]
         return dense, sparse
 
-    def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> Ran:
+    def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> StepOutput:
         if fetch.names is None:  # everything, and nothing besides
             returned = {name: value for name, value in outputs.items() if name != _LOSS}
-            return Ran(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+            return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
         asked = {*fetch.modules, *fetch.gradients, _LOSS}
         returned = {name: value for name, value in outputs.items() if name not in asked}
         fetch.record({name: outputs[name] for name in fetch.modules})
         fetch.record_gradients({name: outputs[name] for name in fetch.gradients if name in outputs})
         fetch.check(cast("Mapping[str, Tensor]", returned))
-        return Ran(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+        return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
 
 
 class _Arrivals:

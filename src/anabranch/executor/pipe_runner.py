@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
-from anabranch.executor.engine import Engine, Ran, Ready
+from anabranch.executor.engine import Engine, Ready, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
@@ -31,7 +31,7 @@ from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import Loss, Shared
 from anabranch.tensors import Structure
 
-__all__ = ["Grid", "PipeRunner", "check_pipes", "evaluated", "runner_for", "seed_pipes"]
+__all__ = ["PipeRunner", "PipelineGrid", "check_pipes", "evaluated", "runner_for", "seed_pipes"]
 
 _log = logging.getLogger("anabranch.executor")
 
@@ -60,7 +60,7 @@ class PipeRunner(StepRunner):
         self._schedule = _ScheduleEngine(step, self._pipe)
         super().__init__(step, self._schedule, workers)
 
-    def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
+    def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this pipeline's share of the batch."""
         _check_fetch(fetch)
         self._schedule.rows = int(rows)
@@ -110,22 +110,22 @@ class _ScheduleEngine:
     def follow_model(self) -> None:
         """Nothing is kept of the model's parameters."""
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Runs the schedule; then ``begin(loss)``, then hands over the gradients."""
         shared = self._run(batch)
         begin(shared.loss)
         for parameter in self._handed_over:
             if parameter.grad is not None:
                 self._ready(parameter, parameter.grad)
-        return Ran(shared.loss, {})
+        return StepOutput(shared.loss, {})
 
-    def step(self, batch: Structure, fetch: Fetch) -> Ran:
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The schedule, clipping and the optimizers' step."""
         shared = self._run(batch)
         if self._step.clip_grad_norm is not None:
             self._pipe.clip_grad_norm(self._step.clip_grad_norm)
         self.update()
-        return Ran(shared.loss, {})
+        return StepOutput(shared.loss, {})
 
     def update(self) -> None:
         """The optimizers' step on this process's stages."""
@@ -226,7 +226,7 @@ def seed_pipes(steps: Mapping[str, Step], seed: int) -> None:
             step.model.seed = seed
 
 
-class Grid:
+class PipelineGrid:
     """Pipelines that stand beside one another, seen as one row of ranks: ``row * stages + stage``.
 
     Args:

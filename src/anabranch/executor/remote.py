@@ -26,8 +26,8 @@ from anabranch.parameter_server import (
     CacheStatistics,
     Compression,
     Consistency,
-    Kept,
     ParameterClient,
+    ParameterState,
     RemoteEmbedding,
     RemoteTables,
     RowOptimizer,
@@ -38,11 +38,11 @@ from anabranch.parameter_server import (
 )
 from anabranch.parameter_server.warming_caches import compile_cache_kernels
 
-__all__ = ["Moved", "RemotePart"]
+__all__ = ["RemotePart", "ServedParameter"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class ServedParameter:
     """A parameter of the model that lives on the servers while the executor does.
 
     Attributes:
@@ -225,12 +225,15 @@ class RemotePart:
         """Flushes what waits here; once all workers have, the servers are as after the last step."""
         self.tables.flush()
 
-    def read(self) -> dict[Tensor, Kept]:
+    def read(self) -> dict[Tensor, ParameterState]:
         """Read what has moved to the servers, with its optimizers' states; for one worker, once all have settled."""
         return {moved.parameter: self.client.read_kept(moved.name, moved.rule()) for moved in self.moved}
 
     def replace(
-        self, kept: Mapping[Tensor, Kept], state: Mapping[str, object], groups: Callable[[str], Mapping[str, Tensor]]
+        self,
+        kept: Mapping[Tensor, ParameterState],
+        state: Mapping[str, object],
+        groups: Callable[[str], Mapping[str, Tensor]],
     ) -> None:
         """Puts a checkpoint's values on the servers; one worker does so while the others wait."""
         self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
@@ -239,7 +242,7 @@ class RemotePart:
         if self.embeddings:
             self.client.restore_some(state, groups)
 
-    def _tables_or_whole(self, moved: Moved, kept: Kept) -> None:
+    def _tables_or_whole(self, moved: ServedParameter, kept: ParameterState) -> None:
         if moved.place is Place.WHOLE:
             self.client.write_dense(moved.name, kept, moved.rule())
             return
@@ -283,7 +286,7 @@ class RemotePart:
                 self.tables.give_back(moved.name, kept.values)
 
 
-def _moved(route: Route, models: Mapping[str, nn.Module]) -> Moved:
+def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
     assert route.tensor is not None
     assert route.rule is not None
     assert route.optimizer is not None
@@ -294,7 +297,7 @@ def _moved(route: Route, models: Mapping[str, nn.Module]) -> Moved:
         if parameter is route.tensor
     ]
     shape = (route.shape, route.tensor.dtype)
-    return Moved(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
+    return ServedParameter(route.parameter, names, route.tensor, *shape, route.place, route.rule, route.optimizer)
 
 
 def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:

@@ -21,7 +21,7 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError
 from anabranch.executor.auto_engine import AutoEngine
 from anabranch.executor.clipping import clip_gradients, clip_scale
-from anabranch.executor.engine import Engine, Ran
+from anabranch.executor.engine import Engine, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.graph_engine import GraphEngine
 from anabranch.executor.remote_window import RemoteWindow
@@ -96,7 +96,7 @@ class StepRunner:
             return None
         return self._buckets.ready(parameter, gradient)
 
-    def run(self, batch: Structure, rows: float, fetch: Fetch) -> Ran:
+    def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
         if self._workers is None and self.step.accumulate == 1 and rows > 0 and self.remote is None:
             return self._run_alone(batch, fetch)
@@ -118,14 +118,14 @@ class StepRunner:
             self._push()
             total = started[0].wait_for()
             self._finish_run(total)
-        return ran if self._workers is None else Ran(self._loss_of(total), ran.returned)
+        return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 
     @property
     def _averages(self) -> bool:
         """True if gradients are weighed by rows; the one gradient of a worker alone stays as it is, to the bit."""
         return self.step.reduction == "mean" and (self._workers is not None or self.step.accumulate > 1)
 
-    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def _differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         if self.upcoming is None or not self.upcoming.learning:
             return self.engine.differentiate(batch, fetch, begin)
         if isinstance(self.engine, GraphEngine):
@@ -166,14 +166,14 @@ class StepRunner:
             self.engine.decided(total.trying, total.rejecting)
         self._end_run(total.rows)
 
-    def run_idle(self) -> Ran | None:
+    def run_idle(self) -> StepOutput | None:
         """A run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
         self._begin_run()
         if self.remote is not None:
             self.remote.part.tables.begin(self.remote.part.clock)
         return self._add_nothing(active=False)
 
-    def _add_nothing(self, *, active: bool) -> Ran | None:
+    def _add_nothing(self, *, active: bool) -> StepOutput | None:
         assert self._buckets is not None
         with self._window_kept_whole([]) as started:
             started.append(self._start_run(None, 0.0, active=active))
@@ -183,7 +183,7 @@ class StepRunner:
             self._buckets.launch_rest()
             self._push()
             self._finish_run(total)
-        return Ran(self._loss_of(total), {})
+        return StepOutput(self._loss_of(total), {})
 
     @contextmanager
     def _window_kept_whole(self, started: list[Totals]) -> Iterator[list[Totals]]:
@@ -198,7 +198,7 @@ class StepRunner:
                 self._in_window = 0
             raise
 
-    def _run_alone(self, batch: Structure, fetch: Fetch) -> Ran:
+    def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The whole step at once: nobody to sum with."""
         self._follow_optimizers()
         self._clear_gradients()

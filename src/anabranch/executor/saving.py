@@ -34,13 +34,13 @@ from anabranch.collectives import Workers
 from anabranch.errors import AnabranchError, CheckpointError
 from anabranch.executor.loading import BoundLoader
 from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
-from anabranch.executor.pipe_runner import Grid
+from anabranch.executor.pipe_runner import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
-from anabranch.executor.remote import Moved, RemotePart
+from anabranch.executor.remote import RemotePart, ServedParameter
 from anabranch.executor.remote_window import Sums
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
-from anabranch.parameter_server import Kept, from_torch, to_torch
+from anabranch.parameter_server import ParameterState, from_torch, to_torch
 from anabranch.pipeline import Pipe
 
 __all__ = ["Saver"]
@@ -65,7 +65,7 @@ class Saver:
         self,
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
-        workers: Workers | Grid | None,
+        workers: Workers | PipelineGrid | None,
     ) -> None:
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
@@ -73,7 +73,7 @@ class Saver:
         self._models = distinct_models(steps)
         # As they are before some leave the models for the servers.
         self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
-        self._stages = workers.stages if isinstance(workers, Grid) else 1
+        self._stages = workers.stages if isinstance(workers, PipelineGrid) else 1
 
     @property
     def _rank(self) -> int:
@@ -165,12 +165,12 @@ class Saver:
                 found[prefix + name] = value
         return found
 
-    def _remote_tensors(self, value: Callable[[Moved], Tensor]) -> dict[str, Tensor]:
+    def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
         """One tensor for each name of what lives on servers."""
         moved = [] if self.remote is None else self.remote.moved
         return {name: value(entry) for entry in moved for name in entry.names}
 
-    def _optimizer_states(self, kept: Mapping[Tensor, Kept]) -> dict[str, list[object]]:
+    def _optimizer_states(self, kept: Mapping[Tensor, ParameterState]) -> dict[str, list[object]]:
         moved = [] if self.remote is None else self.remote.moved
         elsewhere: dict[Tensor, dict[str, object]] = {
             entry.parameter: to_torch(entry.rule(), kept[entry.parameter]) for entry in moved
@@ -337,7 +337,7 @@ class Saver:
             raise CheckpointError(f"the checkpoint has the RemoteEmbeddings {list(tables)}, this has {mine}")
         if remote is None:
             return lambda: None
-        kept: dict[Tensor, Kept] = {}
+        kept: dict[Tensor, ParameterState] = {}
         for optimizer, plan in plans:
             everyone = list(parameters_of(optimizer))
             states = cast("dict[int, dict[str, object]]", plan["state"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anabranch.autodiff import Callback, GradManager
 from anabranch.executor.clipping import clip_gradients
-from anabranch.executor.engine import Ran, Ready, loss_and_returned
+from anabranch.executor.engine import Ready, StepOutput, loss_and_returned
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.tensors import Structure
@@ -47,17 +47,17 @@ class TapeEngine:
         """Look up the model's parameters again: some were replaced."""
         self._parameters = list(self._step.model.parameters())
 
-    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> Ran:
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called in between."""
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
             self._manager.backward(loss)
-        return Ran(loss.detach(), returned)
+        return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
         self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
-    ) -> tuple[Ran, dict[Tensor, Tensor]]:
+    ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
         """``differentiate``, and a copy of each gradient as it was handed over."""
         assert self._attached is not None
         parameters, ready = self._attached
@@ -78,7 +78,7 @@ class TapeEngine:
         batch: Structure,
         fetch: Fetch,
         between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
-    ) -> Ran:
+    ) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are there."""
         with self._alone:
             loss, returned = self._forward(batch, fetch)
@@ -87,7 +87,7 @@ class TapeEngine:
         if self._step.clip_grad_norm is not None:
             clip_gradients(self._parameters, self._step.clip_grad_norm)
         self.update()
-        return Ran(loss.detach(), returned)
+        return StepOutput(loss.detach(), returned)
 
     def update(self) -> None:
         """The optimizers' step."""

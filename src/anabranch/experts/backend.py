@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import NonFinite, NotFound, SchemaError
 from anabranch.experts.device_copies import DeviceCopies
-from anabranch.experts.kept import Kept, KeptActivations, KeptBatch, ParameterCopy
+from anabranch.experts.kept import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
 from anabranch.experts.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
@@ -276,7 +276,7 @@ class ExpertBackend:
         start = 0
         for task in batch:
             if task.ticket:
-                self.kept.put(task.ticket, Kept(graph, start, task.rows))
+                self.kept.put(task.ticket, KeptRows(graph, start, task.rows))
             start += task.rows
         return split_outputs([None if output is None else output.detach() for output in outputs], batch)
 
@@ -310,7 +310,7 @@ class ExpertBackend:
             self._update()
         return [answers[id(task)] for task in batch]
 
-    def _find_kept(self, task: Task) -> Kept:
+    def _find_kept(self, task: Task) -> KeptRows:
         entry = self.kept.get(task.ticket)
         if entry is None:
             raise NotFound(f"{self.uid} has not kept these activations; send the inputs again")
@@ -318,10 +318,10 @@ class ExpertBackend:
             raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
         return entry
 
-    def _backward_kept(self, tasks: Sequence[tuple[Task, Kept]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
+    def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
         """Each task's gradients of its inputs, with the parameters' in place, and whether there were any."""
         count = len(self.schema.inputs)
-        graphs: dict[int, list[tuple[Task, Kept]]] = {}
+        graphs: dict[int, list[tuple[Task, KeptRows]]] = {}
         for task, entry in tasks:
             graphs.setdefault(id(entry.batch), []).append((task, entry))
         answers: dict[int, Sequence[Tensor | None]] = {}

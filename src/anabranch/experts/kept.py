@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kept", "KeptActivations", "KeptBatch", "ParameterCopy"]
+__all__ = ["KeptActivations", "KeptBatch", "KeptRows", "ParameterCopy"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class KeptBatch:
     rows: int
 
     def backward(
-        self, parts: Sequence[tuple[Kept, Sequence[Tensor | None]]]
+        self, parts: Sequence[tuple[KeptRows, Sequence[Tensor | None]]]
     ) -> tuple[list[Tensor | None], list[Tensor | None], bool]:
         """Gradients of the leaves and of the trained parameters, and whether any output had a gradient.
 
@@ -92,7 +92,7 @@ class KeptBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class KeptRows:
     """One request's rows of a forward's graph."""
 
     batch: KeptBatch
@@ -106,7 +106,7 @@ class KeptActivations:
     >>> kept = KeptActivations(4)
     >>> batch = KeptBatch([], [], ParameterCopy.of(nn.Linear(1, 1)), rows=6)
     >>> for start, ticket in enumerate((b"a", b"b", b"c")):
-    ...     kept.put(ticket, Kept(batch, 2 * start, rows=2))
+    ...     kept.put(ticket, KeptRows(batch, 2 * start, rows=2))
     >>> b"a" in kept, b"c" in kept
     (False, True)
 
@@ -116,13 +116,13 @@ class KeptActivations:
 
     def __init__(self, rows: int) -> None:
         self.budget = rows
-        self._entries: OrderedDict[bytes, Kept] = OrderedDict()
+        self._entries: OrderedDict[bytes, KeptRows] = OrderedDict()
         self._rows = 0
 
     def __contains__(self, ticket: bytes) -> bool:
         return ticket in self._entries
 
-    def put(self, ticket: bytes, kept: Kept) -> None:
+    def put(self, ticket: bytes, kept: KeptRows) -> None:
         """Keeps a request's part of a graph, and frees the oldest ones beyond the budget."""
         self.drop(ticket)
         if kept.rows > self.budget:
@@ -132,7 +132,7 @@ class KeptActivations:
         while self._rows > self.budget:
             self._rows -= self._entries.popitem(last=False)[1].rows
 
-    def get(self, ticket: bytes) -> Kept | None:
+    def get(self, ticket: bytes) -> KeptRows | None:
         """The activations kept under ``ticket``; ``None`` if they are gone."""
         return self._entries.get(ticket)
 

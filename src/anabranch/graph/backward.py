@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
 from anabranch.graph.calls import Arguments, run_calls
-from anabranch.graph.front import Call
+from anabranch.graph.front import TracedCall
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.lookups import Lookup, SparseLookups, SparseRows
 from anabranch.graph.tracing import Recorder, Source, UserMistake
@@ -117,7 +117,7 @@ class Backward:
         return sparse
 
 
-def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
+def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
     """The graph of a loss and its gradients with respect to the parameters ``wrt``.
 
     Args:
@@ -173,7 +173,7 @@ def capture_backward(call: Call, arguments: Arguments, args: Sequence[object], w
     return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups))
 
 
-def output_names(call: Call) -> list[str]:
+def output_names(call: TracedCall) -> list[str]:
     """A name for each output of a call: the name that it was marked with, else its position."""
     (results,) = call.module.graph.output_node().args
     marks = {node: name for name, node in call.marks().items()}
@@ -195,7 +195,7 @@ def _requires_grad(source: Source) -> bool:
     return isinstance(source.value, Tensor) and source.value.requires_grad
 
 
-def check_loss(call: Call) -> None:
+def check_loss(call: TracedCall) -> None:
     """Raise for a loss that has no backward; call it while Dynamo still knows the loss's shape.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.front import Call, mark
+from anabranch.graph.front import TracedCall, mark
 from anabranch.graph.refusals import reason_of_call, user_line_of
 from anabranch.graph.tracing import Recorder, Source, UserMistake, WrongType, free_name
 
@@ -54,7 +54,7 @@ class Arguments:
 class Binding:
     """Picks a program's arguments from the values of Dynamo's placeholders, and tells whether the program fits them."""
 
-    def __init__(self, call: Call, arguments: Arguments, args: Sequence[object]) -> None:
+    def __init__(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
         self._bound = [args[index] for index in arguments.bound]
         self._fixed = arguments.fixed
         self._free, self._numbers = arguments.free, call.numbers
@@ -83,7 +83,7 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[obj
 
 
 def arrange(
-    call: Call,
+    call: TracedCall,
     args: Sequence[object],
     state: Mapping[Tensor, str],
     names: Mapping[str, str] | None = None,
@@ -141,7 +141,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return ".".join(part for part in (head, rest) if part) or "input"
 
 
-def run_calls(call: Call, values: Sequence[object], recorder: Recorder) -> tuple[list[object], dict[str, Tensor]]:
+def run_calls(call: TracedCall, values: Sequence[object], recorder: Recorder) -> tuple[list[object], dict[str, Tensor]]:
     """The outputs of the calls for traced ``values``, and the tensors that are marked, by name."""
     runner = _Runner(call, recorder)
     results = runner.run(*values)
@@ -151,7 +151,7 @@ def run_calls(call: Call, values: Sequence[object], recorder: Recorder) -> tuple
 class _Runner(fx.Interpreter):
     """Runs one call after the other, and tells the recorder the module and line of each."""
 
-    def __init__(self, call: Call, recorder: Recorder, module: fx.GraphModule | None = None) -> None:
+    def __init__(self, call: TracedCall, recorder: Recorder, module: fx.GraphModule | None = None) -> None:
         super().__init__(module or call.module, garbage_collect_values=False)
         self.extra_traceback = False
         self._call, self._recorder = call, recorder

@@ -15,7 +15,7 @@ from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
 from anabranch.graph.build import build
 from anabranch.graph.calls import run_calls
-from anabranch.graph.front import Call, Front
+from anabranch.graph.front import Front, TracedCall
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.hooks import refuse_hooks
 from anabranch.graph.tracing import Recorder, Source, free_name
@@ -66,7 +66,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
             learn_forms(root.modules())
     found: list[_Found] = []
 
-    def make(call: Call) -> Callable[..., Sequence[object]]:
+    def make(call: TracedCall) -> Callable[..., Sequence[object]]:
         def run(*args: object) -> Sequence[object]:
             found.append(_Found(call, args, _stand_ins(call)))
             return found[-1].results
@@ -89,7 +89,7 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
 class _Found:
     """Dynamo's findings, the values of its placeholders, and a tensor that stands for each result."""
 
-    call: Call
+    call: TracedCall
     args: tuple[object, ...]
     results: Sequence[object]
 
@@ -124,7 +124,7 @@ def _unwrapped(value: Any, template: Any) -> Any:
     return value
 
 
-def _stand_ins(call: Call) -> list[object]:
+def _stand_ins(call: TracedCall) -> list[object]:
     """Placeholder objects for the results, found again by identity in the structure that the function returns."""
     (results,) = call.module.graph.output_node().args
     return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]

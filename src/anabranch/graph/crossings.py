@@ -23,7 +23,15 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anabranch.autodiff.boundary import Boundary, Form, come_back, cross, current_tracer, go, outside_tracing
+from anabranch.autodiff.boundary import (
+    Boundary,
+    Form,
+    cross,
+    current_tracer,
+    outside_tracing,
+    run_backward,
+    run_forward,
+)
 from anabranch.errors import CaptureError, SchemaError
 
 __all__ = ["BackwardCrossing", "Crossing", "ForwardCrossing", "crossing_of"]
@@ -62,7 +70,7 @@ class ForwardCrossing(Crossing):
             with outside_tracing():
                 forms = self.boundary.forms(inputs)
             return *(torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms), None
-        crossed = go(self.boundary, inputs, self.wants)
+        crossed = run_forward(self.boundary, inputs, self.wants)
         for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
             if tuple(output.shape) != form.shape or output.dtype != form.dtype:
                 raise SchemaError(
@@ -90,7 +98,7 @@ class BackwardCrossing(Crossing):
             raise CaptureError(f"the gradient of {self.label} cannot be differentiated again; use engine='tape'")
         if any(isinstance(value, FakeTensor) for value in [*inputs, *gradients]):
             return tuple(value.new_empty(value.shape) for value in wanted)
-        found = come_back(self.boundary, state, inputs, gradients, self.wants)
+        found = run_backward(self.boundary, state, inputs, gradients, self.wants)
         given = [gradient for gradient, want in zip(found, self.wants, strict=True) if want]
         return tuple(
             like.new_zeros(like.shape) if gradient is None else gradient

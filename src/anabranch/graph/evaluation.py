@@ -18,7 +18,7 @@ from anabranch.graph.calls import Binding, arrange, run_calls
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
 from anabranch.graph.effects import is_collective
-from anabranch.graph.front import Call, Front, GuardMiss, mark
+from anabranch.graph.front import Front, GuardMiss, TracedCall, mark
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.inductor import compiled
 from anabranch.graph.kinds import kind_of
@@ -125,7 +125,7 @@ class EvalProgram:
             self._preparing = False
         raise CaptureError("the evaluation computes nothing from tensors")
 
-    def _make(self, call: Call) -> Callable[..., Sequence[object]]:
+    def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
         program = weakref.ref(self)
         known: list[_Forward] = []
 
@@ -154,7 +154,7 @@ class EvalProgram:
 class _Forward:
     """One program, for given tensors and whole numbers."""
 
-    def __init__(self, program: EvalProgram, call: Call, args: Sequence[object]) -> None:
+    def __init__(self, program: EvalProgram, call: TracedCall, args: Sequence[object]) -> None:
         model = program.model
         self.confirmed = False
         tensors = {tensor: name for name, tensor in model.named_buffers()}

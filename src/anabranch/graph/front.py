@@ -48,7 +48,7 @@ from anabranch.graph.slowness import told_if_slow
 from anabranch.graph.tracing import UserMistake, WrongType, one_at_a_time, undisturbed
 from anabranch.graph.unseen import REGISTERED, Unseen
 
-__all__ = ["Call", "Front", "GuardMiss", "Make", "guards_hold", "mark", "mistake"]
+__all__ = ["Front", "GuardMiss", "Make", "TracedCall", "guards_hold", "mark", "mistake"]
 
 _MOST_VARIANTS = 8
 
@@ -106,7 +106,7 @@ def mistake(kind: str, text: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TracedCall:
     """Dynamo's result for one Python state.
 
     Attributes:
@@ -134,7 +134,7 @@ class Call:
             raise (WrongType if kind == "type" else UserMistake)(str(text))
 
 
-Make: TypeAlias = "Callable[[Call], Callable[..., Sequence[object]]]"
+Make: TypeAlias = "Callable[[TracedCall], Callable[..., Sequence[object]]]"
 """``make(call)`` returns a function from the placeholders' values to the outputs of ``call.module``."""
 
 
@@ -585,7 +585,7 @@ def _allow_marks() -> None:
             _are_allowed = True
 
 
-def _describe(module: fx.GraphModule) -> Call:
+def _describe(module: fx.GraphModule) -> TracedCall:
     """The call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation."""
     names: list[str] = []
     numbers: set[int] = set()
@@ -595,7 +595,7 @@ def _describe(module: fx.GraphModule) -> Call:
         read = all(user.op == "call_method" and user.target == "item" for user in node.users)
         if arg is not None and not arg.is_tensor and arg.pass_arg_as_tensor and read:
             numbers.add(index)
-    return Call(module, tuple(names), frozenset(numbers))
+    return TracedCall(module, tuple(names), frozenset(numbers))
 
 
 def _plain(source: object, node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from anabranch.graph.build import build
 from anabranch.graph.calls import Binding, arrange
 from anabranch.graph.codegen import Program
 from anabranch.graph.duplicates import merge_duplicates
-from anabranch.graph.front import Call
+from anabranch.graph.front import TracedCall
 from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
 from anabranch.graph.graph import Graph
 from anabranch.graph.inductor import compiled
@@ -64,7 +64,9 @@ class Joint:
         confirmed: the tape has run a batch of this program and gave the same; see ``Prepared.confirm``.
     """
 
-    def __init__(self, step: StepProgram, call: Call, args: Sequence[object], key: JointKey, extra: Structure) -> None:
+    def __init__(
+        self, step: StepProgram, call: TracedCall, args: Sequence[object], key: JointKey, extra: Structure
+    ) -> None:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self.confirmed = False
         self._outputs = output_names(call)

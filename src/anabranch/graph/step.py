@@ -28,7 +28,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
 from anabranch.graph.effects import is_collective
-from anabranch.graph.front import Call, Front, GuardMiss, mark, mistake
+from anabranch.graph.front import Front, GuardMiss, TracedCall, mark, mistake
 from anabranch.graph.graph import Graph
 from anabranch.graph.joint import Joint, JointKey
 from anabranch.graph.kinds import kind_of
@@ -333,7 +333,7 @@ class StepProgram:
 
     # --- programs
 
-    def _make(self, call: Call) -> Callable[..., Sequence[object]]:
+    def _make(self, call: TracedCall) -> Callable[..., Sequence[object]]:
         check_loss(call)
         return _Programs(self, call)
 
@@ -347,7 +347,7 @@ class StepProgram:
             self.tensors |= {tensor: name for name, tensor in now.items()}
         return replace(key, epoch=self.epoch)
 
-    def joint(self, call: Call, args: Sequence[object], task: _Task) -> Joint:
+    def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
         """A program for these arguments."""
         self.captures += 1
         with undisturbed():
@@ -402,7 +402,7 @@ class StepProgram:
 class _Programs:
     """Called by Dynamo in place of the loss, after its guards; checks the state that guards do not cover."""
 
-    def __init__(self, step: StepProgram, call: Call) -> None:
+    def __init__(self, step: StepProgram, call: TracedCall) -> None:
         self._step = weakref.ref(step)  # Dynamo keeps this
         self._call = call
         self._joints: list[Joint] = []

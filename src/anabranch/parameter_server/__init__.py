@@ -9,9 +9,9 @@ from anabranch.parameter_server.cache import Cache, CacheStatistics, RowCache
 from anabranch.parameter_server.client import ParameterClient, Pulled, Traffic, Worker
 from anabranch.parameter_server.dense import DenseParameter
 from anabranch.parameter_server.initial import Constant, Initial, Normal, Uniform
-from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.kernels import KernelThreads
 from anabranch.parameter_server.optimizer import RowWiseAdagrad
-from anabranch.parameter_server.optimizer_state import Kept, from_torch, to_torch
+from anabranch.parameter_server.optimizer_state import ParameterState, from_torch, to_torch
 from anabranch.parameter_server.packing import Compression, check_compression
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.remote_embedding import RemoteEmbedding
@@ -31,14 +31,14 @@ __all__ = [
     "Compression",
     "Consistency",
     "Constant",
-    "Crew",
     "DenseParameter",
     "Family",
     "Initial",
-    "Kept",
+    "KernelThreads",
     "Normal",
     "ParameterClient",
     "ParameterServer",
+    "ParameterState",
     "Placement",
     "Pulled",
     "RemoteEmbedding",

@@ -35,7 +35,7 @@ class Held(NamedTuple):
     versions: Any
     checked: Any
     due_at: Any
-    stated: Any
+    with_state: Any
     coming: Any
     rows: Any
     waiting: Any
@@ -123,14 +123,14 @@ def ahead(
                 stale = step + 1 - held.checked[t, slot] > bound - spare
                 if not waits:
                     again = stale and not used
-                elif held.stated[t, slot]:
+                elif held.with_state[t, slot]:
                     again = stale and held.due_at[t, slot] > step - spare
                 else:
                     again = stale or used
                 if not again or bound == 0:
                     continue
                 held.coming[t, slot] = True
-                if not held.stated[t, slot]:
+                if not held.with_state[t, slot]:
                     asks[count], asked[count] = i, WITH_STATE
                     count += 1
                     continue
@@ -176,7 +176,7 @@ def ask(
         else:
             for i in range(begin, end):
                 found[i] = held.slots[t, _place(held.keys[t], held.slots[t], ids[i])]
-        versions, checked, stated, rows = held.versions[t], held.checked[t], held.stated[t], held.rows[t]
+        versions, checked, with_state, rows = held.versions[t], held.checked[t], held.with_state[t], held.rows[t]
         later = 0
         for i in range(begin, end):
             slot = found[i]
@@ -191,7 +191,7 @@ def ask(
                 out[place, j] = rows[here, j]
             if step - checked[here] <= bound:
                 continue
-            if stated[here]:
+            if with_state[here]:
                 others[later] = i
                 later += 1
             else:
@@ -247,10 +247,10 @@ def answer(
                 continue
             whole = held.rows.shape[2]
             if not stateless:
-                if asked[at] >= 0 and held.stated[t, slot]:
+                if asked[at] >= 0 and held.with_state[t, slot]:
                     whole = width  # its state is here already
                 else:
-                    held.stated[t, slot] = asked[at] == WITH_STATE
+                    held.with_state[t, slot] = asked[at] == WITH_STATE
             for j in range(U(whole)):
                 held.rows[t, U(slot), j] = came[U(p), j]
             held.versions[t, slot] = versions[p]
@@ -334,7 +334,7 @@ def take_in(
             if asked[i] == -1:
                 if not here or version >= 0:
                     continue
-                held.stated[t, slot] = stateless
+                held.with_state[t, slot] = stateless
                 held.checked[t, slot] = LONG_AGO if held.pushed[t, slot] else step
             else:
                 if version < 0 or held.pushed[t, slot]:
@@ -344,10 +344,10 @@ def take_in(
                         held.checked[t, slot] = step
                     continue
                 if not stateless:
-                    if asked[i] >= 0 and held.stated[t, slot]:
+                    if asked[i] >= 0 and held.with_state[t, slot]:
                         whole = width  # its state is here already
                     else:
-                        held.stated[t, slot] = asked[i] == WITH_STATE
+                        held.with_state[t, slot] = asked[i] == WITH_STATE
                 held.checked[t, slot] = step
                 held.counters[t, REFRESHED] += 1
                 if held.due_at[t, slot] < NEVER:
@@ -435,8 +435,8 @@ def write(
                 _prefetch(waiting, (base + U(slots[i + _AHEAD])) * wide)
             slot = slots[i]
             here = slot >= 0 and held.versions[t, slot] >= 0
-            stated = here and held.stated[t, slot]
-            if here and not stated:
+            with_state = here and held.with_state[t, slot]
+            if here and not with_state:
                 held.checked[t, slot] = LONG_AGO
                 here = held.coming[t, slot]
             if not here:
@@ -452,7 +452,7 @@ def write(
                 own[j] = value
                 held.waiting[t, U(slot), j] += value
                 energy += np.float32(value) * np.float32(value)
-            if stated:
+            if with_state:
                 row = (base + U(slot)) * stride
                 move(kind, storage, row, wide, storage, row + wide, own, constants[k])
             held.energy[t, slot] += energy

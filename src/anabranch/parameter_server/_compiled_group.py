@@ -222,7 +222,7 @@ def pick_all(
     width: int,
     rows: Any,
     starts: Any,
-    stated: Any,
+    with_state: Any,
     since_starts: Any,
     changed: Any,
     states: Any,
@@ -249,7 +249,7 @@ def pick_all(
             if i + _AHEAD < end:
                 _prefetch(storage, U(rows[i + _AHEAD]) * step)
             source = U(rows[i]) * step
-            if i < begin + stated[t]:
+            if i < begin + with_state[t]:
                 if states.size:
                     for j in range(step):
                         states[whole + j] = storage[source + j]
@@ -353,10 +353,10 @@ def _move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, gr
     return (sgd, momentum, adagrad, row_wise, adam)[len(kind) - 1]
 
 
-def foresee(
+def correct_second_moments(
     kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
 ) -> None:
-    """Do for one row what ``squares.foresee`` does."""
+    """Do for one row what ``squares.correct_second_moments`` does."""
 
 
 @_inline
@@ -367,7 +367,7 @@ def _excess(storage: Any, at: Any, gradient: Any, c: Any, squares: Any) -> Any:
     return g * g * (squares - number(storage, 1.0))
 
 
-@_overload(foresee)
+@_overload(correct_second_moments)
 def _foresee(
     kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any, squares: float
 ) -> Any:
@@ -506,7 +506,7 @@ def step_all(
             if squares.size:
                 known = _merged_squares(heads[u], following, begin, grads, grads_at[t], apart, wide, squares)
                 if known != 1:
-                    foresee(kind, storage, row * step, wide, sums, row, total, constants[t], known)
+                    correct_second_moments(kind, storage, row * step, wide, sums, row, total, constants[t], known)
             move(kind, storage, row * step, wide, sums, row, total, constants[t])
             stamps[row] = marks[t]
 

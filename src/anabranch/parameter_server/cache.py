@@ -46,7 +46,7 @@ from anabranch.parameter_server.id_index import IdIndex, make_index
 from anabranch.parameter_server.kernels import kernels
 from anabranch.parameter_server.messages import WITH_STATE
 
-__all__ = ["Cache", "CacheStatistics", "Due", "Move", "Peer", "RowCache", "SETTLED", "spare_of"]
+__all__ = ["Cache", "CacheStatistics", "Due", "Move", "RowCache", "RowSource", "SETTLED", "spare_of"]
 
 Policy = Literal["LRU", "LFU", "LFUOpt"]
 SPARE = 8  # steps from which on a bound has one to spare
@@ -100,7 +100,7 @@ class Cache:
                 raise ValueError(f"{name}={bound!r} must be a number of steps, at least 0")
 
 
-class Peer(Protocol):
+class RowSource(Protocol):
     """The far side of one table."""
 
     def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +149,7 @@ class RowCache:
         cache: Cache,
         width: int,
         dtype: torch.dtype,
-        peer: Peer,
+        peer: RowSource,
         *,
         move: Move | None = None,
         held: int | None = None,
@@ -221,8 +221,8 @@ class RowCache:
         known = known[ask]
         if self._stateless:
             return ask, known
-        stated = self._stated.index_select(0, slots[ask].clamp(min=0))
-        asked = torch.where((known >= 0) & ~stated, WITH_STATE, known)
+        with_state = self._stated.index_select(0, slots[ask].clamp(min=0))
+        asked = torch.where((known >= 0) & ~with_state, WITH_STATE, known)
         order = torch.argsort((asked != WITH_STATE).to(torch.int8), stable=True)
         return ask[order], asked[order]
 
@@ -373,15 +373,15 @@ class RowCache:
             self._pushed += len(ids)
             self._sent.append((step, ids))
             return ids, grads, None
-        stated = self._stated.index_select(0, mine)
-        self._checked.index_fill_(0, mine[~stated], _LONG_AGO)
-        waits = stated | self._coming.index_select(0, mine)
+        with_state = self._stated.index_select(0, mine)
+        self._checked.index_fill_(0, mine[~with_state], _LONG_AGO)
+        waits = with_state | self._coming.index_select(0, mine)
         held[torch.nonzero(held)[:, 0][~waits]] = False
-        mine, stated = mine[waits], stated[waits]
+        mine, with_state = mine[waits], with_state[waits]
         assert self._move is not None
         own = grads.index_select(0, torch.nonzero(held)[:, 0])
-        moved = self._move(self._rows.index_select(0, mine[stated]), own[stated], None)
-        self._rows.index_copy_(0, mine[stated], moved)
+        moved = self._move(self._rows.index_select(0, mine[with_state]), own[with_state], None)
+        self._rows.index_copy_(0, mine[with_state], moved)
         clean = self._due_at.index_select(0, mine) == _NEVER
         self._due_at.index_fill_(0, mine[clean], step + self.cache.push_bound - self._spare)
         self._waiting.index_add_(0, mine, own.to(self._dtype))

@@ -267,7 +267,7 @@ class CacheGroup:
             versions=np.full(whole, -1, np.int64),
             checked=np.full(whole, self._kernels.LONG_AGO, np.int64),
             due_at=np.full(whole, none, np.int64),
-            stated=np.full(whole, self._stateless),
+            with_state=np.full(whole, self._stateless),
             coming=np.zeros(whole, np.bool_),
             rows=np.zeros((*whole, self._wide), numbers),
             waiting=np.zeros((tables, waiting, self._width), numbers),

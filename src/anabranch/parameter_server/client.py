@@ -49,11 +49,11 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     RestoreMessage,
 )
-from anabranch.parameter_server.optimizer_state import Kept
+from anabranch.parameter_server.optimizer_state import ParameterState
 from anabranch.parameter_server.packing import Compression, Share, all_finite, check_compression
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.plain_tensors import check_plain
-from anabranch.parameter_server.row_messages import Clock, Layout, Pull, Pulled, Push, Routed
+from anabranch.parameter_server.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
 from anabranch.parameter_server.server import ParameterServer
 from anabranch.parameter_server.shard import ShardStatistics
@@ -196,7 +196,7 @@ class ParameterClient:
             found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
             self.in_process = True
         self._endpoints = found
-        self._clocks = [Clock() for _ in found]
+        self._clocks = [VersionClock() for _ in found]
         self._ledgers = {endpoint: Ledger() for endpoint in found}
         self._client = self._stack.enter_context(
             Client(
@@ -299,14 +299,14 @@ class ParameterClient:
         if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
-    def write_rows(self, name: str, kept: Kept | Tensor, rule: RowOptimizer) -> None:
+    def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
         """Sets all rows of a fixed table that has not been trained here yet, a few at a time."""
         holding = self._holding(name, rows=True)
         there = next(table for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         if there["step"]:
             return
         if isinstance(kept, Tensor):
-            kept = Kept(kept)
+            kept = ParameterState(kept)
         # Every row is up to date, so earlier steps will not be replayed.
         history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
         flat = kept.values.detach().reshape(len(kept.values), -1)
@@ -330,12 +330,12 @@ class ParameterClient:
             ]  # fmt: skip
             self._restore_rows(name, parts, kept.step, history)
 
-    def read_kept(self, name: str, rule: RowOptimizer) -> Kept:
+    def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
         """A fixed table or a dense parameter with its optimizer's state, every row brought up to the last step."""
         holding = self._holding(name)
         if holding.placement is None:
             step, parts = self._export(self._home(name), ExportMessage(name))
-            return Kept(parts[0], list(parts[1:]), step)
+            return ParameterState(parts[0], list(parts[1:]), step)
         rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
         everything = torch.empty(rows, row_width, dtype=holding.dtype)
         for first in range(0, rows, _CHUNK):
@@ -346,11 +346,11 @@ class ParameterClient:
         step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         values = everything[:, :width].reshape(holding.shape)
         if rule.family is Family.ROW_WISE_ADAGRAD:
-            return Kept(values, [everything[:, width]], step)
+            return ParameterState(values, [everything[:, width]], step)
         states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
-        return Kept(values, [state.reshape(holding.shape) for state in states], step)
+        return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
 
-    def write_dense(self, name: str, kept: Kept, rule: RowOptimizer) -> None:
+    def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
         """Makes the dense parameter ``name`` from its kept state; an existing one is overwritten."""
         self.init_dense(name, kept.values, rule)
         if kept.step:

@@ -1,7 +1,7 @@
 """Selection of kernels: the compiled ones where Numba is installed, else the plain ones, reported once.
 
-Both are modules of the same functions; the compiled module's docstring has the conventions that they share. ``Crew``
-runs one of them on several threads of this package.
+Both are modules of the same functions; the compiled module's docstring has the conventions that they share.
+``KernelThreads`` runs one of them on several threads of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Crew", "Kernels", "as_array", "as_rows", "as_tensor", "kernels", "working_dtype"]
+__all__ = ["KernelThreads", "Kernels", "as_array", "as_rows", "as_tensor", "kernels", "working_dtype"]
 
 _KERNEL_SECONDS = 600.0  # a kernel touches memory and nothing else; one that runs longer is a defect of ours
 _SMALL = 1 << 15  # numbers below which waking a thread costs more than it brings
@@ -107,12 +107,12 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
-class Crew:
+class KernelThreads:
     """Threads that share out one kernel's work; a context manager that ends them.
 
-    >>> with Crew(2) as crew:
+    >>> with KernelThreads(2) as threads:
     ...     parts = []
-    ...     crew.run(lambda first, last: parts.append((first, last)), count=10, numbers=1 << 20)
+    ...     threads.run(lambda first, last: parts.append((first, last)), count=10, numbers=1 << 20)
     >>> sorted(parts)
     [(0, 5), (5, 10)]
 
@@ -125,7 +125,7 @@ class Crew:
 
     def __init__(self, threads: int = 1) -> None:
         if threads < 1:
-            raise ValueError(f"a crew has at least 1 thread, got {threads}")
+            raise ValueError(f"at least 1 thread is needed, got {threads}")
         self.threads = threads
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class Crew:
         if pool is not None:
             pool.shutdown()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> KernelThreads:
         return self
 
     def __exit__(

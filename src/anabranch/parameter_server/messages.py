@@ -67,13 +67,13 @@ class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 class PullPart(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One table's or parameter's share of a pull: the number of its ids (0 for a dense parameter).
 
-    The first ``stated`` of them come with their optimizer's state, as ``RowTable.pull_with_state`` gives it. The last
-    ``known`` come only if they have changed since the table's step ``since``, less each one's age.
+    The first ``with_state`` of them come with their optimizer's state, as ``RowTable.pull_with_state`` gives it. The
+    last ``known`` come only if they have changed since the table's step ``since``, less each one's age.
     """
 
     name: str
     count: _Count = 0
-    stated: _Count = 0
+    with_state: _Count = 0
     known: _Count = 0
     since: _Count = 0
 
@@ -200,9 +200,9 @@ def check_kinds(message: PullMessage | PushMessage) -> None:
     """Raises ``SchemaError`` if a part has more ids of some kinds than it has ids."""
     for part in message.parts:
         if isinstance(part, PullPart):
-            if part.stated + part.known > part.count:
+            if part.with_state + part.known > part.count:
                 raise SchemaError(
-                    f"{part.name} has {part.count} ids, of which {part.stated} are to come with state and "
+                    f"{part.name} has {part.count} ids, of which {part.with_state} are to come with state and "
                     f"{part.known} are known"
                 )
         elif part.sums > part.count:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 
-__all__ = ["Kept", "from_torch", "to_torch"]
+__all__ = ["ParameterState", "from_torch", "to_torch"]
 
 _NAMES: dict[Family, tuple[str, ...]] = {
     Family.SGD: ("momentum_buffer",),
@@ -24,7 +24,7 @@ _NAMES: dict[Family, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ParameterState:
     """A parameter's values with its optimizer's state.
 
     Attributes:
@@ -38,11 +38,11 @@ class Kept:
     step: int = 0
 
 
-def to_torch(rule: RowOptimizer, kept: Kept) -> dict[str, object]:
+def to_torch(rule: RowOptimizer, kept: ParameterState) -> dict[str, object]:
     """Convert to the form of ``optimizer.state[parameter]``.
 
     >>> rule = RowOptimizer.from_factory(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    >>> to_torch(rule, Kept(torch.zeros(2), [torch.ones(2)], 3))
+    >>> to_torch(rule, ParameterState(torch.zeros(2), [torch.ones(2)], 3))
     {'momentum_buffer': tensor([1., 1.])}
     """
     if not kept.step and rule.family is not Family.ADAGRAD:  # torch makes Adagrad's before the first step
@@ -55,7 +55,7 @@ def to_torch(rule: RowOptimizer, kept: Kept) -> dict[str, object]:
     return state
 
 
-def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> Kept:
+def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) -> ParameterState:
     """The inverse of ``to_torch``; an empty ``state`` is that of a parameter without any step so far.
 
     Raises:
@@ -64,8 +64,8 @@ def from_torch(rule: RowOptimizer, values: Tensor, state: Mapping[str, object]) 
     names = _NAMES[rule.family][: max(rule.states, rule.family is Family.ROW_WISE_ADAGRAD)]
     found = [tensor.to_dense() for name in names if isinstance(tensor := state.get(name), Tensor)]
     if not found and not state.get("step"):
-        return Kept(values)
+        return ParameterState(values)
     shape = values.shape[:1] if rule.family is Family.ROW_WISE_ADAGRAD else values.shape
     if len(found) != len(names) or any(tensor.shape != shape for tensor in found):
         raise ValueError(f"{rule.family} keeps {', '.join(names)} of shape {tuple(shape)}, the state has {list(state)}")
-    return Kept(values, found, int(cast(float, state.get("step", 1))))
+    return ParameterState(values, found, int(cast(float, state.get("step", 1))))

@@ -26,7 +26,7 @@ from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.routing import Placements, arrange, owners_of
 from anabranch.parameter_server.table_group import side_by_side
 
-__all__ = ["Clock", "Layout", "Pull", "Pulled", "Push", "Routed"]
+__all__ = ["Layout", "Pull", "Pulled", "Push", "Routed", "VersionClock"]
 
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of ids that are asked about, in the order in which they travel
@@ -50,12 +50,12 @@ class Pulled:
 
 
 @dataclass(slots=True)
-class Clock:
+class VersionClock:
     """Turns one shard's steps into versions that only grow: each generation counts from a base after the one before.
 
     A version below the base belongs to a generation that has ended, and counts as unknown.
 
-    >>> clock = Clock()
+    >>> clock = VersionClock()
     >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
     [3, 5, 6, 7]
     """
@@ -215,9 +215,9 @@ class Pull:
         """The parts of a shard's message: one for each table that has ids there."""
         counts, since = self._routed.counts[shard].tolist(), self._since[shard].tolist()
         return [
-            PullPart(name, stated + unknown + known, stated, known, step)
-            for name, (stated, unknown, known), step in zip(self._routed.layout.tables, counts, since, strict=True)
-            if stated or unknown or known
+            PullPart(name, with_state + unknown + known, with_state, known, step)
+            for name, (with_state, unknown, known), step in zip(self._routed.layout.tables, counts, since, strict=True)
+            if with_state or unknown or known
         ]
 
     def tensors(self, shard: int) -> list[Tensor]:
@@ -249,7 +249,7 @@ class Pull:
             comes[np.flatnonzero(kinds == _KNOWN)[_checked(places, changed, known, shard)]] = True
         as_of = np.zeros(len(counts), np.int64)
         as_of[concerned] = reply.steps[: len(concerned)]
-        stated, others = where[kinds == _STATED], where[comes]
+        with_state, others = where[kinds == _STATED], where[comes]
         new = np.zeros(len(counts), np.int64)
         new[concerned] = changed
         self._stated_rows += counts[:, _STATED]
@@ -257,7 +257,7 @@ class Pull:
         self._changed_rows += new
         blocks = self._blocks(counts[:, _STATED], counts[:, _UNKNOWN] + new, concerned, tensors, dense)
         for group, (whole, rows) in enumerate(blocks):
-            mine = np.concatenate([self._of_group(stated, group), self._of_group(others, group)])
+            mine = np.concatenate([self._of_group(with_state, group), self._of_group(others, group)])
             self._came[group].append((whole, rows, mine, base + as_of[routed.tables[mine]]))
 
     def _of_group(self, where: Array, group: int) -> Array:
@@ -267,10 +267,10 @@ class Pull:
         return where[np.isin(self._routed.tables[where], numbers)]
 
     def _blocks(
-        self, stated: Array, others: Array, concerned: Array, tensors: Sequence[Tensor], dense: Mapping[str, Share]
+        self, with_state: Array, others: Array, concerned: Array, tensors: Sequence[Tensor], dense: Mapping[str, Share]
     ) -> list[tuple[Tensor, Tensor]]:
         """For each group of tables of one kind the rows with state, and those without."""
-        sizes, alike = (stated.tolist(), others.tolist()), self._alike
+        sizes, alike = (with_state.tolist(), others.tolist()), self._alike
         shares: list[Share] = []
         if len(alike) == 1:  # the shares of all tables form one
             dtype, width, whole, _ = alike[0]
@@ -326,12 +326,12 @@ class Pull:
         size, counts = self._routed.layout.ids_travel_as.itemsize, self._routed.counts.sum(0)
         found = []
         rows = zip(self._stated_rows.tolist(), self._other_rows.tolist(), self._changed_rows.tolist(), strict=True)
-        for (dtype, width), whole, (stated, others, changed), ids, known in zip(
+        for (dtype, width), whole, (with_state, others, changed), ids, known in zip(
             self._routed.layout.kinds, self._wide, rows, counts.sum(1).tolist(), counts[:, _KNOWN].tolist(), strict=True
         ):
             numbers = Share(dtype, (others, width), "rows").bytes(self._compression)
             if whole is not None:
-                numbers += Share(dtype, (stated, whole), "states").bytes(self._compression)
+                numbers += Share(dtype, (with_state, whole), "states").bytes(self._compression)
             found.append(ids * size + known * torch.int16.itemsize + changed * torch.int32.itemsize + numbers)
         return found
 
@@ -461,9 +461,9 @@ def _together(parts: Sequence[tuple[Tensor, Tensor]], width: int, whole: int | N
         return side_by_side(some) if some else torch.empty(0, whole or width, dtype=dtype)
     found = torch.empty(sum(len(one) for pair in parts for one in pair), whole, dtype=dtype)
     at = 0
-    for stated, others in parts:
-        found[at : at + len(stated)] = stated
-        at += len(stated)
+    for with_state, others in parts:
+        found[at : at + len(with_state)] = with_state
+        at += len(with_state)
         found[at : at + len(others), :width] = others
         found[at : at + len(others), width:] = 0
         at += len(others)

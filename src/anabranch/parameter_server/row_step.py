@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anabranch.parameter_server.kernels import as_array, kernels, working_dtype
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
-from anabranch.parameter_server.squares import foresee
+from anabranch.parameter_server.squares import correct_second_moments
 
 __all__ = ["move_rows"]
 
@@ -38,13 +38,13 @@ def move_rows(rows: Tensor, grads: Tensor, rule: RowOptimizer, step: int, square
     if rule.family is Family.ROW_WISE_ADAGRAD:
         sums = rows[:, stride].to(working_dtype(rows.dtype)).contiguous().clone()
         if squares is not None:
-            foresee(storage, sums, grads, squares, rule, constants)
+            correct_second_moments(storage, sums, grads, squares, rule, constants)
         module.step_row_wise_adagrad(
             as_array(storage), stride, width, as_array(sums), everyone, given, constants, 0, count
         )
         return torch.cat([storage, sums[:, None].to(rows.dtype)], dim=1)
     if squares is not None:
-        foresee(storage, None, grads, squares, rule, constants)
+        correct_second_moments(storage, None, grads, squares, rule, constants)
     run = {Family.SGD: module.step_sgd, Family.ADAGRAD: module.step_adagrad}.get(rule.family, module.step_adam)
     run(as_array(storage), stride, width, everyone, given, constants, 0, count)
     return storage

@@ -27,11 +27,11 @@ from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server._quantile import QUANTILE
 from anabranch.parameter_server.dynamic_vocabulary import DynamicVocabulary
 from anabranch.parameter_server.initial import table_key
-from anabranch.parameter_server.kernels import Crew, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.parameter_server.kernels import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
 from anabranch.parameter_server.overflow import Bounds
 from anabranch.parameter_server.placement import Placement
 from anabranch.parameter_server.row_optimizers import CONSTANTS, Family, RowOptimizer
-from anabranch.parameter_server.squares import foresee, merged_squares
+from anabranch.parameter_server.squares import correct_second_moments, merged_squares
 from anabranch.parameter_server.storage import FileStorage, RowStorage
 from anabranch.parameter_server.table_spec import TableSpec
 from anabranch.parameter_server.vocabulary import FixedVocabulary, Vocabulary
@@ -81,7 +81,7 @@ class RowTable:
         spec: the table.
         rule: its optimizer; later numbers are set by ``rule``.
         shard, shards: this part's number, and the number of parts.
-        crew: threads that share the work; by default the caller's alone.
+        pool: threads that share the work; by default the caller's alone.
         kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled if Numba is installed.
         scratch, address_space: of a table with ``memory_map``: the directory of its file, by default the system's for
             temporary files, and the bytes to map at once, by default a quarter of what the process may still map.
@@ -96,7 +96,7 @@ class RowTable:
         *,
         shard: int = 0,
         shards: int = 1,
-        crew: Crew | None = None,
+        pool: KernelThreads | None = None,
         kernels_kind: Literal["compiled", "plain"] | None = None,
         scratch: str | os.PathLike[str] | None = None,
         address_space: int | None = None,
@@ -107,7 +107,7 @@ class RowTable:
         self._located: Array = _NONE  # the rows of the last pull
         self._rule = rule
         self._kernels = kernels(kernels_kind)
-        self._crew = crew or Crew(1)
+        self._pool = pool or KernelThreads(1)
         self._key = np.uint64(table_key(spec.seed, spec.name))
         self._stride = spec.width * (1 + rule.states)
         self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
@@ -154,7 +154,7 @@ class RowTable:
     # --- for groups of tables ---------------------------------------------------------------------------------------
 
     @property
-    def kin(self) -> tuple[object, ...] | None:
+    def group_key(self) -> tuple[object, ...] | None:
         """Tables with an equal kin may be processed together, by ``TableGroup``; ``None`` for one that may not.
 
         That is a table whose ids have to be looked up, or whose rows are not all in memory.
@@ -181,7 +181,7 @@ class RowTable:
         return self._stride
 
     def arrays(self) -> RowStorage:
-        """The memory of all rows, of a table that has a ``kin``."""
+        """The memory of all rows, of a table that has a ``group_key``."""
         assert self._storage.whole is not None
         return self._storage.whole
 
@@ -235,7 +235,7 @@ class RowTable:
         memory, apart = as_rows(out, self.spec.width)
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, wanted)
-            self._crew.run(
+            self._pool.run(
                 lambda first, last: self._kernels.gather(
                     storage.values, self._stride, self.spec.width, where, memory, apart, first, last
                 ),
@@ -252,14 +252,14 @@ class RowTable:
         return self._versions_of(self._located)
 
     def answer(
-        self, ids: Tensor, stated: int, since: Tensor, *, training: bool = False
+        self, ids: Tensor, with_state: int, since: Tensor, *, training: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, some of which come only if they have changed.
 
         Args:
-            ids: the first ``stated`` of them come with their optimizer's state; the last ``len(since)`` come only if
-                they have changed after the steps ``since``, int64.
-            stated: the number of ids with state.
+            ids: the first ``with_state`` of them come with their optimizer's state; the last ``len(since)`` come only
+                if they have changed after the steps ``since``, int64.
+            with_state: the number of ids with state.
             since: for each known one the table's step when it was read.
             training: as in ``pull``.
 
@@ -275,10 +275,10 @@ class RowTable:
             # An id that has lost its row reads as its first values, at any step.
             changed |= torch.full_like(changed, True) if self.moves_as_one else versions == 0
         places = torch.nonzero(changed)[:, 0]
-        rows = everyone[stated:known]
+        rows = everyone[with_state:known]
         if len(places):
             rows = torch.cat([rows, everyone[known:].index_select(0, places)])
-        return self.pull_with_state(ids[:stated]), rows, places
+        return self.pull_with_state(ids[:with_state]), rows, places
 
     def pull_with_state(self, ids: Tensor) -> Tensor:
         """The rows of ``ids`` with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
@@ -391,7 +391,7 @@ class RowTable:
         everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
         rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
         grads = torch.from_numpy(merged).view(-1, self.spec.width)
-        foresee(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
+        correct_second_moments(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
         everything[there] = rows
         if sums is not None:
             storage.sums[unique] = sums.numpy()
@@ -410,7 +410,7 @@ class RowTable:
         count = self._kernels.merge(rows, buckets, unique, inverse)
         merged = np.empty(count * self.spec.width, memory.dtype)
         scales = np.empty(0, memory.dtype)
-        self._crew.run(
+        self._pool.run(
             lambda first, last: self._kernels.merge_sums(
                 memory, apart, self.spec.width, source, scales, inverse, merged, first, last
             ),
@@ -427,7 +427,7 @@ class RowTable:
         constants = self._rule.constants(self.step + 1)
         self.count_step(constants)
         run = self._rule_kernel(storage)
-        self._crew.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
+        self._pool.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
         storage.stamps[unique] = self.step + 1
 
     def _rule_kernel(self, storage: RowStorage) -> Any:
@@ -471,7 +471,7 @@ class RowTable:
 
     def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
         kind, low, high = self.spec.initial.numbers()
-        self._crew.run(
+        self._pool.run(
             lambda first, last: self._kernels.initialise(
                 values, stride, self.spec.width, rows, ids, self._key, kind, low, high, self._rule.initial_state,
                 QUANTILE, first, last,
@@ -524,7 +524,7 @@ class RowTable:
         may_rest = not missed[:, _DECAY].any() and (not adam or bool((missed[:, _EPS] > 0).all()))
         steady = bool((moments == moments[0]).all()) and not (adam and (missed[:, _KEEP] != 1).any())
         zeros, history = np.zeros(width, self._working), self._history[: self.step]
-        self._crew.run(
+        self._pool.run(
             lambda first, last: self._kernels.replay(
                 storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
                 np.empty(width, self._working), first, last,

@@ -25,7 +25,7 @@ from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, Sch
 from anabranch.events import report
 from anabranch.parameter_server.announcing import Announces, ServedDirectory
 from anabranch.parameter_server.durability import Durability, Keeper
-from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.kernels import KernelThreads
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     DropMessage,
@@ -124,7 +124,7 @@ class ParameterServer:
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
         self._checkpoint_seconds = checkpoint_seconds
-        self._crew = Crew(threads)
+        self._pool = KernelThreads(threads)
         self._keeper = Keeper(durability, own, repair=repair)
         # If anything fails before the block is entered, the directory is given back.
         self._giving_back = ExitStack()
@@ -149,7 +149,7 @@ class ParameterServer:
         if scratch is not None:
             Path(scratch).mkdir(parents=True, exist_ok=True)
         self._shard = Shard(
-            shard, shards, crew=self._crew, journal=self._keeper.journal, take_back=self._keeper.take_back,
+            shard, shards, pool=self._pool, journal=self._keeper.journal, take_back=self._keeper.take_back,
             scratch=scratch,
         )  # fmt: skip
         self._done = self._keeper.start(self._shard)
@@ -188,7 +188,7 @@ class ParameterServer:
         return self
 
     def _open(self) -> None:
-        self._stack.callback(self._crew.close)
+        self._stack.callback(self._pool.close)
         self._stack.enter_context(self._giving_back)
         if not self._keeper.has_checkpoint:
             self._keeper.checkpoint()

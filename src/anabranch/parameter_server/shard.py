@@ -36,7 +36,7 @@ from anabranch.checkpoint import Group
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
 from anabranch.parameter_server.dense import DenseParameter
-from anabranch.parameter_server.kernels import Crew
+from anabranch.parameter_server.kernels import KernelThreads
 from anabranch.parameter_server.messages import (
     BarrierMessage,
     DropMessage,
@@ -178,7 +178,7 @@ class Shard:
 
     Args:
         shard, shards: the shard's number, and the number of shards.
-        crew: threads that share a table's work; by default the caller's alone.
+        pool: threads that share a table's work; by default the caller's alone.
         journal: called with every change before it is done.
         take_back: called when the change that was journaled last was refused while it was done, and changed nothing.
         scratch: where memory-mapped tables have their files.
@@ -189,7 +189,7 @@ class Shard:
         shard: int = 0,
         shards: int = 1,
         *,
-        crew: Crew | None = None,
+        pool: KernelThreads | None = None,
         journal: Callable[[str, bytes, Sequence[Tensor]], None] | None = None,
         take_back: Callable[[], None] | None = None,
         scratch: str | os.PathLike[str] | None = None,
@@ -197,8 +197,8 @@ class Shard:
         if not 0 <= shard < shards:
             raise ValueError(f"shard={shard} lies outside shards={shards}")
         self.shard, self.shards = shard, shards
-        self._crew = crew or Crew(1)
-        self._grouping = Grouping(self._crew)
+        self._pool = pool or KernelThreads(1)
+        self._grouping = Grouping(self._pool)
         self._scratch = scratch
         self._journal = journal or (lambda verb, payload, tensors: None)
         self._take_back = take_back or (lambda: None)
@@ -397,7 +397,7 @@ class Shard:
         if spec.name != message.name:
             raise SchemaError(f"a table {spec.name} under the name {message.name}")
         return RowTable(
-            spec, rule, shard=self.shard, shards=self.shards, crew=self._crew, scratch=self._scratch
+            spec, rule, shard=self.shard, shards=self.shards, pool=self._pool, scratch=self._scratch
         )  # fmt: skip
 
     def _make(self, message: InitMessage, tensors: Sequence[Tensor]) -> None:
@@ -758,7 +758,7 @@ class Shard:
         """Read the rows asked for, except known rows that have not changed."""
         for part in message.parts:
             self._counts[part.name].pulls += 1
-        if ages is not None or any(part.stated for part in message.parts):
+        if ages is not None or any(part.with_state for part in message.parts):
             return self._choose(message, ids, ages)
         room = self._room(message)
         self._fill(room, message, ids)
@@ -785,26 +785,26 @@ class Shard:
             if group is None:
                 for name in names:
                     states[name], rows[name], places[name] = self._tables[name].answer(
-                        wanted[name], parts[name].stated, since[name], training=message.training
+                        wanted[name], parts[name].with_state, since[name], training=message.training
                     )
                 continue
-            stated, known = [parts[name].stated for name in names], [parts[name].known for name in names]
+            with_state, known = [parts[name].with_state for name in names], [parts[name].known for name in names]
             counts = [parts[name].count for name in names]
             some_ids, some_since = (side_by_side([of[name] for name in names]) for of in (wanted, since))
-            *came, found = group.answer(some_ids, counts, stated, known, some_since)
-            others = (np.array(counts) - stated - known + found).tolist()
-            for into, whole, sizes in zip((states, rows, places), came, (stated, others, found), strict=True):
+            *came, found = group.answer(some_ids, counts, with_state, known, some_since)
+            others = (np.array(counts) - with_state - known + found).tolist()
+            for into, whole, sizes in zip((states, rows, places), came, (with_state, others, found), strict=True):
                 into |= zip(names, torch.split(whole, sizes), strict=True)
         numbers, shares = list[Tensor](), list[Share]()
         for name in wanted:
-            if parts[name].stated:
+            if parts[name].with_state:
                 numbers.append(states[name])
                 shares.append(Share(states[name].dtype, tuple(states[name].shape), "states"))
         for name in parts:
             if name in rows:
                 numbers.append(rows[name])
                 shares.append(Share(rows[name].dtype, tuple(rows[name].shape), "rows"))
-                self._counts[name].rows_pulled += parts[name].stated + len(rows[name])
+                self._counts[name].rows_pulled += parts[name].with_state + len(rows[name])
             else:
                 numbers.append(self._dense[name].value)
                 shares.append(Share(numbers[-1].dtype, tuple(numbers[-1].shape)))

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
 
-__all__ = ["foresee", "merged_squares"]
+__all__ = ["correct_second_moments", "merged_squares"]
 
 _DECAY, _SIGN, _BETA2, _REST = 4, 5, 3, 8  # where ``RowOptimizer.constants`` has them
 _LEAST = 2.0**-16
 _LEAST_OF_BFLOAT16 = 2.0**-7  # less would be lost in the rounding of what is taken off
 
 
-def foresee(
+def correct_second_moments(
     rows: Tensor,
     sums: Tensor | None,
     grads: Tensor,

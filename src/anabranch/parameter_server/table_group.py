@@ -2,7 +2,7 @@
 
 A kernel's fixed cost is the same for ten rows and ten thousand, and a model has dozens of
 tables. So those with as many numbers a row, of one type and one rule, are processed together: one kernel finds, merges,
-moves and stamps the rows of all of them, the threads of the crew sharing out the tables. The result for a table is
+moves and stamps the rows of all of them, the threads sharing out the tables. The result for a table is
 that of ``RowTable``, bit for bit, and rare cases are left to ``RowTable``: rows that have not begun, rows
 that lag.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import NotFound, SchemaError
-from anabranch.parameter_server.kernels import Crew, as_array, working_dtype
+from anabranch.parameter_server.kernels import KernelThreads, as_array, working_dtype
 from anabranch.parameter_server.row_optimizers import Family
 from anabranch.parameter_server.row_table import RowTable
 
@@ -49,22 +49,22 @@ class TableGroup:
     table has, have rows and gradients of ``[len(ids), width]``, as messages have them.
 
     Args:
-        tables: those of one ``kin``, none of them ``None``; they may be used by themselves as well.
-        crew: threads that share out the tables; by default the caller's alone.
+        tables: those of one ``group_key``, none of them ``None``; they may be used by themselves as well.
+        pool: threads that share out the tables; by default the caller's alone.
 
     Raises:
         ValueError: tables of different kinds, or that no group can have.
     """
 
-    def __init__(self, tables: Sequence[RowTable], crew: Crew | None = None) -> None:
-        kinds = {table.kin for table in tables}
+    def __init__(self, tables: Sequence[RowTable], pool: KernelThreads | None = None) -> None:
+        kinds = {table.group_key for table in tables}
         if len(kinds) != 1 or None in kinds:
             raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
         from anabranch.parameter_server import _compiled_group  # only with Numba: a table without it has no kin
 
         self._kernels = _compiled_group
         self.tables = list(tables)
-        self._crew = crew or Crew(1)
+        self._pool = pool or KernelThreads(1)
         first = self.tables[0]
         self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
         self._like = as_array(torch.empty(0, dtype=self._dtype))
@@ -113,14 +113,14 @@ class TableGroup:
         return out
 
     def answer(
-        self, ids: Tensor, counts: Sequence[int], stated: Sequence[int], known: Sequence[int], since: Tensor
+        self, ids: Tensor, counts: Sequence[int], with_state: Sequence[int], known: Sequence[int], since: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Rows of flat ids, some of which come only if they have changed; as ``RowTable.answer`` for each table.
 
         Args:
             ids: flat, of all tables.
             counts: the number of each table's ids.
-            stated: for each table the number of its first ids that come with their state.
+            with_state: for each table the number of its first ids that come with their state.
             known: for each table the number of its last ids, which come only if they have changed.
             since: for each of those the step when it was read, int64.
 
@@ -129,9 +129,9 @@ class TableGroup:
         """
         flat, starts, _ = self._lookups(ids, counts)
         rows = self._locate(flat, starts)
-        stated_starts, since_starts = (np.append(0, np.cumsum(some)) for some in (stated, known))
-        if since_starts[-1] != len(since) or (np.add(stated, known) > counts).any():
-            raise SchemaError(f"of {list(counts)} ids {list(stated)} and {list(known)} with {len(since)} steps")
+        stated_starts, since_starts = (np.append(0, np.cumsum(some)) for some in (with_state, known))
+        if since_starts[-1] != len(since) or (np.add(with_state, known) > counts).any():
+            raise SchemaError(f"of {list(counts)} ids {list(with_state)} and {list(known)} with {len(since)} steps")
         changed, found = np.empty(len(since), np.bool_), np.zeros(len(self.tables), np.int64)
         behind = np.zeros(len(self.tables), np.bool_)
         needed = np.array([table.needed for table in self.tables])
@@ -149,7 +149,7 @@ class TableGroup:
             self.tables[k].prepare(rows[some], flat[some])
             look(0, k, k + 1)
         places_at = np.append(0, np.cumsum(found))
-        out_at = np.append(0, np.cumsum(np.diff(starts) - stated - known + found))
+        out_at = np.append(0, np.cumsum(np.diff(starts) - with_state - known + found))
         holds_states = self.tables[0].rule.family is not Family.ROW_WISE_ADAGRAD
         states = torch.empty(int(stated_starts[-1]) if holds_states else 0, self._stride, dtype=self._dtype)
         out = torch.empty(int(out_at[-1]), self._width, dtype=self._dtype)
@@ -157,14 +157,15 @@ class TableGroup:
 
         def pick(part: int, first: int, last: int) -> None:
             self._kernels.pick_all(
-                self._values_at, self._sizes, self._stride, self._width, rows, starts, np.asarray(stated), since_starts,
-                changed, as_array(states), stated_starts, as_array(out), out_at, places.numpy(), places_at, first, last,
+                self._values_at, self._sizes, self._stride, self._width, rows, starts, np.asarray(with_state),
+                since_starts, changed, as_array(states), stated_starts, as_array(out), out_at, places.numpy(),
+                places_at, first, last,
             )  # fmt: skip
 
         self._share_out(pick, starts)
         if not holds_states:
             at = starts[:-1].tolist()
-            parts = zip(self.tables, at, stated, strict=True)
+            parts = zip(self.tables, at, with_state, strict=True)
             states = torch.cat([table.pull_with_state(ids[first : first + n]) for table, first, n in parts])
         return states, out, places, found.tolist()
 
@@ -287,12 +288,12 @@ class TableGroup:
     def _provide(self, most: int, memory: Array) -> None:
         if not self._scratches or self._scratches[0][1].shape[1] < most:
             room = 1 << max(most - 1, 1).bit_length()
-            self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._crew.threads)]
+            self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._pool.threads)]
 
     def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
         """Calls ``run(part, first, last)`` for ranges of tables with about equally many lookups each."""
         lookups = int(starts[-1])
-        parts = max(1, min(self._crew.threads, len(self.tables)))
+        parts = max(1, min(self._pool.threads, len(self.tables)))
         edges = np.searchsorted(starts[:-1], [lookups * k / parts for k in range(parts + 1)])
         edges[-1] = len(self.tables)
 
@@ -301,14 +302,14 @@ class TableGroup:
                 if edges[part] < edges[part + 1]:
                     run(part, int(edges[part]), int(edges[part + 1]))
 
-        self._crew.run(work, parts, lookups * self._width)
+        self._pool.run(work, parts, lookups * self._width)
 
 
 class Grouping:
     """Groups of a shard's tables that are processed together, remembered by the names in a message."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, pool: KernelThreads) -> None:
+        self._pool = pool
         self._found: dict[tuple[str, ...], list[tuple[TableGroup | None, list[str]]]] = {}
 
     def of(
@@ -320,17 +321,20 @@ class Grouping:
             tables: all tables, by name.
             counts: the number of lookups of each table asked about, in their order.
         """
-        if not balanced(list(counts.values()), self._crew.threads):
+        if not balanced(list(counts.values()), self._pool.threads):
             return [(None, list(counts))]
         names = tuple(counts)
         found = self._found.get(names)
         if found is None:
             alike: dict[tuple[object, ...] | None, list[str]] = {}
             for name in names:
-                alike.setdefault(tables[name].kin, []).append(name)
+                alike.setdefault(tables[name].group_key, []).append(name)
             found = [
-                (TableGroup([tables[name] for name in some], self._crew) if kin and len(some) > 1 else None, some)
-                for kin, some in alike.items()
+                (
+                    TableGroup([tables[name] for name in some], self._pool) if group_key and len(some) > 1 else None,
+                    some,
+                )
+                for group_key, some in alike.items()
             ]
             if len(self._found) >= _REMEMBERED:
                 self._found.clear()

@@ -28,7 +28,7 @@ from anabranch.pipeline.stage import OUTSIDE, StageRun
 from anabranch.pipeline.wire import Facts
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Call", "Engine", "Inputs", "Outcome", "Turn", "deliver", "open_portal"]
+__all__ = ["Inputs", "Outcome", "PipeCall", "Turn", "TurnEngine", "deliver", "open_portal"]
 
 
 class Inputs:
@@ -133,7 +133,7 @@ class Turn(Protocol):
         """The word that each rank said, once the turn has ended."""
 
 
-class Engine(Protocol):
+class TurnEngine(Protocol):
     """Takes the turns of a pipeline, on threads or with other processes.
 
     Attributes:
@@ -149,7 +149,7 @@ class Engine(Protocol):
         """Ends the threads and connections started for it."""
 
 
-class Call:
+class PipeCall:
     """One call: the stages' runs, its inputs, and the actions to run.
 
     Args:
@@ -165,7 +165,7 @@ class Call:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TurnEngine,
         runs: Mapping[int, StageRun],
         actions: Sequence[Sequence[Action]],
         step: int,
@@ -298,7 +298,7 @@ def _rows(leaf: object) -> int:
 class _Portal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, call: Call, turn: Turn, box: list[Structure], *_: Tensor
+        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Turn, box: list[Structure], *_: Tensor
     ) -> tuple[Tensor, ...]:
         output, needs_grad = call.forward(turn)
         if not call.has_output:
@@ -329,7 +329,7 @@ class _Portal(torch.autograd.Function):
         return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
 
 
-def open_portal(call: Call, turn: Turn) -> Structure:
+def open_portal(call: PipeCall, turn: Turn) -> Structure:
     """Runs the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from anabranch.pipeline.actions import Action, Kind
 
-__all__ = ["Clock", "Interval"]
+__all__ = ["Interval", "SimulatedRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Interval:
 _SENT_AS = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
-class Clock:
+class SimulatedRun:
     """One run of every rank's ``actions``.
 
-    >>> clock = Clock([[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], lambda action: 1.0)
+    >>> clock = SimulatedRun([[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], lambda action: 1.0)
     >>> clock.times, clock.stuck
     ([2.0], [])
 

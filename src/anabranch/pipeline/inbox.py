@@ -13,7 +13,7 @@ from anabranch.pipeline.exchange import Message
 from anabranch.pipeline.packet import Gradients
 from anabranch.pipeline.wire import Facts, Fault, Header, unpack
 
-__all__ = ["Inbox", "Post"]
+__all__ = ["Channel", "Inbox"]
 
 
 class Inbox:
@@ -87,7 +87,7 @@ class Inbox:
             self.changed.notify_all()
 
 
-class Post(Protocol):
+class Channel(Protocol):
     """Carries messages to and from the other ranks, in order between any two."""
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:

@@ -18,8 +18,8 @@ from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.runner import Failure, Runner, phase_of
 from anabranch.pipeline.stage import StageRun
+from anabranch.pipeline.stage_threads import StageThreads
 from anabranch.pipeline.wire import Facts
-from anabranch.pipeline.workers import Workers
 from anabranch.tensors import Structure
 
 __all__ = ["LocalEngine", "annotate"]
@@ -38,7 +38,7 @@ class LocalEngine:
     def __init__(self, rank_of: tuple[int, ...], timeout: float) -> None:
         self._rank_of = rank_of
         self._timeout = timeout
-        self._workers: Workers | None = None
+        self._workers: StageThreads | None = None
         self._word: object = None
         self.observed = Observed()
         self._step = 0
@@ -83,7 +83,7 @@ class LocalEngine:
     ) -> Outcome:
         """Carries out all ranks' actions at once; raises the error of a stage, with a note of the place."""
         if self._workers is None:
-            self._workers = Workers(len(actions), "anabranch-stage")
+            self._workers = StageThreads(len(actions), "anabranch-stage")
         deadline = Deadline.after(self._timeout)
         exchange = Exchange(self._rank_of, deadline, self._step)
         attempt = _Attempt(exchange, self._workers, current_streams())
@@ -121,7 +121,7 @@ class LocalEngine:
 class _Attempt:
     """One run, on the caller's streams; its first failure ends all ranks."""
 
-    def __init__(self, exchange: Exchange, workers: Workers, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, exchange: Exchange, workers: StageThreads, streams: Sequence[torch.cuda.Stream]) -> None:
         self._exchange = exchange
         self._workers = workers
         self._streams = streams

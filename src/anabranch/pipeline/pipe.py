@@ -23,7 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.errors import PipelineError
 from anabranch.pipeline.ambient import Ambient
 from anabranch.pipeline.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.call import Call, Engine, Inputs, Turn, deliver, open_portal
+from anabranch.pipeline.call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.describe import describe
 from anabranch.pipeline.local import LocalEngine
@@ -183,7 +183,7 @@ class Pipe(nn.Module):
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
         self._ties: list[tuple[nn.Parameter, list[int]]] = []
-        self._engine: Engine
+        self._engine: TurnEngine
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
         else:
@@ -289,7 +289,7 @@ class Pipe(nn.Module):
 
     def _step(
         self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
-    ) -> tuple[Call, list[Structure], list[Tensor | None]]:
+    ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
         call = self._call(turn, x, inputs, head=head, expected_rows=rows)
@@ -313,7 +313,7 @@ class Pipe(nn.Module):
         inputs: Mapping[str, Structure],
         head: _HeadParts | None,
         expected_rows: int | None = None,
-    ) -> Call:
+    ) -> PipeCall:
         _check_choices(self.chunks, self.checkpoint)
         ambient = Ambient.take()
         facts = turn.agree(lambda: self._facts(x, inputs, ambient))
@@ -336,7 +336,7 @@ class Pipe(nn.Module):
             runs[stage.index] = StageRun(_with_keywords(stage, inputs), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
         given = Inputs(x if 0 in self._here else None, inputs, facts.sizes)
-        return Call(
+        return PipeCall(
             self._engine,
             runs,
             lowered.actions,

@@ -10,8 +10,8 @@ order, and the last one is its end, which carries ``done`` or the reason of fail
 So a receiver always knows whether another message is owed: it stops at the end of the turn, and in every case both
 sides are at the same place in the stream when the next turn begins. No rank ends a turn before all have done its work.
 
-Messages travel by a ``Post``: in shared memory where all ranks are on one host, else over the group's gloo. A wait for
-messages has a deadline, and checks the peers' heartbeats meanwhile.
+Messages travel by a ``Channel``: in shared memory where all ranks are on one host, else over the group's gloo. A wait
+for messages has a deadline, and checks the peers' heartbeats meanwhile.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from anabranch.pipeline.actions import Action, Kind
 from anabranch.pipeline.call import Outcome
 from anabranch.pipeline.describe import Observed
 from anabranch.pipeline.exchange import Aborted, Message
-from anabranch.pipeline.gloo_post import GlooPost
-from anabranch.pipeline.inbox import Inbox, Post
+from anabranch.pipeline.gloo_channel import GlooChannel
+from anabranch.pipeline.inbox import Channel, Inbox
 from anabranch.pipeline.local import annotate
 from anabranch.pipeline.packet import Packet, cut
 from anabranch.pipeline.runner import Failure, Runner, phase_of
-from anabranch.pipeline.shared_post import Meeting, SharedPost
+from anabranch.pipeline.shared_memory_channel import Meeting, SharedMemoryChannel
 from anabranch.pipeline.stage import StageRun
 from anabranch.pipeline.wire import Facts, Fault, Header, pack
 from anabranch.tensors import Structure
@@ -117,12 +117,14 @@ class RankEngine:
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
-        self._post: Post = GlooPost(group, tag, self._inbox) if sockets is None else SharedPost(sockets, self._inbox)
+        self._channel: Channel = (
+            GlooChannel(group, tag, self._inbox) if sockets is None else SharedMemoryChannel(sockets, self._inbox)
+        )
         self.observed = Observed()
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        leave = partial(_exit_without_the_lost, self._post)
-        self._end = weakref.finalize(self, _end, self._post, self._beats, leave)
+        leave = partial(_exit_without_the_lost, self._channel)
+        self._end = weakref.finalize(self, _end, self._channel, self._beats, leave)
         atexit.register(leave)  # after the finalizer's own, so called before it
 
     def _meet(self) -> dict[int, Identity]:
@@ -212,11 +214,11 @@ class RankEngine:
 
     def flush(self, seconds: float) -> None:
         """Waits until all messages are on their way: the process may end after this."""
-        self._post.flush(seconds)
+        self._channel.flush(seconds)
 
     def look(self) -> None:
         """Takes in the messages that have arrived."""
-        self._post.look()
+        self._channel.look()
 
     def rank_name(self, rank: int) -> int:
         """The number in the job of a rank of the group."""
@@ -225,7 +227,7 @@ class RankEngine:
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         """Sends a message to ``rank``; ``tensors`` are flat bytes."""
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
-        self._post.send(rank, header, tensors)
+        self._channel.send(rank, header, tensors)
 
     def wait(
         self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
@@ -233,7 +235,7 @@ class RankEngine:
         """Waits for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
         inbox, began = self._inbox, monotonic()
         while True:
-            self._post.wait_for(
+            self._channel.wait_for(
                 lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation),
                 min(self._heartbeat / 2, deadline.remaining()),
             )
@@ -285,10 +287,10 @@ class RankEngine:
         self._end()
 
 
-def _exit_without_the_lost(post: Post) -> None:
+def _exit_without_the_lost(channel: Channel) -> None:
     """Ends the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
-    post.settle(_LAST_SECONDS)
-    if not post.is_stuck():
+    channel.settle(_LAST_SECONDS)
+    if not channel.is_stuck():
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -296,9 +298,9 @@ def _exit_without_the_lost(post: Post) -> None:
     os._exit(1)
 
 
-def _end(post: Post, beats: Beats, leave: Callable[[], None]) -> None:
-    post.close()
-    if not post.is_stuck():
+def _end(channel: Channel, beats: Beats, leave: Callable[[], None]) -> None:
+    channel.close()
+    if not channel.is_stuck():
         atexit.unregister(leave)
     beats.close()
 
@@ -307,7 +309,7 @@ def _words_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - whatever it raises, the others must hear of the failure
-        return "<it cannot be told>"
+        return "<str() of the error failed>"
 
 
 def _sendable(text: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from anabranch.pipeline.actions import Action, Kind
-from anabranch.pipeline.clock import Clock
+from anabranch.pipeline.clock import SimulatedRun
 
 __all__ = ["Lowered", "Schedule"]
 
@@ -51,7 +51,7 @@ class Schedule:
         faults = list(_faults(self))
         if faults:
             raise ValueError(f"{self.name} is no schedule of {self.stages} stages x {self.microbatches}: {faults[0]}")
-        stuck = Clock(self.with_transfers().actions, lambda action: 0.0).stuck
+        stuck = SimulatedRun(self.with_transfers().actions, lambda action: 0.0).stuck
         if stuck:
             raise ValueError(f"{self.name} never ends, its ranks wait for one another: {stuck}; change their order")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.pipeline.actions import Action, Kind
-from anabranch.pipeline.clock import Clock, Interval
+from anabranch.pipeline.clock import Interval, SimulatedRun
 from anabranch.pipeline.schedule import Lowered, Schedule
 
 __all__ = ["Interval", "Simulation", "simulate"]
@@ -62,7 +62,7 @@ def simulate(
         if len(sizes) not in (0, stages):
             raise ValueError(f"bytes are given for {len(sizes)} stages, the schedule has {stages}; give one each")
     lowered = schedule.with_transfers() if isinstance(schedule, Schedule) else schedule
-    clock = Clock(lowered.actions, _as_function(costs, lowered.schedule))
+    clock = SimulatedRun(lowered.actions, _as_function(costs, lowered.schedule))
     if clock.stuck:
         raise ValueError(f"{lowered.schedule.name} never ends, its ranks wait for one another: {clock.stuck}")
     makespan = max(clock.times)

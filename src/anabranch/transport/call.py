@@ -17,7 +17,7 @@ from anabranch.transport.frame import Failure, ReplyHeader, RequestHeader, Tenso
 from anabranch.transport.once import Identity, OnceTable
 from anabranch.transport.streams import Peer
 
-__all__ = ["Books", "Call", "Recipient", "Verb"]
+__all__ = ["Call", "CallServer", "Recipient", "Verb"]
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -60,7 +60,7 @@ class Recipient(Protocol):
         """Takes the answer to ``call``."""
 
 
-class Books(Protocol):
+class CallServer(Protocol):
     """The interface of a server that a call needs: requests already answered, and bytes in flight."""
 
     once: OnceTable[Call]
@@ -98,7 +98,7 @@ class Call:
     )
 
     def __init__(
-        self, books: Books, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
+        self, books: CallServer, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:
         self.verb = header.verb
         self.target = header.target

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
 from anabranch.events import report
-from anabranch.transport.call import Books, Call, Verb
+from anabranch.transport.call import Call, CallServer, Verb
 from anabranch.transport.failures import failure_of
 from anabranch.transport.frame import (
     Failure,
@@ -41,7 +41,7 @@ from anabranch.transport.frame import (
 )
 from anabranch.transport.streams import Peer, Stream
 
-__all__ = ["Answer", "Connection", "Doorkeeper", "Driver", "Fate"]
+__all__ = ["Answer", "Connection", "ConnectionServer", "ConnectionState", "Driver"]
 
 _GREETING = 10.0
 # Seconds of silence after which an unknown peer is assumed not to want to connect.
@@ -53,7 +53,7 @@ _LINGER = 1.0
 _SMALL = 64 << 10
 
 
-class Fate(Enum):
+class ConnectionState(Enum):
     """The state of a connection after a step."""
 
     STAYS = auto()
@@ -70,7 +70,7 @@ class Driver(Protocol):
         """Called from any thread when there is something to be sent, or to end."""
 
 
-class Doorkeeper(Books, Protocol):
+class ConnectionServer(CallServer, Protocol):
     """The interface of a server that a connection needs: it decides whether a request may come in."""
 
     heartbeat: float
@@ -111,7 +111,7 @@ class _Phase(Enum):
 class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
-    def __init__(self, server: Doorkeeper, stream: Stream, driver: Driver) -> None:
+    def __init__(self, server: ConnectionServer, stream: Stream, driver: Driver) -> None:
         self.stream = stream
         self.descriptor = stream.fileno()
         self.driver = driver
@@ -248,11 +248,11 @@ class Connection:
         between = not self._writer.waiting and self._reader.idle()
         return 3600.0 if between else self._progress + _STALLED - now
 
-    def give_up(self) -> Fate:
+    def give_up(self) -> ConnectionState:
         """Ends a connection whose client has stalled in the middle of a frame, or never greeted."""
         return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
 
-    def turn_away(self, error: BoundaryError) -> Fate:
+    def turn_away(self, error: BoundaryError) -> ConnectionState:
         """Ends the connection at once; a client that could have greeted is told why, as far as the socket allows."""
         failure = failure_of(error)
         if self._phase is not _Phase.SERVING:
@@ -261,13 +261,13 @@ class Connection:
             # None of its bytes are unread, so closing destroys nothing.
             self._say(failure)
         self.end()
-        return Fate.ENDED
+        return ConnectionState.ENDED
 
     def quiet_for(self, now: float) -> float:
         """Seconds since the client last sent something."""
         return now - self._progress
 
-    def step(self, events: int) -> Fate:
+    def step(self, events: int) -> ConnectionState:
         """Goes on as far as the socket allows."""
         try:
             if events & select.POLLRDHUP:
@@ -279,13 +279,13 @@ class Connection:
             return self._refuse(error)
         except OSError:
             self.end()
-            return Fate.ENDED
+            return ConnectionState.ENDED
 
-    def _advance(self, *, readable: bool) -> Fate:
+    def _advance(self, *, readable: bool) -> ConnectionState:
         if self._phase is _Phase.SHAKING:
             self._progress = time.monotonic()
             if not self.stream.handshake():
-                return Fate.STAYS
+                return ConnectionState.STAYS
             # Bytes that came with the end of the handshake may lie in the TLS layer already, invisible to poll.
             self._phase, readable = _Phase.GREETING, True
             self._reader.demands_checksums = self.stream.peer().plain
@@ -303,9 +303,9 @@ class Connection:
                 self._progress = time.monotonic()
             if self._needs_thread:
                 self._needs_thread = False
-                return Fate.NEEDS_THREAD
+                return ConnectionState.NEEDS_THREAD
             if frame is None:
-                return Fate.STAYS
+                return ConnectionState.STAYS
             if self._phase is _Phase.GREETING:
                 # A request may have come with the greeting.
                 self._greet()
@@ -315,7 +315,7 @@ class Connection:
                     self._take(frame)
                 # The client waits for its answer, so the kernel has nothing more.
                 if not self._reader.holds_more():
-                    return Fate.STAYS
+                    return ConnectionState.STAYS
 
     def _greet(self) -> None:
         if not self._server.recognise(self):
@@ -398,21 +398,21 @@ class Connection:
         call.answer(found, done=False)
         return None
 
-    def _refuse(self, error: Exception) -> Fate:
+    def _refuse(self, error: Exception) -> ConnectionState:
         """Ends the connection with an error for the client; sending may take time, so a loop leaves it to a thread."""
         failure = failure_of(error)
         self._server.count_refusal(failure)
         if not self.driver.alone:
             self._last_words = failure
-            return Fate.NEEDS_THREAD
+            return ConnectionState.NEEDS_THREAD
         return self._dismiss(failure)
 
-    def _dismiss(self, failure: Failure) -> Fate:
+    def _dismiss(self, failure: Failure) -> ConnectionState:
         with self._lock:
             self._say(failure)
             self.stream.linger(_LINGER)
         self.end()
-        return Fate.ENDED
+        return ConnectionState.ENDED
 
     def _say(self, failure: Failure) -> None:
         with self._lock, suppress(OSError, BoundaryError):

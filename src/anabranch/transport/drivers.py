@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar
 
 from anabranch.errors import Overloaded
 from anabranch.events import report
-from anabranch.transport.connection import Answer, Connection, Fate
+from anabranch.transport.connection import Answer, Connection, ConnectionState
 from anabranch.transport.streams import Listener, Stream
 
 __all__ = ["Host", "Loop", "ThreadOfItsOwn"]
@@ -213,8 +213,8 @@ class Loop:
         except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
             report("transport.connection_failed", error=traceback.format_exc())
             connection.end()
-            fate = Fate.ENDED
-        if fate is not Fate.STAYS or connection.interest() != connection.registered:
+            fate = ConnectionState.ENDED
+        if fate is not ConnectionState.STAYS or connection.interest() != connection.registered:
             self._follow(connection, fate)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
@@ -225,14 +225,14 @@ class Loop:
             report("transport.connection_failed", error=traceback.format_exc())
             return None
 
-    def _follow(self, connection: Connection, fate: Fate) -> None:
-        if fate is Fate.STAYS:
+    def _follow(self, connection: Connection, fate: ConnectionState) -> None:
+        if fate is ConnectionState.STAYS:
             if connection.interest() != connection.registered:
                 self._watch(connection)
             return
         # A descriptor that was closed has left the poller by itself.
         self._connections.pop(connection.descriptor, None)
-        if fate is Fate.NEEDS_THREAD:
+        if fate is ConnectionState.NEEDS_THREAD:
             self._poller.unregister(connection.descriptor)
             connection.registered = 0
             ThreadOfItsOwn(self._server, connection, self).start()
@@ -336,7 +336,7 @@ class ThreadOfItsOwn:
         """Drives the connection."""
         connection = self._connection
         try:
-            if self._serve(connection) is Fate.STAYS:
+            if self._serve(connection) is ConnectionState.STAYS:
                 connection.driver = self._loop
                 self._loop.wake(connection)
         finally:
@@ -350,7 +350,7 @@ class ThreadOfItsOwn:
         self._connection.driver = self._loop
         self._server.threads_of.pop(self._connection, None)
 
-    def _serve(self, connection: Connection) -> Fate:
+    def _serve(self, connection: Connection) -> ConnectionState:
         poller = select.poll()
         poller.register(connection.descriptor, connection.interest())
         poller.register(self._wake, select.POLLIN)
@@ -358,15 +358,15 @@ class ThreadOfItsOwn:
         # The request that needed a thread has partly come.
         events = select.POLLIN
         while True:
-            fate = Fate.STAYS
+            fate = ConnectionState.STAYS
             if events:
                 fate = connection.step(events)
                 self._server.round_over()
-            if fate is not Fate.STAYS:
+            if fate is not ConnectionState.STAYS:
                 return fate
             if self._server.stopping():
                 connection.end()
-                return Fate.ENDED
+                return ConnectionState.ENDED
             if connection.interest() != connection.registered:
                 connection.registered = connection.interest()
                 poller.modify(connection.descriptor, connection.registered)
@@ -375,7 +375,7 @@ class ThreadOfItsOwn:
             found = poller.poll(max(1, int(patience * 1000)))
             if not found and resting and connection.resting():
                 connection.registered = 0
-                return Fate.STAYS
+                return ConnectionState.STAYS
             if not found and connection.patience(time.monotonic()) <= 0:
                 return connection.give_up()
             events = 0

@@ -41,7 +41,7 @@ from torch import Tensor
 from anabranch.pipeline.inbox import Inbox
 from anabranch.pipeline.wire import HEADERS, Header, dtype_named
 
-__all__ = ["Meeting", "SharedPost"]
+__all__ = ["Meeting", "SharedMemoryChannel"]
 
 _FRAME = struct.Struct("<?xxxiQ")  # whether the header goes on in another frame, the slot, its size if it is new
 _CREDENTIALS = struct.Struct("3i")
@@ -206,7 +206,7 @@ class _Line:
             kept.clear()
 
 
-class SharedPost:
+class SharedMemoryChannel:
     """A socket and some slots for each peer.
 
     Args:

@@ -15,40 +15,40 @@ from torch import Tensor
 from anabranch.pipeline.actions import Kind
 from anabranch.pipeline.inbox import Inbox
 from anabranch.pipeline.packet import cut
-from anabranch.pipeline.shared_post import Meeting, SharedPost
+from anabranch.pipeline.shared_memory_channel import Meeting, SharedMemoryChannel
 from anabranch.pipeline.wire import Header, pack
 from anabranch.tensors import Structure
 
-Pair = tuple[SharedPost, SharedPost, Inbox]
+Pair = tuple[SharedMemoryChannel, SharedMemoryChannel, Inbox]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """A post that sends, one that receives, and the latter's inbox, in turn 1."""
+    """A channel that sends, one that receives, and the latter's inbox, in turn 1."""
     inboxes = Inbox([1]), Inbox([0])
     for inbox in inboxes:
         inbox.begin(1, "step")
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    posts = [SharedPost({1 - rank: ends[rank]}, inboxes[rank]) for rank in range(2)]
+    posts = [SharedMemoryChannel({1 - rank: ends[rank]}, inboxes[rank]) for rank in range(2)]
     yield posts[0], posts[1], inboxes[1]
-    for post in posts:
-        post.close()
+    for channel in posts:
+        channel.close()
 
 
-def post_value(post: SharedPost, value: Structure, i: int = 0) -> None:
+def post_value(channel: SharedMemoryChannel, value: Structure, i: int = 0) -> None:
     spec, described, parts = pack([cut(value)[0]])
-    post.send(1, Header(1, "step", Kind.SEND_F.value, 0, 1, i, spec, described), parts)
+    channel.send(1, Header(1, "step", Kind.SEND_F.value, 0, 1, i, spec, described), parts)
 
 
-def taken(post: SharedPost, inbox: Inbox, i: int = 0) -> Structure:
+def taken(channel: SharedMemoryChannel, inbox: Inbox, i: int = 0) -> Structure:
     key = (Kind.SEND_F.value, 0, 1, i)
-    post.wait_for(lambda: key in inbox.data, 5.0)
+    channel.wait_for(lambda: key in inbox.data, 5.0)
     with inbox.changed:
         return inbox.data.pop(key)[0].structure()
 
 
-def slots(post: SharedPost) -> list[object]:
-    return post._lines[1]._slots
+def slots(channel: SharedMemoryChannel) -> list[object]:
+    return channel._lines[1]._slots
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]

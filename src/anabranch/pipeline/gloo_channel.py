@@ -19,7 +19,7 @@ from anabranch.pipeline.buffers import Buffers
 from anabranch.pipeline.inbox import Inbox
 from anabranch.pipeline.wire import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
 
-__all__ = ["GlooPost"]
+__all__ = ["GlooChannel"]
 
 _IDLE_SECONDS = 60.0
 _FAREWELL_SECONDS = 0.5
@@ -28,7 +28,7 @@ _Outgoing = list[Tensor] | threading.Event | None
 """An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
 
 
-class GlooPost:
+class GlooChannel:
     """Two threads a peer.
 
     Args:

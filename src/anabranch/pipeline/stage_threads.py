@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 
 from anabranch.deadline import Deadline
 
-__all__ = ["Workers"]
+__all__ = ["StageThreads"]
 
 _Task = Callable[[], None]
 _IDLE_SECONDS = 60.0
 
 
-class Workers:
+class StageThreads:
     """Threads that each run the tasks given to them, in order.
 
     >>> seen = []
-    >>> with Workers(2, "example") as workers:
+    >>> with StageThreads(2, "example") as workers:
     ...     tasks = [lambda: seen.append(0), lambda: seen.append(1)]
     ...     workers.run(tasks, Deadline.after(5.0), on_interrupt=lambda: None)
     >>> sorted(seen)
@@ -80,7 +80,7 @@ class Workers:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> StageThreads:
         return self
 
     def __exit__(self, *exception: object) -> None:
