@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.executor.auto_engine import AutoEngine
@@ -223,3 +226,51 @@ def test_an_evaluation_that_eager_mode_refuses_is_refused_at_every_run(engine: s
         for _ in range(3):
             with pytest.raises(ValueError, match="mine"):
                 executor.run(batch=torch.ones(2, 4))
+
+
+class Reentrant(nn.Module):
+    """A frozen table and a block behind it that a reentrant checkpoint gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=True))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_only_the_graph_has_is_a_difference() -> None:
+    torch.manual_seed(0)
+    model = Reentrant()
+    weight = model.block.weight.detach().clone()
+    x = torch.ones(2, 4)
+    with (
+        warnings.catch_warnings(),
+        ab.Executor(ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))) as executor,
+    ):
+        warnings.simplefilter("ignore")  # of PyTorch's checkpoint: no input requires a gradient
+        for _ in range(5):
+            executor.run(batch=x)
+    assert torch.equal(model.block.weight, weight)
+    step = ab.TrainStep(model, square, SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(), ab.Executor(step, engine="graph") as executor:
+        warnings.simplefilter("ignore")
+        executor.run(batch=x)
+        with pytest.raises(ab.CaptureError, match="which parameters have a gradient"):
+            executor.run(batch=x)
+    assert torch.equal(model.block.weight, weight)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_number_that_is_a_size_may_change_again_and_again(engine: str) -> None:
+    shape = SimpleNamespace(columns=4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        return (y.view(-1, shape.columns).exp().sum(1) + y.reshape(shape.columns, -1).mean()).mean()
+
+    def play(i: int, model: Any) -> Tensor:
+        shape.columns = (4, 4, 4, 6, 3, 2, 4, 6)[i]
+        return torch.ones(6, 4)
+
+    expect_the_plain_loop(engine, lambda: nn.Linear(4, 4), loss, play, 8, [])

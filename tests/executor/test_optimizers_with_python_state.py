@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,7 +117,43 @@ class Wrapping(Own):
         self.inner.step()
 
 
+class CountsInAnObject(Own):
+    """Nobody can put back what it keeps, so a trial may not step it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.numbers, self.box = itertools.count(1), SimpleNamespace(count=0)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.box.count += next(self.numbers)
+
+    def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad)
+        parameter.sub_(state["mean"], alpha=group["lr"] / self.box.count)
+
+
+class Draws(Own):
+    """Draws from Python's own generator."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad)
+        parameter.sub_(state["mean"], alpha=group["lr"] * random.random())
+
+
+class CountsUnderAName(Own):
+    """In its state, beside the parameters."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.state["k"] = self.state.get("k", 0) + 1
+
+    def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad, alpha=group["lr"] / self.state["k"])
+
+
 BY_THEMSELVES = {
+    CountsInAnObject: "may change in a way that a graph would not see",
+    Draws: "Draws.update reads random, which a graph would read once",
+    CountsUnderAName: "CountsUnderAName.step changes state['k'] in Python",
     CountsInTheGroup: "changes param_groups[0]['step'] in Python",
     CountsInTheState: "replaces its state 'step'",
     CountsInItself: "changes counts in Python",
@@ -149,7 +190,7 @@ def test_an_optimizer_of_a_library_leaves_what_the_plain_loop_leaves(kind: type[
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", [CountsInItself, HoldsTensors])
+@pytest.mark.parametrize("kind", [CountsInItself, HoldsTensors, CountsInAnObject, Draws, CountsUnderAName])
 def test_an_optimizer_of_ones_own_steps_by_itself(kind: type[Own], engine: str) -> None:
     got = check(lambda patch: play_of(kind), engine)
     assert got.engines == ENGINES[engine]
@@ -184,3 +225,84 @@ def test_a_step_that_branches_on_what_it_computes_is_said_without_a_tracers_word
         for _ in range(3):
             executor.run(batch=torch.ones(2, 4))
         assert executor.explain().endswith("such as to branch on the number of steps")
+
+
+class NeverInitialised(torch.optim.Optimizer):
+    """Wraps another, as lookahead optimizers do, without a call of ``super().__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrapper_without_hooks_of_its_own_trains(engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        model = linear()
+        return Play(model, mean_square, NeverInitialised(torch.optim.SGD(model.parameters(), lr=0.1)), nothing)
+
+    assert check(build, engine).engines == ENGINES[engine]
+
+
+class Accumulating(torch.optim.SGD):
+    """Clears gradients every second time."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        if self.calls % 2:
+            super().zero_grad(set_to_none)
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("engine", ["tape", *ENGINES])
+@pytest.mark.parametrize("kind", [Accumulating, Counting])
+def test_a_zero_grad_of_ones_own_is_called(kind: Any, engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        model = linear()
+        optimizer = kind(model.parameters(), lr=0.1)
+        return Play(model, mean_square, optimizer, nothing, seen=lambda: optimizer.calls)
+
+    assert check(build, engine).refused_at is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "rate", [np.float32(0.05), np.array(0.05), Fraction(1, 20)], ids=["float32", "array", "fraction"]
+)
+def test_a_learning_rate_of_another_type_is_that_of_the_plain_loop(rate: Any, engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        model = linear()
+        kind = torch.optim.SGD if isinstance(rate, np.ndarray) else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.1)
+        return Play(model, mean_square, optimizer, lambda k: optimizer.param_groups[0].update(lr=rate * k))
+
+    found = check(build, engine)
+    assert found.refused_at is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_that_comes_to_be_in_two_groups_is_left_to_the_tape(engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> Play:
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Play(model, mean_square, optimizer, lambda k: optimizer.param_groups.append(optimizer.param_groups[0]))
+
+    assert "is in two parameter groups" in check(build, engine).refusal or engine == "auto"

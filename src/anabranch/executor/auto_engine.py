@@ -275,6 +275,8 @@ class AutoEngine:
             if prepared is None:
                 self._worth.tried(time.perf_counter() - began)
                 return on_tape()
+            if whole and not prepared.joint.captures_update:
+                return self._try_gradients(prepared, batch, fetch)
             before, answers = Snapshot(self._step.model, self._step.optimizers, prepared.args), Answers()
             tape_began = time.perf_counter()
             with answers.noted():
@@ -291,6 +293,45 @@ class AutoEngine:
                 self._judge(seconds, tape_seconds)
             self._worth.tried(time.perf_counter() - began - tape_seconds)
             return ran
+
+    def _try_gradients(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> StepOutput:
+        """A trial in the middle of the tape's step: optimizers that step by themselves step once."""
+        before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
+        assert self._graph is not None
+        parameters = self._graph.program.parameters
+        found: list[float] = []
+        began = time.perf_counter()
+        spent = 0.0
+
+        def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
+            nonlocal spent
+            tape_ended = time.perf_counter()
+            gradients: dict[Tensor, Tensor] = {p: p.grad for p in parameters.values() if p.grad is not None}
+            after = Snapshot(self._step.model, (), prepared.args)
+
+            def check(results: Mapping[str, object]) -> None:
+                if not self._compile:
+                    check_results(results, loss, returned)
+                    check_gradients(prepared.joint.backward.sort(results).dense, gradients, parameters)
+
+            try:
+                seconds = repeat(before, after, answers, prepared.differentiate, check, rough=self._compile)
+            except Differs as error:
+                self._refuse(f"the graph's bits are not the tape's: {error}", final=True)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts
+                self._refuse(f"the graph failed where the tape did not ({type(error).__name__}: {error})", final=True)
+            else:
+                found.append(seconds - (tape_ended - began))
+            spent = time.perf_counter() - tape_ended
+
+        with answers.noted():
+            ran = self._tape.step(batch, fetch, between)
+        tape_seconds = time.perf_counter() - began - spent
+        if found:
+            self._graph.program.finish(prepared)
+            self._judge(tape_seconds + found[0], tape_seconds)
+        self._worth.tried(spent)
+        return ran
 
     def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
         """A graph that may be tried on this batch; notes why there is none."""
@@ -359,6 +400,10 @@ class AutoEngine:
 
     def _try_update(self, graph: GraphEngine) -> None:
         step = self._step
+        if not graph.captures_update():
+            self._tape.update()
+            self._update_checked = graph.program.refused_update is not None  # from now on they step by themselves
+            return
         before = Snapshot(step.model, step.optimizers)
         self._tape.update()
         after = Snapshot(step.model, step.optimizers)

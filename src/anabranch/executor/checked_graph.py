@@ -48,6 +48,11 @@ class CheckedGraph(GraphEngine):
         self._tape = TapeEngine(step)
         self._refused: str | None = None
 
+    @property
+    def tape(self) -> TapeEngine:
+        """The other engine, for a run that must be one of the tape."""
+        return self._tape
+
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on, from any engine that computes them."""
         super().attach(parameters, ready)
@@ -144,7 +149,7 @@ class CheckedGraph(GraphEngine):
             repeat(before, after, answers, prepared.differentiate, check, most=1)
         except Differs as error:
             self._refused = (
-                f"on the last batch {error} of the graph had other bits than the tape's, whose step was taken: "
+                f"on the last batch the graph's bits were not those of the tape, whose step was taken: {error}; "
                 "what the code does while it is captured is not what it does in Python; use engine='tape'"
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the tape's step counts

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from anabranch.executor.fetching import Fetch
@@ -78,6 +79,10 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "
             "reduction='mean', or loss.sum() with reduction='sum'"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
         )
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")

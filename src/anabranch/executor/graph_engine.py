@@ -131,6 +131,11 @@ class GraphEngine:
         """The optimizers' step on what ``.grad`` holds."""
         self._program.update(*self._gradients())
 
+    def captures_update(self) -> bool:
+        """True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
+        dense, sparse = self._gradients()
+        return not sparse and self._program.captures_update(dense)
+
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
         """Captures the step for this batch and runs nothing; ``whole`` with the update."""
         if whole and not self._in_parts:

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError
+from anabranch.errors import BoundaryError, CaptureError
 from anabranch.executor.auto_engine import AutoEngine
+from anabranch.executor.checked_graph import CheckedGraph
 from anabranch.executor.clipping import clip_gradients, clip_scale
 from anabranch.executor.engine import Engine, StepOutput
 from anabranch.executor.fetching import Fetch
@@ -57,6 +59,7 @@ class StepRunner:
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.runs = 0
         self.steps = 0
+        self._keeps_gradients = False
         self._in_window = 0
         self._window_rows = 0.0
         self._broken = False
@@ -201,8 +204,14 @@ class StepRunner:
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The whole step at once: nobody to sum with."""
         self._follow_optimizers()
-        self._clear_gradients()
-        ran = self.engine.step(batch, fetch)
+        self._zero_by_themselves()
+        left = self._clear_gradients()
+        engine = self.engine
+        if left:
+            for parameter, gradient in left:
+                parameter.grad = gradient
+            engine = self._engine_that_accumulates()
+        ran = engine.step(batch, fetch)
         self.runs += 1
         self._step_schedulers()
         self.stopping = self._wants_to_stop()
@@ -219,6 +228,7 @@ class StepRunner:
             )
         self._follow_optimizers()
         if self._in_window == 0:
+            self._zero_by_themselves()
             self._lay_out()
             assert self._buckets is not None
             self._buckets.start_window()
@@ -265,9 +275,33 @@ class StepRunner:
                     "window; do it between two optimizer steps"
                 )
 
-    def _clear_gradients(self) -> None:
+    def _zero_by_themselves(self) -> None:
+        """Calls ``zero_grad`` of the optimizers that have one of their own; others' would be ``_clear_gradients``."""
+        self._keeps_gradients = False
+        for optimizer in self.step.optimizers:
+            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+                optimizer.zero_grad()
+                self._keeps_gradients = True
+
+    def _clear_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Clears all; returns those that an optimizer's own ``zero_grad`` has left."""
+        left: list[tuple[Tensor, Tensor]] = []
+        if self._keeps_gradients:
+            own = {parameter for optimizer in self.step.optimizers for parameter in parameters_of(optimizer)}
+            left = [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
         for parameter in self._parameters:
             parameter.grad = None
+        return left
+
+    def _engine_that_accumulates(self) -> Engine:
+        """The engine that adds to the gradients that are there."""
+        if isinstance(self.engine, (AutoEngine, CheckedGraph)):
+            return self.engine.tape
+        if isinstance(self.engine, GraphEngine):
+            raise CaptureError(
+                "zero_grad of an optimizer leaves gradients, to which a graph would not add; use engine='tape'"
+            )
+        return self.engine
 
     def _closes_window(self) -> bool:
         return self._in_window + 1 == self.step.accumulate

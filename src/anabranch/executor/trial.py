@@ -111,7 +111,9 @@ def check_gradients(
     """
     for name, gradient in found.items():
         expected = seen.get(parameters[name])
-        if expected is not None and bits_differ(gradient, expected):
+        if expected is None:
+            raise Differs("which parameters have a gradient")
+        if bits_differ(gradient, expected):
             raise Differs(f"the gradient of {name!r}")
     dense = {parameter for parameter, gradient in seen.items() if gradient.layout is torch.strided}
     if not dense <= {parameters[name] for name in found}:

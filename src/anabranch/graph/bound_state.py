@@ -7,7 +7,7 @@ memory of parameters, and hooks on gradients.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -51,7 +51,7 @@ class BoundState:
         """Records the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._spaces = [kept for state in self._states for kept in state.values()]
-        self._held = list(chain.from_iterable(map(dict.values, self._spaces)))
+        self._held = list(chain.from_iterable(map(_contents, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
         """True if every object is identical to the recorded one.
@@ -89,9 +89,8 @@ class BoundState:
             return False
         if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
             return False
-        if len(self._held) != sum(map(len, self._spaces)):
-            return False
-        return all(map(same, chain.from_iterable(map(dict.values, self._spaces)), self._held))
+        held = list(chain.from_iterable(map(_contents, self._spaces)))
+        return len(held) == len(self._held) and all(map(same, held, self._held))
 
     def _refuse_new_hooks(self) -> None:
         """Looks for hooks, but only if any was registered, anywhere, since the last look."""
@@ -121,6 +120,11 @@ class BoundState:
 
 
 _values = dict.values
+
+
+def _contents(kept: object) -> Iterable[object]:
+    """What an optimizer keeps for one parameter; some keep a number under a name of their own instead."""
+    return kept.values() if isinstance(kept, dict) else (kept,)
 
 
 def _form(tensor: Tensor) -> object:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._prims_common import is_contiguous_or_false
 
 from anabranch.graph.effects import Effects
 from anabranch.graph.graph import Graph
+from anabranch.graph.nodes import same_layout
 
 __all__ = ["drop_dead_nodes", "drop_handles", "sum_to_final_shape"]
 
@@ -48,7 +50,7 @@ def _same_values(node: fx.Node) -> fx.Node | None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         before, after = source.meta.get("val"), node.meta.get("val")
-        if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and same_layout(before, after):
             return source
     return None
 
@@ -62,7 +64,7 @@ def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
     if any(root in effects.writers or root.op == "placeholder" for root in roots):
         return None
     before, after = left.meta.get("val"), node.meta.get("val")
-    if isinstance(before, Tensor) and isinstance(after, Tensor) and _looks_same(before, after):
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and same_layout(before, after):
         return left
     return None
 
@@ -99,12 +101,8 @@ def _skip_inner_view(node: fx.Node) -> None:
     source = inner.args[0]
     assert isinstance(source, fx.Node)
     example = source.meta.get("val")
-    if isinstance(example, Tensor) and example.is_contiguous():
+    if isinstance(example, Tensor) and is_contiguous_or_false(example):
         node.replace_input_with(inner, source)
-
-
-def _looks_same(before: Tensor, after: Tensor) -> bool:
-    return before.shape == after.shape and before.stride() == after.stride() and before.dtype == after.dtype
 
 
 def drop_dead_nodes(graph: Graph) -> Graph:

@@ -39,7 +39,7 @@ def refuse_hooks(
                 "use engine='tape'"
             )
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            _refuse(getattr(optimizer, kind), f"{type(optimizer).__name__} has a step hook")
+            _refuse(getattr(optimizer, kind, None), f"{type(optimizer).__name__} has a step hook")
 
 
 def _refuse(hooks: Mapping[int, Callable[..., object]] | None, what: str) -> None:

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from anabranch.graph.effects import Effects
 from anabranch.graph.graph import Graph
+from anabranch.graph.nodes import same_layout
 
 __all__ = ["reuse_in_place"]
 
@@ -64,8 +65,7 @@ def _constants(graph: Graph, effects: Effects) -> set[fx.Node]:
 def _same_form(before: object, after: object) -> bool:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return False
-    same = before.shape == after.shape and before.stride() == after.stride()
-    return same and before.dtype == after.dtype and before.device == after.device
+    return same_layout(before, after) and before.device == after.device
 
 
 def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:

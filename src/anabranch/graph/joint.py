@@ -117,6 +117,11 @@ class Joint:
         return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
 
     @property
+    def captures_update(self) -> bool:
+        """True if a run of the whole step runs no code of optimizers that keep what nobody could put back."""
+        return self._program is not None
+
+    @property
     def variants(self) -> bool:
         """True if the program holds for one value of a Python float only."""
         return self._binding.holds_numbers
@@ -253,6 +258,8 @@ class Joint:
             if isinstance(example, Tensor) and step.parameters[name] in step.names:
                 dense[name] = example
         try:
+            if not dense:
+                step.check_optimizers()  # which step on the rows of sparse tables
             update = step.update_graph(dense) if dense else None
         except CaptureError as error:
             step.refused_update = error

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["RECURRENT", "call_recurrent", "copy_node", "evaluate", "made", "resolved"]
+__all__ = ["RECURRENT", "call_recurrent", "copy_node", "evaluate", "made", "resolved", "same_layout"]
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -26,6 +27,14 @@ def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[ob
     """The node's arguments, with ``look(source)`` in place of each node that they name."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), look)  # type: ignore[arg-type]
     return args, kwargs  # type: ignore[return-value]
+
+
+def same_layout(one: Tensor, other: Tensor) -> bool:
+    """True if dtypes, shapes and strides are known to be equal; of sizes that depend on an input nobody can tell."""
+    if one.dtype != other.dtype or one.dim() != other.dim():
+        return False
+    pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
+    return all(statically_known_true(left == right) for left, right in pairs)
 
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default

@@ -29,6 +29,7 @@ _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 _KEPT_ELSEWHERE = {"state", "param_groups", "step", "_opt_called"}  # compared by others, or changed by us
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_CHANGEABLE = ("random", "numpy", "time", "datetime", "os", "secrets")
 _NOT_IN_A_STEP = ("__init__", "__setstate__")
 _code_of = operator.attrgetter("__code__")
 _defaults_of = operator.attrgetter("__defaults__")
@@ -94,13 +95,15 @@ class OptimizerCode:
                     self._watch(f"{base.__name__}.{key}", value)
         for group in optimizer.param_groups:
             for key, value in group.items():
+                if key == "lr" and type(value) not in (float, int) and not isinstance(value, Tensor):
+                    raise _unseen(f"{name}.param_groups[...]['lr']", value)
                 if key != "params" and not _is_compared(value):
                     raise _unseen(f"{name}.param_groups[...][{key!r}]", value)
             for parameter in group["params"] if not _is_torchs(type(optimizer)) else ():
                 self._watch("an attribute of a parameter", vars(parameter))
         for kept in optimizer.state.values():
-            for key, value in kept.items() if isinstance(kept, Mapping) else ():
-                self._watch(f"{name}.state[...][{key!r}]", value)
+            for value in kept.values() if isinstance(kept, Mapping) else (kept,):
+                self._watch(f"the state of {name}", value)
 
     def _watch(self, name: str, value: object) -> None:
         if type(value) in (dict, list, set):
@@ -216,6 +219,8 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
                 near = any(module == package or module.startswith(f"{package}.") for package in packages)
                 if near or not called.__code__.co_filename.startswith(LIBRARIES):
                     waiting.append(called)
+            if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _CHANGEABLE:
+                raise CaptureError(f"{function.__qualname__} reads {value.__name__}, which a graph would read once")
             if callable(value) and not (is_of_a_library(value) or _functions_in(value) or _is_a_hint(value)):
                 raise _unseen(f"{name}, which {function.__qualname__} calls", value)
 

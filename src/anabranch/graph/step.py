@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
-from anabranch.errors import CaptureError
+from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.bound_state import BoundState
 from anabranch.graph.effects import is_collective
@@ -350,8 +350,15 @@ class StepProgram:
     def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
         """A program for these arguments."""
         self.captures += 1
-        with undisturbed():
-            return Joint(self, call, args, task.key, task.extra)
+        try:
+            with undisturbed():
+                return Joint(self, call, args, task.key, task.extra)
+        except (AnabranchError, ValueError, TypeError):
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the step cannot be a graph ({type(error).__name__}: {error}); use engine='tape'"
+            ) from error
 
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
         """The optimizers' step on dense gradients like these."""
@@ -364,7 +371,7 @@ class StepProgram:
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
         """The optimizers' step on these gradients; parameters without one are left alone."""
-        if not self._state.intact():
+        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
         dense = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
         if dense:
@@ -378,6 +385,16 @@ class StepProgram:
             self.step_eagerly({}, sparse)
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
+        """True if ``update`` on these gradients runs no code of the optimizers."""
+        wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
+        ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
+        return ready and self._can_capture_update(wanted)
+
+    def check_optimizers(self) -> None:
+        """Raises ``CaptureError`` for an optimizer whose code reads what nobody could compare."""
+        self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
         if self.refused_update is not None:
@@ -486,7 +503,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
                         "model has not; give the step the module that owns it, or use engine='tape'"
                     )
                 if parameter in names:
-                    raise ValueError(f"{known[parameter]!r} is in two parameter groups; optimizers must be disjoint")
+                    raise CaptureError(f"{known[parameter]!r} is in two parameter groups; use engine='tape'")
                 names[parameter] = known[parameter]
     return names
 

@@ -42,7 +42,7 @@ class LearningRates:
             rate = group["lr"]
             if rate is not self._values[index]:
                 self._values[index] = rate
-                if not isinstance(rate, Tensor):
+                if type(rate) in (float, int):  # others step by themselves
                     self._tensors[index].fill_(rate)
 
     def of(self, group: Mapping[str, object]) -> Tensor:
@@ -89,9 +89,11 @@ def _is_plain(value: object) -> bool:
 
 
 def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
-    """The group without its learning rate, unless that is a tensor, which the graph is bound to."""
+    """The group without its learning rate, unless that is a tensor, which the graph is bound to, or of an odd type."""
     rate = found[0]
-    return (*found[2:], id(rate)) if isinstance(rate, Tensor) else found[2:]
+    if type(rate) in (float, int):
+        return found[2:]
+    return (*found[2:], id(rate) if isinstance(rate, Tensor) else type(rate))
 
 
 def _hashable(value: object) -> object:
@@ -293,6 +295,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
     """The values that the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
     found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
+    found |= {f"state[{k!r}]": _frozen(v, known) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"param_groups[{index}][{k!r}]": _frozen(v, known) for k, v in _without_tensors(group).items()}
     return found
