@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.cli import standard_streams
+from waiting import wait_until
 
 PROGRAM = """
 import os, runpy, sys
@@ -42,3 +45,46 @@ def test_a_job_runs_to_its_end_though_nobody_can_see_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "done").exists()
     assert "seen by nobody" in (tmp_path / "logs" / "worker-0.log").read_text()
+
+
+def test_what_the_command_line_says_to_a_full_disk_is_no_error() -> None:
+    program = "import runpy, sys; say = runpy.run_path(sys.argv[1])['say']; say('one'); say('two'); print('here')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, standard_streams.__file__],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "here\n")
+
+
+@pytest.mark.slow
+def test_workers_save_though_the_terminal_was_closed(tmp_path: Path) -> None:
+    """The launcher passes SIGHUP on, and what it has to say about it has nowhere to go."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\n"
+        "from pathlib import Path\n"
+        "here, hung_up = Path(__file__), []\n"
+        "signal.signal(signal.SIGHUP, lambda *_: hung_up.append(1))\n"
+        "here.with_name('up').touch()\n"
+        "end = time.monotonic() + 60\n"
+        "while not hung_up and time.monotonic() < end:\n"
+        "    time.sleep(0.02)\n"
+        "here.with_name('saved').write_text(str(hung_up))\n"
+    )
+    # The session's leader takes the terminal that it has as stdin for its own: then its end is a SIGHUP.
+    own = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "anabranch.cli", "run", "--log-dir", str(tmp_path / "logs"), str(script)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", own, *command], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as launcher:
+        os.close(theirs)
+        wait_until((tmp_path / "up").exists)
+        os.close(ours)
+        assert launcher.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "[1]"

@@ -256,6 +256,12 @@ def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
+def test_a_fork_server_that_still_imports_is_not_waited_for() -> None:
+    server = ForkServer(os.environ)
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
+
+
 def test_a_fork_dies_with_its_launcher_and_not_with_the_fork_server(tmp_path: Path) -> None:
     code = """
 import os, sys, time

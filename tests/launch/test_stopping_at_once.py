@@ -19,7 +19,7 @@ from process_marks import marked_processes, wait_until
 
 from anabranch.launch import launch, local
 from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
-from anabranch.launch.signals import SignalBox
+from anabranch.launch.signals import SignalBox, collect_signals, hold_signals
 from anabranch.launch.supervisor import Supervisor
 
 Script = Callable[[str], Path]
@@ -188,3 +188,15 @@ def test_the_sender_of_a_signal_is_known_and_nothing_that_is_started_blocks_it(t
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([int(pid) for pid in done.stderr.split()])
+
+
+def test_a_signal_between_two_attempts_is_for_the_next_and_one_after_the_last_ends_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with hold_signals():
+        with collect_signals():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        with collect_signals() as box:
+            assert box.take() == [(signal.SIGTERM, False)]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -3,6 +3,15 @@
 What it is not: a second way to do anything. Open ``run.py`` first.
 """
 
-from anabranch.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` names, and exits with its code."""
+    try:
+        from anabranch.cli.app import main as run_command  # a third of a second, in which Ctrl-C may come
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run_command()

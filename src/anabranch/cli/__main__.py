@@ -1,6 +1,6 @@
 """``python -m anabranch.cli``: the same as ``anabranch``."""
 
-from anabranch.cli.app import main
+from anabranch.cli import main
 
 __all__: list[str] = []
 

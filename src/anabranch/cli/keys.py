@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.standard_streams import say
 from anabranch.transport import make_keys
 from anabranch.transport.keys import EVERY_JOB
 
@@ -38,8 +39,7 @@ def keys(
         for path in make_keys(directory, days=days, job=job, authority=authority).values():
             typer.echo(path)
     if job == EVERY_JOB:
-        typer.echo(
+        say(
             "anabranch: these certificates are good for every job of this authority ('*'); "
-            "--job NAME makes them good for one",
-            err=True,
+            "--job NAME makes them good for one"
         )

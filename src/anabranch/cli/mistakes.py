@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
+from anabranch.cli.standard_streams import say
 from anabranch.errors import AnabranchError
 
 __all__ = ["told_plainly"]
@@ -20,5 +21,5 @@ def told_plainly(param_hint: str | None = None) -> Iterator[None]:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=param_hint) from error
     except (AnabranchError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"anabranch: {error}", err=True)
+        say(f"anabranch: {error}")
         raise typer.Exit(1) from error

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
+from anabranch.launch.signals import hold_signals
 
 __all__ = ["run"]
 
@@ -85,34 +87,35 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--service-restarts") from error
     directory = _log_directory(log_dir)
-    outcome: Outcome | None = None
-    try:
-        outcome = launch(
-            script,
-            arguments or [],
-            workers=workers,
-            servers=servers,
-            experts=experts,
-            durability=durability,
-            host=host,
-            log_dir=directory,
-            live=True,
-            spawn=spawn,
-            max_restarts=max_restarts,
-            service_restarts=budget,
-            checkpoint_seconds=checkpoint_seconds,
-            tell=_tell,
-        )
-        _show_failure(outcome)
-    except ValueError as error:
-        if host is None:
-            raise
-        # The other options were checked as they were read.
-        raise typer.BadParameter(str(error), param_hint="--host") from error
-    finally:
-        failed = outcome is not None and outcome.first_failure is not None
-        if log_dir is None and not failed:
-            shutil.rmtree(directory, ignore_errors=True)
+    with hold_signals():
+        outcome: Outcome | None = None
+        try:
+            outcome = launch(
+                script,
+                arguments or [],
+                workers=workers,
+                servers=servers,
+                experts=experts,
+                durability=durability,
+                host=host,
+                log_dir=directory,
+                live=True,
+                spawn=spawn,
+                max_restarts=max_restarts,
+                service_restarts=budget,
+                checkpoint_seconds=checkpoint_seconds,
+                tell=_tell,
+            )
+            _show_failure(outcome)
+        except ValueError as error:
+            if host is None:
+                raise
+            # The other options were checked as they were read.
+            raise typer.BadParameter(str(error), param_hint="--host") from error
+        finally:
+            failed = outcome is not None and outcome.first_failure is not None
+            if log_dir is None and not failed:
+                shutil.rmtree(directory, ignore_errors=True)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -135,9 +138,9 @@ def _show_failure(outcome: Outcome) -> None:
     words = failure.last_words()
     _tell(f"{failure.describe()}. {'The end of its output:' if words else 'It wrote nothing.'}")
     if words:
-        typer.echo(f"\n{words}\n", err=True)
+        say(f"\n{words}\n")
     _tell(f"the log of {failure.who}: {failure.log}")
 
 
 def _tell(line: str) -> None:
-    typer.echo(f"anabranch: {line}", err=True)
+    say(f"anabranch: {line}")

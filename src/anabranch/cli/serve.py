@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from anabranch.cli.mistakes import told_plainly
+from anabranch.cli.standard_streams import say
 
 if TYPE_CHECKING:
     from anabranch.observe import Metric
@@ -157,7 +158,7 @@ class _OnStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints the record's message."""
-        typer.echo(f"anabranch: {record.getMessage()}", err=True)
+        say(f"anabranch: {record.getMessage()}")
 
 
 def _show_compiling() -> None:

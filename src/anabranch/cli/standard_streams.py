@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
-__all__ = ["open_standard_streams"]
+import typer
+
+__all__ = ["open_standard_streams", "say"]
+
+
+def say(text: str) -> None:
+    """Prints ``text`` on stderr, or nowhere once that has gone: a closed terminal, a full disk, an unread pipe."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, 2)  # what is buffered goes there, too, when the process ends
+            os.close(nowhere)
 
 
 def open_standard_streams() -> None:

@@ -86,7 +86,10 @@ def find_factory(name: str) -> Factory:
         raise ValueError(f"{name!r} is a {type(factory).__name__}, not a function of the number of features")
 
     def make(features: int) -> nn.Module:
-        module = factory(features)
+        try:
+            module = factory(features)
+        except TypeError as error:
+            raise ValueError(f"{name!r} takes no number of features: {error}") from error
         if not isinstance(module, nn.Module):
             raise ValueError(f"{name!r} returned a {type(module).__name__}, not an nn.Module")
         return module

@@ -126,6 +126,8 @@ class ForkServer:
         if os.getpid() != self._owner:  # a fork of this process has no business with it
             return
         self._channel.close()
+        if not self._ready:  # it imports, and would notice only after that
+            self._process.kill()
         try:
             self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:  # still importing, or stopped

@@ -86,7 +86,9 @@ class Screen:
 
     def fit(self) -> None:
         """Gives the worker's terminal the size of ours."""
-        if self._terminal:
+        if not self._terminal:
+            return
+        with suppress(OSError):  # ours was closed
             size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
             for source in self._targets:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)

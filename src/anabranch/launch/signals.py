@@ -23,7 +23,7 @@ from types import FrameType
 
 from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
 
-__all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "inherited_mask", "stand_still"]
+__all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals", "inherited_mask", "stand_still"]
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a job."""
@@ -90,6 +90,39 @@ class SignalBox:
         os.close(self._notify)
 
 
+_collected = False
+_missed: list[signal.Signals] = []
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """From the first ``collect_signals`` in the block on, a stopping signal that comes outside of one ends nothing.
+
+    Between two attempts at a job it is for the next one; while a command that has run its job cleans up it comes too
+    late.
+    """
+    global _collected
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _collected = False
+    _missed.clear()
+    previous = {number: signal.signal(number, _hold) for number in STOPPING if not _ignored(number)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _hold(number: int, frame: FrameType | None) -> None:
+    if _collected:
+        _missed.append(signal.Signals(number))
+        return
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 @contextmanager
 def collect_signals() -> Iterator[SignalBox]:
     """Collects SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
@@ -97,6 +130,7 @@ def collect_signals() -> Iterator[SignalBox]:
     Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
     stay ignored where they were (``nohup``).
     """
+    global _collected
     box = SignalBox()
     if threading.current_thread() is not threading.main_thread():
         try:
@@ -107,6 +141,9 @@ def collect_signals() -> Iterator[SignalBox]:
     maybe = (signal.SIGHUP, signal.SIGTSTP)
     numbers = [number for number in (*STOPPING, signal.SIGTSTP) if number not in maybe or not _ignored(number)]
     previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
+    _collected = True
+    while _missed:
+        box.arrived(_missed.pop(), UNKNOWN, time.monotonic())
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:
         with _senders_known(box, frozenset(numbers) & frozenset(STOPPING)):

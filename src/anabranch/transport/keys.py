@@ -50,6 +50,9 @@ _NAMES = re.compile(rf"{_URI}({_JOB.pattern})/({'|'.join(ROLES)})")
 _URI_TAG = 0x86  # of a URI among a certificate's other names, in DER
 
 
+_MOST_DAYS = 36_500
+
+
 def make_keys(
     directory: str | os.PathLike[str],
     *,
@@ -93,6 +96,10 @@ def make_keys(
     existing = [f"{role}.pem" for role in roles if (folder / f"{role}.pem").exists()]
     if existing:
         raise ValueError(f"{folder} already holds {', '.join(existing)}; remove them first, or give a new directory")
+    if not abs(days) <= _MOST_DAYS:
+        raise ValueError(f"days={days!r} is no time of validity; give a number up to {_MOST_DAYS}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is no directory; name one, which need not exist yet")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     signer = folder if authority is None else Path(authority)
     if authority is not None and not (signer / "authority.pem").exists():
