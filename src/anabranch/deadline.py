@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from numbers import Real
+from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
@@ -20,6 +21,12 @@ def check_seconds(**given: float) -> None:
     Traceback (most recent call last):
     ValueError: heartbeat is a finite number of seconds above 0, got 0
 
+    Python waits for three hundred years at most:
+
+    >>> check_seconds(checkpoint_seconds=1e10)
+    Traceback (most recent call last):
+    ValueError: checkpoint_seconds is at most 9223372036 seconds, the longest wait there is, got 10000000000.0
+
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
@@ -28,6 +35,9 @@ def check_seconds(**given: float) -> None:
             raise TypeError(f"{name} is a number of seconds, got {seconds!r}")
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+        if seconds > TIMEOUT_MAX:
+            longest = f"{TIMEOUT_MAX:.0f} seconds, the longest wait there is"
+            raise ValueError(f"{name} is at most {longest}, got {seconds!r}")
 
 
 class Deadline:
@@ -43,7 +53,7 @@ class Deadline:
         clock: seconds that never run backwards; a test passes a fake one.
 
     Raises:
-        ValueError: ``seconds`` is not a finite number above 0.
+        ValueError: ``seconds`` is not a finite number above 0, or longer than Python can wait.
     """
 
     __slots__ = ("_clock", "_expires", "_started")
@@ -51,6 +61,8 @@ class Deadline:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"a deadline lies a finite number of seconds above 0 ahead, got {seconds!r}")
+        if seconds > TIMEOUT_MAX:
+            raise ValueError(f"a deadline lies at most {TIMEOUT_MAX:.0f} seconds ahead, got {seconds!r}")
         self._clock = clock
         self._started = clock()
         self._expires = self._started + seconds

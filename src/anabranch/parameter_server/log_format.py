@@ -31,6 +31,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
+from anabranch.errors import CheckpointError
 from anabranch.parameter_server.kernels import as_array
 
 __all__ = [
@@ -96,8 +98,9 @@ class Preamble:
 
         Raises:
             ValueError: the file is too short to have one, or it is damaged.
+            CheckpointError: it cannot be opened; ``Unreadable`` if it may be whole.
         """
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(_PREAMBLE.size)
         # The file is of either kind; an older one begins with a length below 2^32, or is empty.
         if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
@@ -148,7 +151,7 @@ class Frames:
     def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
         """The records; only those below number ``until``, if it is given."""
         size = _OLD_FRAME.size if self.old else _FRAME.size
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.at)
             end = os.fstat(file.fileno()).st_size
             while self.at < end and (until is None or self.count < until):
@@ -184,7 +187,7 @@ class Frames:
         return length, zlib.crc32(frame[:-4]), checksum
 
     def _is_whole(self, length: int, start: int, checksum: int) -> bool:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.at + _FRAME.size)
             body = file.read(min(length, _LONGEST))
         return len(body) == length and zlib.crc32(body, start) == checksum
@@ -199,7 +202,7 @@ class Frames:
         """The number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        with open_regular(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             return self._old_behind(memory) if self.old else _whole_frames(memory, self.at)
 
     def _old_behind(self, memory: mmap.mmap) -> int:
@@ -255,8 +258,13 @@ def log_path(directory: Path, number: int) -> Path:
 
 def is_numbered(path: Path) -> bool:
     """True unless the file can have been written before records were numbered; those may be empty, or cut anywhere."""
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(_MAGIC))
+    except Unreadable:
+        raise
+    except CheckpointError:  # reported when it is to be read
+        return True
     if len(start) < len(_MAGIC):
         return bool(start) and _MAGIC.startswith(start)
     return start[4:8] != b"\0\0\0\0"
