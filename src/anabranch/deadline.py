@@ -12,6 +12,7 @@ from anabranch.errors import DeadlineExceeded
 __all__ = ["Deadline", "check_seconds"]
 
 _FOREVER = float("inf")
+_LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to
 
 
 def check_seconds(**given: float) -> None:
@@ -21,11 +22,9 @@ def check_seconds(**given: float) -> None:
     Traceback (most recent call last):
     ValueError: heartbeat is a finite number of seconds above 0, got 0
 
-    Python waits for three hundred years at most:
-
     >>> check_seconds(checkpoint_seconds=1e10)
     Traceback (most recent call last):
-    ValueError: checkpoint_seconds is at most 9223372036 seconds, the longest wait there is, got 10000000000.0
+    ValueError: checkpoint_seconds is at most 1e+09 seconds, the longest wait there is, got 10000000000.0
 
     Raises:
         TypeError, ValueError: names the argument and its value.
@@ -35,9 +34,8 @@ def check_seconds(**given: float) -> None:
             raise TypeError(f"{name} is a number of seconds, got {seconds!r}")
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
-        if seconds > TIMEOUT_MAX:
-            longest = f"{TIMEOUT_MAX:.0f} seconds, the longest wait there is"
-            raise ValueError(f"{name} is at most {longest}, got {seconds!r}")
+        if seconds > _LONGEST:
+            raise ValueError(f"{name} is at most {_LONGEST:g} seconds, the longest wait there is, got {seconds!r}")
 
 
 class Deadline:
