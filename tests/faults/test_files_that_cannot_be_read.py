@@ -213,6 +213,17 @@ def test_what_is_no_regular_file_is_damage_and_set_aside_by_a_repair(
     assert os.path.lexists(saved / "set-aside" / path.name)
 
 
+def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> None:
+    """It was read as an older log of empty records, which are none."""
+    make_zeros(newest_log(saved))
+    with pytest.raises(CheckpointError, match=rf"log is damaged: {newest_log(saved)} at byte 0: .*--repair"):
+        Shard(saved.parent)
+    with Shard(saved.parent, repair=True) as client:
+        assert value(client) == 3
+    with Shard(saved.parent) as client:
+        assert value(client) == 3
+
+
 def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user who may not read it; root may, who runs many a test."""
     real = os.open

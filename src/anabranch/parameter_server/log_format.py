@@ -53,6 +53,7 @@ _MARK = b"\xabrec"
 _FRAME = struct.Struct("<4sQQII")
 _OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
+_SHORTEST = 4  # bytes of a body; zeros in the place of an older file would be frames of empty ones, checksums and all
 # All dtypes that a shard's changes may carry; rounded rows are int8 with scales of uint8.
 _DTYPES = {
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
@@ -165,7 +166,7 @@ class Frames:
                 if len(body) < length:
                     self.fault = f"a record of {length} bytes ends after {end - self.at - len(frame)}"
                     return
-                if zlib.crc32(body, start) != checksum:
+                if length < _SHORTEST or zlib.crc32(body, start) != checksum:
                     self.fault = "a record does not match its checksum"
                     return
                 yield _decode(body)
@@ -213,7 +214,7 @@ class Frames:
             body = memory[at + _OLD_FRAME.size : at + _OLD_FRAME.size + length] if length <= _LONGEST else b""
             if len(body) < length:
                 break
-            found += zlib.crc32(body) == checksum
+            found += length >= _SHORTEST and zlib.crc32(body) == checksum
             at += _OLD_FRAME.size + length
         return found
 

@@ -122,7 +122,7 @@ class LogReader:
         except Unreadable:
             raise
         except CheckpointError as error:  # a link to nowhere, or no regular file
-            self._damaged(f"{path}: {error}", count)
+            self._damaged(f"{path} {str(error).removeprefix(f'{path.name} ')}", count)
             return None
         except ValueError as error:
             # Empty files were made at every start before files had a beginning.
