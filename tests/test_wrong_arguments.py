@@ -58,6 +58,8 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.ParameterServer(shard="0"), TypeError, "shard is a whole number, got '0'"),
+    (lambda: ab.ParameterServer(checkpoint_seconds=1e10), ValueError, "checkpoint_seconds is at most .* got 100000000"),
+    (lambda: ab.ParameterServer(checkpoint_seconds=1e300), ValueError, r"checkpoint_seconds is at most .* got 1e\+300"),
     (lambda: ab.ParameterServer(heartbeat=0), ValueError, "heartbeat .* above 0, got 0"),
     (lambda: ab.ParameterServer(durability="log", checkpoint_dir=3), TypeError, "checkpoint_dir is a text or .* got 3"),
     (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from numbers import Real
+from threading import TIMEOUT_MAX
 
 from anabranch.errors import DeadlineExceeded
 
 __all__ = ["Deadline", "check_seconds"]
 
 _FOREVER = float("inf")
+_LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to
 
 
 def check_seconds(**given: float) -> None:
@@ -20,6 +22,10 @@ def check_seconds(**given: float) -> None:
     Traceback (most recent call last):
     ValueError: heartbeat is a finite number of seconds above 0, got 0
 
+    >>> check_seconds(checkpoint_seconds=1e10)
+    Traceback (most recent call last):
+    ValueError: checkpoint_seconds is at most 1e+09 seconds, the longest wait there is, got 10000000000.0
+
     Raises:
         TypeError, ValueError: names the argument and its value.
     """
@@ -28,6 +34,8 @@ def check_seconds(**given: float) -> None:
             raise TypeError(f"{name} is a number of seconds, got {seconds!r}")
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+        if seconds > _LONGEST:
+            raise ValueError(f"{name} is at most {_LONGEST:g} seconds, the longest wait there is, got {seconds!r}")
 
 
 class Deadline:
@@ -43,7 +51,7 @@ class Deadline:
         clock: seconds that never run backwards; a test passes a fake one.
 
     Raises:
-        ValueError: ``seconds`` is not a finite number above 0.
+        ValueError: ``seconds`` is not a finite number above 0, or longer than Python can wait.
     """
 
     __slots__ = ("_clock", "_expires", "_started")
@@ -51,6 +59,8 @@ class Deadline:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < seconds < _FOREVER:
             raise ValueError(f"a deadline lies a finite number of seconds above 0 ahead, got {seconds!r}")
+        if seconds > TIMEOUT_MAX:
+            raise ValueError(f"a deadline lies at most {TIMEOUT_MAX:.0f} seconds ahead, got {seconds!r}")
         self._clock = clock
         self._started = clock()
         self._expires = self._started + seconds

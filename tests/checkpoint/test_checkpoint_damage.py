@@ -132,25 +132,112 @@ def test_a_damaged_newest_gives_way_to_the_highest_whole_step_of_all_directories
     assert f"generation 2 in {tmp_path / 'a'} is damaged" in warning
 
 
-def test_a_directory_that_cannot_be_read_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def forbid(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who may not open or list it; root may, who runs many a test."""
+    real = getattr(os, name)
+
+    def refuse(given: str | Path, *rest: int, **named: int) -> object:
+        if os.fspath(given) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(given))
+        return real(given, *rest, **named)
+
+    monkeypatch.setattr(os, name, refuse)
+
+
+@pytest.mark.parametrize("closed", ["closed", "."])
+def test_a_directory_that_may_not_be_read_is_named_and_nothing_taken_in_its_place(
+    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It was passed over, and a job that resumed went back to an older step, or to the beginning."""
     save(tmp_path / "open", 1)
     save(tmp_path / "closed", 2)
-    real = os.listdir
+    forbid("listdir", tmp_path / closed, monkeypatch)
+    forbid("scandir", tmp_path / closed, monkeypatch)
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path / closed} cannot be read: Permission denied.*chown or chmod"
+    ):
+        checkpoint.read_newest(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / closed} cannot be read: Permission denied"):
+        checkpoint.read(tmp_path / closed)
 
-    def listdir(path: Path) -> list[str]:
-        if path == tmp_path / "closed":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return real(path)
 
-    monkeypatch.setattr(os, "listdir", listdir)
+def test_what_a_file_system_keeps_for_itself_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    forbid("scandir", tmp_path / "lost+found", monkeypatch)
+    assert checkpoint.read_newest(tmp_path) is None
+    save(tmp_path, 1)
     found = checkpoint.read_newest(tmp_path)
     assert found is not None
     assert found.step == 1
-    assert "closed cannot be read: Permission denied; taking generation 1" in warnings_of(caplog)[0]
-    with pytest.raises(CheckpointError, match="closed cannot be read: Permission denied"):
-        checkpoint.read(tmp_path / "closed")
+
+
+@pytest.mark.parametrize("name", ["model-00000002.safetensors", "manifest-00000002.json"])
+def test_a_file_that_may_not_be_read_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation before it was taken, although a chmod would have brought this one back."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    found = checkpoint.read(tmp_path)
+    forbid("open", tmp_path / name, monkeypatch)
+    message = rf"{name} cannot be read: Permission denied\. It is not taken for damaged or lost: let user .*chmod"
+    reads: list[Callable[[], object]] = [
+        lambda: checkpoint.read(tmp_path),
+        lambda: checkpoint.read_newest(tmp_path),
+        lambda: checkpoint.read(tmp_path, generation=2),
+    ]
+    for read in reads if name.startswith("manifest") else [*reads, lambda: found.tensors("model")]:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            read()
+        assert "is damaged" not in str(caught.value)
+    assert checkpoint.read(tmp_path, generation=1).step == 1
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def dangle(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (make_fifo, "is a FIFO, not a regular file"),
+        (make_device, "is a character device, not a regular file"),
+        (Path.mkdir, "is a directory, not a regular file"),
+        (dangle, "cannot be opened: it is a link that leads to no file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model-00000002.safetensors", "manifest-00000002.json"])
+def test_what_is_no_regular_file_is_damage_and_not_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], None], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    assert checkpoint.read(tmp_path).step == 1
+    [warning] = warnings_of(caplog)
+    assert f"{name} {what}" in warning
+    for step in (3, 4, 5):
+        save(tmp_path, step)
+    assert checkpoint.read(tmp_path).step == 5
+
+
+def test_a_manifest_longer_than_any_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.truncate(save(tmp_path, 1), 1 << 36)  # takes no space
+    with pytest.raises(CheckpointError, match=r"has 68719476736 bytes, and no manifest has more than 268435456"):
+        checkpoint.read(tmp_path)
+    monkeypatch.setattr(manifests, "_LONGEST", 1000)
+    with pytest.raises(ValueError, match=r"the manifest would have \d+ bytes, .* keep long values of the state as"):
+        checkpoint.write(tmp_path / "long", {}, {"text": "x" * 1000}, step=1)
+    assert checkpoint.read_newest(tmp_path / "long") is None
 
 
 def test_a_file_in_place_of_the_directory_is_a_checkpoint_error(tmp_path: Path) -> None:

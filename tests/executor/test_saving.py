@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,3 +333,37 @@ def test_a_job_killed_anywhere_resumes_by_the_same_command(tmp_path: Path, victi
     survivor = 1 - victim
     assert f"rank {victim} is lost: its process has ended" in killed.logs[survivor]
     assert job.run_source(KILLED, path, "0", "0").check().results == undisturbed
+
+
+@pytest.mark.parametrize("name", ["manifest-00000002.json", "model-00000002.safetensors"])
+def test_what_may_not_be_read_is_refused_and_what_is_no_file_is_passed_over(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one was taken for damaged, and the older one loaded; the other, a FIFO, was waited for without an end."""
+    model, executor = program()
+    for step in range(2):
+        losses(executor, range(step, step + 1))
+        executor.save(tmp_path)
+    losses(executor, range(2, 3))
+    here = {key: value.clone() for key, value in model.state_dict().items()}
+    real = os.open
+
+    def refuse(given: str | Path, *rest: int, **named: int) -> int:
+        if os.fspath(given) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(given))
+        return real(given, *rest, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        for read in (executor.load, executor.resume):
+            with pytest.raises(ab.CheckpointError, match=rf"{name} cannot be read: Permission denied.*chown or chmod"):
+                read(tmp_path)
+    assert all(torch.equal(value, here[key]) for key, value in model.state_dict().items())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    executor.load(tmp_path)
+    assert executor.resume(tmp_path)
+    again = losses(executor, range(1, 2))
+    _, fresh = program()
+    losses(fresh, range(1))
+    assert again == losses(fresh, range(1, 2))

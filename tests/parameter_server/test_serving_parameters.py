@@ -62,7 +62,9 @@ def test_sigterm_under_load_loses_no_acknowledged_push_and_tells_the_others(tmp_
     assert all(said <= there <= said + 1 for said, there in zip(pushed, kept, strict=True)), (pushed, kept)
 
 
-@pytest.mark.parametrize("arguments", [("--durability", "log"), ("--shard", "2", "--shards", "2")])
+@pytest.mark.parametrize(
+    "arguments", [("--durability", "log"), ("--shard", "2", "--shards", "2"), ("--checkpoint-dir", "kept")]
+)
 def test_a_shard_that_cannot_be_served_says_why(arguments: tuple[str, ...], programs: Programs) -> None:
     done = programs.run(SERVE, "serve", "parameters", *arguments)
     assert done.returncode == 2

@@ -35,6 +35,8 @@ __all__ = [
     "manifest_path",
     "publish",
     "remove_generation",
+    "set_aside",
+    "set_generation_aside",
     "sync_directory",
     "temporary",
 ]
@@ -84,8 +86,28 @@ def remove_generation(directory: Path, generation: int) -> None:
     """Removes every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
-        (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder of such a name is nobody's to empty
+            (directory / name).unlink()
         fault_point("checkpoint.removed")
+
+
+def set_aside(path: Path) -> Path:
+    """Moves ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there."""
+    aside = path.parent / "set-aside"
+    aside.mkdir(exist_ok=True)
+    found, number = aside / path.name, 1
+    while os.path.lexists(found):
+        found, number = aside / f"{path.name}.{number}", number + 1
+    os.rename(path, found)
+    return found
+
+
+def set_generation_aside(directory: Path, generation: int) -> None:
+    """Moves every file of ``generation`` into the folder ``set-aside``, the manifest last, by which it is found."""
+    doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
+    for name in sorted(doomed, key=lambda name: _MANIFEST.fullmatch(name) is not None):
+        set_aside(directory / name)
+    sync_directory(directory)
 
 
 def make_directory(directory: Path) -> None:

@@ -7,23 +7,28 @@
 
 Every byte of the file is either fixed or under the checksum, so a flipped bit anywhere is seen. Files are named by
 their group alone, and a group is a name, never a path: what a manifest says cannot lead out of its directory. Sizes are
-compared with the files that are really there before anything is allocated.
+compared with the files that are really there before anything is allocated; the manifest's own size is, with the longest
+that ``pack`` makes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
+from pathlib import Path
 
 import msgspec
 
+from anabranch.checkpoint.regular_file import open_regular
 from anabranch.checkpoint.state import decode, encode
 from anabranch.errors import CheckpointError
 
-__all__ = ["FileRecord", "Manifest", "TensorRecord", "check_group", "pack", "unique_keys", "unpack"]
+__all__ = ["FileRecord", "Manifest", "TensorRecord", "check_group", "load", "pack", "unique_keys", "unpack"]
 
 _FORMAT = 1
+_LONGEST = 256 << 20  # bytes: the entries of two million tensors
 _START, _MIDDLE, _END = b'{"crc32":"', b'","manifest":', b"}\n"
 _BODY = len(_START) + 8 + len(_MIDDLE)
 _GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -77,11 +82,34 @@ def check_group(group: object) -> str:
 
 
 def pack(step: int, written: int, state: object, files: dict[str, FileRecord]) -> bytes:
-    """The manifest as the bytes of its file."""
+    """The manifest as the bytes of its file.
+
+    Raises:
+        ValueError: the state is too long for a manifest.
+    """
     manifest = msgspec.to_builtins(Manifest(_FORMAT, step, written, None, files))
     manifest["state"] = encode(state)
     body = json.dumps(manifest, separators=(",", ":"), allow_nan=False).encode()
-    return _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END
+    data = _START + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _END
+    if len(data) > _LONGEST:
+        raise ValueError(
+            f"the manifest would have {len(data)} bytes, and none is read that has more than {_LONGEST}; keep long "
+            "values of the state as tensors of a group"
+        )
+    return data
+
+
+def load(path: Path) -> Manifest:
+    """The manifest in the file at ``path``.
+
+    Raises:
+        CheckpointError: it is not there, or is none that ``pack`` made.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _LONGEST:
+            raise CheckpointError(f"{path.name} has {size} bytes, and no manifest has more than {_LONGEST}")
+        return unpack(file.read(size))
 
 
 def unpack(data: bytes) -> Manifest:

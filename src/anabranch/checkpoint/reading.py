@@ -2,7 +2,8 @@
 
 A save that was killed leaves files without a manifest, which are no checkpoint and are passed over in silence. A
 generation that has a manifest and does not match it is damaged: it is passed over with a warning in the log of
-``anabranch.checkpoint`` that says which and why, and the one before is taken.
+``anabranch.checkpoint`` that says which and why, and the one before is taken. One that this user may not read is no
+damaged one: nothing is taken in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.generations import check_path, complete_generations, data_path, manifest_path
-from anabranch.checkpoint.manifest import FileRecord, Manifest, unpack
+from anabranch.checkpoint.manifest import FileRecord, Manifest
+from anabranch.checkpoint.manifest import load as load_manifest
+from anabranch.checkpoint.regular_file import Unreadable, unreadable
 from anabranch.checkpoint.tensor_file import check, load
 from anabranch.errors import CheckpointError
 
@@ -61,6 +64,8 @@ class Checkpoint:
             raise CheckpointError(f"the checkpoint in {self.path} has the groups {list(self._files)}, not {group!r}")
         try:
             return load(data_path(self.path, group, self.generation), self._files[group], device)
+        except Unreadable:
+            raise
         except CheckpointError as error:
             raise _damaged(self.path, self.generation, error) from error
 
@@ -82,7 +87,7 @@ def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Chec
             for the ranks of a job that follow the choice of the first.
 
     Raises:
-        CheckpointError: there is none, or none is whole; says why, of each.
+        CheckpointError: there is none, or none is whole, and says why, of each; or what would be taken may not be read.
     """
     directory = check_path(path)
     if generation is not None:
@@ -111,10 +116,18 @@ def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
     10
 
     Raises:
-        CheckpointError: there are checkpoints and every one is damaged: starting afresh would hide that.
+        CheckpointError: there are checkpoints and every one is damaged, which starting afresh would hide; or a file or
+            directory may not be read, in which the newest may be.
     """
-    directories = sorted(Path(found) for found, _, _ in os.walk(path))
+    directories = sorted(Path(found) for found, _, _ in os.walk(path, onerror=_refuse_unreadable))
     return _newest_whole(directories)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    """Passes over what is gone or is no directory, and what a file system keeps for itself."""
+    place = Path(error.filename)
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)) and place.name != "lost+found":
+        raise unreadable(place, error) from error
 
 
 def _newest_whole(directories: list[Path]) -> Checkpoint | None:
@@ -129,6 +142,8 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
         for generation in generations:
             try:
                 manifest = _manifest(directory, generation)
+            except Unreadable:
+                raise
             except CheckpointError as error:
                 reasons.append(str(error))
             else:
@@ -139,13 +154,14 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
         try:
             newest_first = complete_generations(directory)
         except OSError as error:
-            reasons.append(f"{directory} cannot be read: {error.strerror}")
-        else:
-            offer(directory, iter(newest_first))
+            raise unreadable(directory, error) from error
+        offer(directory, iter(newest_first))
     while heap:
         _, _, directory, rest, generation, manifest = heapq.heappop(heap)
         try:
             checkpoint = _open(directory, generation, manifest, data=True)
+        except Unreadable:
+            raise
         except CheckpointError as error:
             reasons.append(str(error))
             offer(directory, rest)
@@ -160,7 +176,9 @@ def _newest_whole(directories: list[Path]) -> Checkpoint | None:
 
 def _manifest(directory: Path, generation: int) -> Manifest:
     try:
-        return unpack(manifest_path(directory, generation).read_bytes())
+        return load_manifest(manifest_path(directory, generation))
+    except Unreadable:
+        raise
     except (CheckpointError, OSError) as error:
         raise _damaged(directory, generation, error) from error
 
@@ -169,6 +187,8 @@ def _open(directory: Path, generation: int, manifest: Manifest, *, data: bool) -
     try:
         for group, record in manifest.files.items():
             check(data_path(directory, group, generation), record, data=data)
+    except Unreadable:
+        raise
     except CheckpointError as error:
         raise _damaged(directory, generation, error) from error
     return Checkpoint(manifest.step, manifest.state, directory, generation, manifest.files)

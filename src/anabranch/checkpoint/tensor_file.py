@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from anabranch.checkpoint.manifest import FileRecord, TensorRecord, unique_keys
+from anabranch.checkpoint.regular_file import open_regular
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
 
@@ -133,7 +134,7 @@ def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str
     Raises:
         CheckpointError: the file is not there, or is not the one that ``record`` describes.
     """
-    with _opened(path) as file:
+    with open_regular(path, buffering=0) as file:
         entries = _read_header(file, path, record)
         tensors = {}
         for name, entry in entries.items():
@@ -154,7 +155,7 @@ def check(path: Path, record: FileRecord, *, data: bool) -> None:
         record: what the manifest says of it.
         data: read the tensors' bytes too, through a small buffer, not only the size and the header.
     """
-    with _opened(path) as file:
+    with open_regular(path, buffering=0) as file:
         entries = _read_header(file, path, record)
         buffer = memoryview(bytearray(_CHUNK if data else 0))
         for name, entry in entries.items() if data else ():
@@ -200,13 +201,6 @@ def _flat(tensor: Tensor) -> Tensor:
     # One value, or none, counts as contiguous whatever its strides, 0 among them, which no view as bytes accepts.
     flat = tensor.reshape(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb", buffering=0)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be opened: {error.strerror}") from error
 
 
 def _filled(file: BinaryIO, path: Path, name: str, buffer: memoryview) -> Iterator[memoryview]:

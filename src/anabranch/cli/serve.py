@@ -104,7 +104,8 @@ def parameters(
         Literal["none", "checkpoint", "log"], typer.Option(help="What comes back when the shard is started again.")
     ] = "none",
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the shard keeps it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the shard keeps it; needs --durability.", show_default=False),
     ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(min=0.001, metavar="S", help="Write a checkpoint so often.")
@@ -132,6 +133,11 @@ def parameters(
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")
     if repair and durability == "none":
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs what lies there")
+    if checkpoint_dir is not None and durability == "none":
+        raise typer.BadParameter(
+            f"--checkpoint-dir {checkpoint_dir} keeps nothing without --durability: give --durability log or "
+            "--durability checkpoint, or leave it out"
+        )
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} lies outside --shards {shards}; the first is 0")
     _show_compiling()

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import cast
 
 from anabranch.checkpoint import join, read_newest, split, write
+from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 from anabranch.experts.backend import ExpertBackend
@@ -46,8 +47,7 @@ class Persistence:
         paused: Callable[[], AbstractContextManager[None]],
         every: float = 60.0,
     ) -> None:
-        if not 0 < every < float("inf"):
-            raise ValueError(f"checkpoint_seconds is a finite number of seconds above 0, got {every!r}")
+        check_seconds(checkpoint_seconds=every)
         self._directory = directory
         self._backends = backends
         self._paused = paused

@@ -26,7 +26,9 @@ from typing import Literal, cast
 from torch import Tensor
 
 from anabranch import checkpoint
-from anabranch.checkpoint import Group
+from anabranch.checkpoint import Checkpoint, Group
+from anabranch.checkpoint.generations import complete_generations, set_generation_aside
+from anabranch.checkpoint.regular_file import Unreadable
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import fault_point, report
@@ -57,7 +59,7 @@ class Keeper:
     Args:
         durability: ``"none"``, ``"checkpoint"`` or ``"log"``.
         directory: of this shard alone; required unless ``"none"``.
-        repair: use the readable part of a damaged log or of lost checkpoints.
+        repair: use the readable part of a damaged log or of lost checkpoints, and set the rest aside.
 
     Raises:
         CheckpointError: another server has the directory.
@@ -79,6 +81,8 @@ class Keeper:
         self._changes = 0
         self._position = 0
         self._forget_before = 0
+        self._lost: str | None = None  # checkpoints that a repair goes on without
+        self._damaged: list[int] = []  # their generations
 
     @property
     def life(self) -> int:
@@ -94,7 +98,7 @@ class Keeper:
         """Restores the shard's state; returns the requests that were done.
 
         Raises:
-            CheckpointError: the files are damaged, and ``repair`` was not asked for.
+            CheckpointError: the files are damaged, and ``repair`` was not asked for; or they may not be read.
         """
         self._shard = shard
         if self._directory is None or self._owner is None:
@@ -105,6 +109,7 @@ class Keeper:
             self._replay(shard, record, tensors)
         if reader.lost is not None:
             reader.repair()
+        self._set_checkpoints_aside()
         self._log = PushLog(self._directory, self._owner, reader.end)
         missing = reader.known.changes - self._changes
         damaged = reader.lost or self._owner.lost
@@ -118,6 +123,7 @@ class Keeper:
         if missing > 0 or damaged is not None:
             report("parameter_server.rolled_back", path=str(self._directory), changes=missing)
             self._life = _new_life()
+        if missing > 0 or damaged is not None or self._lost is not None:
             self._touched += 1
             self.checkpoint()
         self._owner.note(changes=self._changes)
@@ -126,19 +132,8 @@ class Keeper:
     def _load(self, shard: Shard) -> Position | None:
         """Loads the newest whole checkpoint; returns the log position after it."""
         assert self._directory is not None
-        assert self._owner is not None
-        saved = self._owner.position.saved
-        try:
-            found = checkpoint.read_newest(self._directory)
-        except CheckpointError as error:
-            if not self._repair:
-                raise CheckpointError(f"{error}; {_CHOICES}") from error
-            found = None
+        found = self._find()
         if found is None:
-            if saved >= 0 and not self._repair:
-                raise CheckpointError(
-                    f"{self._directory}: a checkpoint of {saved} changes was written here and is gone; {_CHOICES}"
-                )
             return None
         state = cast(Mapping[str, object], found.state)
         if (owner := state.get("of", self._directory.name)) != self._directory.name:
@@ -153,6 +148,39 @@ class Keeper:
         file = cast(int, state["log"])
         self._forget_before = file
         return Position(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
+
+    def _find(self) -> Checkpoint | None:
+        """The newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
+        assert self._directory is not None
+        assert self._owner is not None
+        generations, saved = complete_generations(self._directory), self._owner.position.saved
+        found: Checkpoint | None = None
+        lost: str | None = None
+        if not generations and saved >= 0:
+            lost = f"{self._directory}: a checkpoint of {saved} changes was written here and is gone"
+        try:
+            found = checkpoint.read(self._directory) if generations else None
+        except Unreadable:
+            raise
+        except CheckpointError as error:
+            lost = str(error)
+        if lost is not None and not self._repair:
+            raise CheckpointError(f"{lost}; {_CHOICES}")
+        damaged = [number for number in generations if found is None or number > found.generation]
+        if self._repair and (damaged or lost is not None):
+            self._damaged = damaged
+            self._lost = lost or f"{self._directory}: of its checkpoints {damaged} are damaged"
+        return found
+
+    def _set_checkpoints_aside(self) -> None:
+        """Makes room for a new one, and tells what was given up; once the log is read, which may refuse the start."""
+        if self._lost is None or self._directory is None:
+            return
+        for generation in self._damaged:
+            set_generation_aside(self._directory, generation)
+        where = f"; what cannot be used lies in {self._directory / 'set-aside'}" if self._damaged else ""
+        _log.warning("%s%s; a new checkpoint is written", self._lost, where)
+        report("parameter_server.checkpoint_repaired", path=str(self._directory), generations=len(self._damaged))
 
     def _replay(self, shard: Shard, record: Record, tensors: Sequence[Tensor]) -> None:
         try:

@@ -31,6 +31,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
+from anabranch.errors import CheckpointError
 from anabranch.parameter_server.kernels import as_array
 
 __all__ = [
@@ -51,6 +53,7 @@ _MARK = b"\xabrec"
 _FRAME = struct.Struct("<4sQQII")
 _OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
+_SHORTEST = 4  # bytes of a body; zeros in the place of an older file would be frames of empty ones, checksums and all
 # All dtypes that a shard's changes may carry; rounded rows are int8 with scales of uint8.
 _DTYPES = {
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
@@ -96,8 +99,9 @@ class Preamble:
 
         Raises:
             ValueError: the file is too short to have one, or it is damaged.
+            CheckpointError: it cannot be opened; ``Unreadable`` if it may be whole.
         """
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(_PREAMBLE.size)
         # The file is of either kind; an older one begins with a length below 2^32, or is empty.
         if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
@@ -148,7 +152,7 @@ class Frames:
     def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
         """The records; only those below number ``until``, if it is given."""
         size = _OLD_FRAME.size if self.old else _FRAME.size
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.at)
             end = os.fstat(file.fileno()).st_size
             while self.at < end and (until is None or self.count < until):
@@ -162,7 +166,7 @@ class Frames:
                 if len(body) < length:
                     self.fault = f"a record of {length} bytes ends after {end - self.at - len(frame)}"
                     return
-                if zlib.crc32(body, start) != checksum:
+                if length < _SHORTEST or zlib.crc32(body, start) != checksum:
                     self.fault = "a record does not match its checksum"
                     return
                 yield _decode(body)
@@ -184,7 +188,7 @@ class Frames:
         return length, zlib.crc32(frame[:-4]), checksum
 
     def _is_whole(self, length: int, start: int, checksum: int) -> bool:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.at + _FRAME.size)
             body = file.read(min(length, _LONGEST))
         return len(body) == length and zlib.crc32(body, start) == checksum
@@ -199,7 +203,7 @@ class Frames:
         """The number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        with open_regular(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             return self._old_behind(memory) if self.old else _whole_frames(memory, self.at)
 
     def _old_behind(self, memory: mmap.mmap) -> int:
@@ -210,7 +214,7 @@ class Frames:
             body = memory[at + _OLD_FRAME.size : at + _OLD_FRAME.size + length] if length <= _LONGEST else b""
             if len(body) < length:
                 break
-            found += zlib.crc32(body) == checksum
+            found += length >= _SHORTEST and zlib.crc32(body) == checksum
             at += _OLD_FRAME.size + length
         return found
 
@@ -255,8 +259,13 @@ def log_path(directory: Path, number: int) -> Path:
 
 def is_numbered(path: Path) -> bool:
     """True unless the file can have been written before records were numbered; those may be empty, or cut anywhere."""
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(_MAGIC))
+    except Unreadable:
+        raise
+    except CheckpointError:  # reported when it is to be read
+        return True
     if len(start) < len(_MAGIC):
         return bool(start) and _MAGIC.startswith(start)
     return start[4:8] != b"\0\0\0\0"

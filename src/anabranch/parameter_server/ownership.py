@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anabranch import checkpoint
-from anabranch.checkpoint.generations import complete_generations
+from anabranch.checkpoint.generations import complete_generations, set_aside
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server.log_format import is_numbered, log_numbers, log_path
 
@@ -98,7 +99,7 @@ class Ownership:
 
     Raises:
         CheckpointError: another server has the directory, or its ``owner`` file is damaged, or there is none beside a
-            log or a checkpoint that had one.
+            log or a checkpoint that had one, or one of these may not be read.
     """
 
     def __init__(self, directory: Path, *, repair: bool = False) -> None:
@@ -107,15 +108,14 @@ class Ownership:
             directory.mkdir(parents=True, exist_ok=True)
             self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{directory} cannot be used: {error}; give a directory that can be made") from error
+            raise _unusable(directory, error, "give a directory that can be made") from error
         self._file = -1
         self._lock = threading.Lock()
         self.lost: str | None = None
         _open.add(self)
         try:
             self._claim(directory)
-            if not self._path.exists() and _had_owner(directory):
-                self._give_up("is missing", repair=repair)
+            self._check_file(directory, repair=repair)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             before = self._read(repair=repair)
             self.found = None if before is None else before.position
@@ -124,7 +124,7 @@ class Ownership:
             self.note(durable=True)
         except OSError as error:
             self.close()
-            raise CheckpointError(f"{directory} cannot be used: {error}; give one that can be written to") from error
+            raise _unusable(directory, error, "give one that can be written to") from error
         except BaseException:
             self.close()
             raise
@@ -208,11 +208,25 @@ class Ownership:
 
     def _holder(self) -> str:
         try:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            slots = self._slots()
         except OSError:
             return "unknown"
-        slots = self._slots()
         return str(max(slots, key=_newest).pid) if slots else "unknown"
+
+    def _check_file(self, directory: Path, *, repair: bool) -> None:
+        """Gives up what cannot be the ``owner`` file that was here, and under ``repair`` makes room for a new one."""
+        if not os.path.lexists(self._path):
+            if _had_owner(directory):
+                self._give_up("is missing", repair=repair)
+            return
+        try:
+            open_regular(self._path).close()
+        except Unreadable:
+            raise
+        except CheckpointError as error:
+            self._give_up(str(error).removeprefix(f"{self._path.name} "), repair=repair)
+            set_aside(self._path)
 
     def _read(self, *, repair: bool) -> _Slot | None:
         slots = self._slots()
@@ -258,11 +272,19 @@ def _had_owner(directory: Path) -> bool:
     for generation in complete_generations(directory):
         try:
             state = checkpoint.read(directory, generation=generation).state
+        except Unreadable:
+            raise
         except CheckpointError:  # reported when it is to be loaded
             continue
         if isinstance(state, Mapping) and "life" in state:
             return True
     return False
+
+
+def _unusable(directory: Path, error: OSError, cure: str) -> CheckpointError:
+    if isinstance(error, PermissionError):
+        cure = f"let user {os.geteuid()} read and write it, with chown or chmod"
+    return CheckpointError(f"{directory} cannot be used: {error}; {cure}")
 
 
 def _newest(slot: _Slot) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -189,7 +190,8 @@ class PushLog:
         """Removes the files before ``number``, whose records a durable checkpoint holds."""
         for old in log_numbers(self._directory):
             if old < number:
-                log_path(self._directory, old).unlink()
+                with suppress(IsADirectoryError):  # a folder of such a name is nobody's to empty
+                    log_path(self._directory, old).unlink()
         sync_directory(self._directory)
 
     def close(self) -> None:

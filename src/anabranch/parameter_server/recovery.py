@@ -7,8 +7,9 @@
 
 Three ends are distinguished. The log is whole. Or its last write was cut short by a crash: nothing valid lies behind it
 and no acknowledged record is missing, so it is cut off, and reported. Or the log is *damaged*: valid records lie
-behind the place, a file is missing or empty, or the log ends before its last durable position. Then acknowledged
-changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the damage.
+behind the place, a file is missing or empty or no file at all, or the log ends before its last durable position. Then
+acknowledged changes are lost, and the shard refuses to start without them; ``repair`` keeps the records before the
+damage. A file that this user may not read is none of these, and is refused with and without ``repair``.
 
 The owner's position has the checksum of its last record, and the log must have the same one there: an owner file of
 another directory, or one that was begun anew beside an old log, would otherwise let a shortened log pass.
@@ -23,7 +24,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from anabranch.checkpoint.generations import sync_directory
+from anabranch.checkpoint.generations import set_aside, sync_directory
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.events import report
 from anabranch.parameter_server.log_format import Frames, Preamble, Record, log_numbers, log_path, write_all
@@ -51,7 +53,7 @@ class LogReader:
         lost: the damage that was found; else ``None``.
 
     Raises:
-        CheckpointError: the log is damaged; gives the place, the loss, and the choices.
+        CheckpointError: the log is damaged; gives the place, the loss, and the choices. Or it may not be read.
     """
 
     def __init__(
@@ -117,6 +119,11 @@ class LogReader:
             return None
         try:
             preamble = Preamble.read(path)
+        except Unreadable:
+            raise
+        except CheckpointError as error:  # a link to nowhere, or no regular file
+            self._damaged(f"{path} {str(error).removeprefix(f'{path.name} ')}", count)
+            return None
         except ValueError as error:
             # Empty files were made at every start before files had a beginning.
             if path.stat().st_size == 0 and (not last or not self.known.file):
@@ -144,7 +151,9 @@ class LogReader:
             return None
         try:
             after = Preamble.read(log_path(self._directory, number + 1))
-        except ValueError:
+        except Unreadable:
+            raise
+        except (ValueError, CheckpointError):
             return None
         return None if after is None else after.first
 
@@ -168,7 +177,7 @@ class LogReader:
         report("parameter_server.log_cut", path=str(path), at=at, bytes=cut)
         if at:
             os.truncate(path, at)
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 os.fsync(file.fileno())
         else:
             path.unlink()
@@ -186,40 +195,34 @@ class LogReader:
 
     def repair(self) -> None:
         """Makes the log end at the last record read; later files and parts are set aside, not destroyed."""
-        aside = self._directory / "set-aside"
+        aside: Path | None = None
         for number in log_numbers(self._directory):
             path = log_path(self._directory, number)
             if number < self.end.file:
                 continue
             prefix = self._prefix(path) if number == self.end.file else b""
-            if len(prefix) == path.stat().st_size:
+            if path.is_file() and len(prefix) == path.stat().st_size:
                 continue
-            aside.mkdir(exist_ok=True)
-            os.rename(path, _unused(aside / path.name))
+            aside = set_aside(path)
             if prefix:
                 with path.open("xb", buffering=0) as file:
                     write_all(file.fileno(), prefix)
                     os.fsync(file.fileno())
         sync_directory(self._directory)
-        _log.warning("%s%s", self.lost, f"; what cannot be used lies in {aside}" if aside.exists() else "")
+        _log.warning("%s%s", self.lost, f"; what cannot be used lies in {aside.parent}" if aside else "")
         report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
 
     def _prefix(self, path: Path) -> bytes:
         """The part of the last file that was read to its end; empty if none was."""
         try:
             preamble = Preamble.read(path)
-        except ValueError:
+        except Unreadable:
+            raise
+        except (ValueError, CheckpointError):
             return b""
         start = Position() if preamble is None else Position(0, preamble.first, preamble.chain)
         frames = Frames(path, preamble, start.records, start.chain)
         for _ in frames.records(None if preamble is None else self.end.records):
             pass
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(frames.at)
-
-
-def _unused(path: Path) -> Path:
-    found, number = path, 1
-    while found.exists():
-        found, number = path.with_name(f"{path.name}.{number}"), number + 1
-    return found

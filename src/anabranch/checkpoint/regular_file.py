@@ -1,0 +1,77 @@
+"""``open_regular``: a file of a checkpoint or a log, opened for reading; anything else is named, and never waited for.
+
+``open`` waits on a FIFO for a writer who never comes, with every signal held up until then. And what keeps a file from
+being opened is of two kinds. Nothing is there that can be read: the file is *lost*, or *damaged*. Or the file may be
+whole, and this process has no right to it, no descriptor or no memory left: it is ``Unreadable``, which no reader may
+take for damage, since what is passed over or set aside for it would be given up for nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from anabranch.errors import CheckpointError
+
+__all__ = ["Unreadable", "check_regular", "open_regular", "unreadable"]
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+# With these no file can be opened there by anybody; every other error says nothing of the file.
+_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EIO, errno.ENAMETOOLONG})
+
+
+class Unreadable(CheckpointError):
+    """A file that is there and that this process cannot open, which tells nothing of what it holds."""
+
+
+def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
+    """Opens the regular file at ``path`` for reading, as ``open`` does, without waiting for anybody.
+
+    Raises:
+        Unreadable: it may not be read by this user, or not now.
+        CheckpointError: it is not there, or is no regular file; says what is there instead.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise unreadable(path, error) from error
+        raise CheckpointError(f"{path.name} cannot be opened: {_what_is_there(path, error)}") from error
+    try:
+        check_regular(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb", buffering)
+
+
+def check_regular(path: Path, status: os.stat_result) -> None:
+    """Raises ``CheckpointError`` unless ``status``, which is of ``path``, is a regular file's."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise CheckpointError(f"{path.name} is {_KINDS.get(kind, 'a special file')}, not a regular file")
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    """The error to raise for a file or directory that could not be read and may be whole; says what to do."""
+    cure = "try again once the system can open it"
+    if isinstance(error, PermissionError):
+        cure = f"let user {os.geteuid()} read it, with chown or chmod"
+    return Unreadable(f"{path} cannot be read: {error.strerror}. It is not taken for damaged or lost: {cure}")
+
+
+def _what_is_there(path: Path, error: OSError) -> str:
+    if error.errno == errno.ENXIO:
+        return "it is a socket or a device, not a regular file"
+    if path.is_symlink():
+        return f"it is a link that leads to no file ({error.strerror})"
+    return str(error.strerror)

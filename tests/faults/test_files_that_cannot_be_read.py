@@ -1,0 +1,273 @@
+"""A durable directory with files that are no files, are damaged, or may not be read by the shard's user."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.checkpoint.generations import manifest_path
+from anabranch.errors import CheckpointError
+from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+from anabranch.parameter_server.log_format import log_path
+from anabranch.testing import MemoryTransport
+
+HERE = "memory:shard"
+SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+SPEC = TableSpec("t", 8, 2, initial=Constant(0.0))
+ONE = torch.tensor([1])
+NAME = "shard-0-of-1"
+
+
+class Shard:
+    """A server of a directory, and a client that has just come; leaving it kills the server."""
+
+    def __init__(self, directory: Path, **options: bool) -> None:
+        self.network = MemoryTransport()
+        self.server = ParameterServer(
+            listen=HERE, transport=self.network, durability="log", checkpoint_dir=directory, **options
+        )
+
+    def __enter__(self) -> ParameterClient:
+        self.server.__enter__()
+        self.client = ParameterClient([HERE], transport=self.network, timeout=20).__enter__()
+        return self.client
+
+    def __exit__(self, *_: object) -> None:
+        self.client.__exit__(None, None, None)
+        self.server._keeper.checkpoint = lambda: None  # type: ignore[method-assign]
+        self.server.__exit__(None, None, None)
+
+
+def push(client: ParameterClient, times: int) -> None:
+    client.init_table(SPEC, SGD)
+    for _ in range(times):
+        client.sparse_push("t", ONE, -torch.ones(1, 2))
+
+
+def value(client: ParameterClient) -> float:
+    return float(client.sparse_pull("t", ONE)[0, 0])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of killed shards with six pushes: one with an empty checkpoint, one with another after three."""
+    found = {"fresh": tmp_path_factory.mktemp("fresh"), "saved": tmp_path_factory.mktemp("saved")}
+    with Shard(found["fresh"]) as client:
+        push(client, 6)
+    saved = Shard(found["saved"])
+    with saved as client:
+        push(client, 3)
+        saved.server.checkpoint()
+        push(client, 3)
+    return found
+
+
+@pytest.fixture
+def fresh(written: dict[str, Path], tmp_path: Path) -> Path:
+    shutil.copytree(written["fresh"], tmp_path / "copy")
+    return tmp_path / "copy" / NAME
+
+
+@pytest.fixture
+def saved(written: dict[str, Path], tmp_path: Path) -> Path:
+    shutil.copytree(written["saved"], tmp_path / "copy")
+    return tmp_path / "copy" / NAME
+
+
+def newest_log(directory: Path) -> Path:
+    return max(directory.glob("log-*"))
+
+
+def newest_manifest(directory: Path) -> Path:
+    return max(directory.glob("manifest-*"))
+
+
+def newest_data(directory: Path) -> Path:
+    return max(directory.glob("table-*"))
+
+
+def owner(directory: Path) -> Path:
+    return directory / "owner"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 200)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def make_zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def grow(path: Path) -> None:
+    os.truncate(path, 1 << 36)  # takes no space
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nothing")
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    path.unlink()
+    here = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"/proc/self/fd/{here}/{path.name}")  # the path itself may be too long for one
+    os.close(here)
+
+
+def make_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+NO_FILES = [make_fifo, make_socket, make_directory, make_device, dangle, loop]
+
+
+@pytest.mark.parametrize("harm", [cut, flip, make_zeros, grow, remove, *NO_FILES])
+def test_a_repair_of_the_only_checkpoint_is_said_and_for_good(
+    harm: Callable[[Path], None], fresh: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every push was served, without a word and without a new checkpoint, so the next start was refused again."""
+    harm(manifest_path(fresh, 1))
+    with pytest.raises(CheckpointError, match=r"(no checkpoint is whole|is gone).*--repair"):
+        Shard(fresh.parent)
+    caplog.clear()
+    with Shard(fresh.parent, repair=True) as client:
+        assert value(client) == 6
+    [said] = [record.getMessage() for record in caplog.records if "a new checkpoint is written" in record.getMessage()]
+    assert "is gone" in said if harm is remove else f"lies in {fresh / 'set-aside'}" in said
+    assert harm is remove or os.path.lexists(fresh / "set-aside" / "manifest-00000001.json")
+    for expected in (6, 7):
+        with Shard(fresh.parent) as client:
+            assert value(client) == expected
+            push(client, 1)
+
+
+def test_a_repair_sets_a_damaged_checkpoint_aside_also_if_an_older_one_is_whole(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(newest_data(saved))
+    name = newest_data(saved).name
+    with Shard(saved.parent, repair=True) as client:
+        assert value(client) == 6
+    assert "of its checkpoints [2] are damaged" in caplog.text
+    assert (saved / "set-aside" / name).exists()
+    caplog.clear()
+    with Shard(saved.parent) as client:
+        assert value(client) == 6
+    assert "is damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("harm", NO_FILES)
+@pytest.mark.parametrize("which", [newest_log, newest_data, owner])
+def test_what_is_no_regular_file_is_damage_and_set_aside_by_a_repair(
+    which: Callable[[Path], Path], harm: Callable[[Path], None], saved: Path
+) -> None:
+    """A FIFO was opened, and waited for without an end; a directory or a link was an error without a name or a cure."""
+    path = which(saved)
+    harm(path)
+    if which is newest_data:  # the checkpoint before it is whole, and the log goes on from there
+        with Shard(saved.parent) as client:
+            assert value(client) == 6
+    else:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=rf"is damaged: {path}.*--repair"):
+                Shard(saved.parent)
+    with Shard(saved.parent, repair=True) as client:
+        assert value(client) == (3 if which is newest_log else 6)
+    with Shard(saved.parent) as client:
+        assert value(client) == (3 if which is newest_log else 6)
+    assert os.path.lexists(saved / "set-aside" / path.name)
+
+
+def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> None:
+    """It was read as an older log of empty records, which are none."""
+    make_zeros(newest_log(saved))
+    with pytest.raises(CheckpointError, match=rf"log is damaged: {newest_log(saved)} at byte 0: .*--repair"):
+        Shard(saved.parent)
+    with Shard(saved.parent, repair=True) as client:
+        assert value(client) == 3
+    with Shard(saved.parent) as client:
+        assert value(client) == 3
+
+
+def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who may not read it; root may, who runs many a test."""
+    real = os.open
+
+    def refuse(name: str | Path, flags: int, *rest: int, **named: int) -> int:
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return real(name, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("which", [newest_log, newest_manifest, newest_data, owner])
+def test_a_file_that_may_not_be_read_is_never_taken_for_damaged_or_lost(
+    which: Callable[[Path], Path], repair: bool, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair gave up every change that its checkpoints held, which a chmod would have kept."""
+    before = {path.name: path.read_bytes() for path in saved.iterdir() if path.name != "owner"}
+    with monkeypatch.context() as patched:
+        forbid(which(saved), patched)
+        with pytest.raises(CheckpointError, match=rf"{which(saved)} cannot be read: Permission denied.*chown or chmod"):
+            Shard(saved.parent, repair=repair)
+    assert {path.name: path.read_bytes() for path in saved.iterdir() if path.name != "owner"} == before
+    with Shard(saved.parent) as client:
+        assert value(client) == 6
+
+
+def test_a_log_that_may_not_be_read_is_refused_also_if_its_owner_file_is_gone(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner(saved).unlink()
+    forbid(newest_log(saved), monkeypatch)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied.*chown or chmod"):
+        Shard(saved.parent, repair=True)
+
+
+def test_a_folder_in_the_place_of_a_forgotten_file_stops_no_checkpoint(saved: Path) -> None:
+    log_path(saved, 1).mkdir()
+    make_directory(newest_data(saved))
+    shard = Shard(saved.parent)
+    with shard as client:
+        for _ in range(3):
+            push(client, 1)
+            shard.server.checkpoint()
+        assert value(client) == 9
+    assert len(list(saved.glob("log-*"))) == 3
