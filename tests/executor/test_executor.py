@@ -401,3 +401,14 @@ def test_a_layer_replaced_together_with_its_optimizers_entry_trains_as_in_the_pl
         return found
 
     assert all(map(torch.equal, losses(engine), losses(None)))
+
+
+def test_layers_that_were_put_into_eval_mode_stay_in_it_and_a_model_in_eval_mode_is_put_into_train_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    with ab.Executor(ab.TrainStep(model, lambda m, x: m(x).square().mean(), sgd(model))) as executor:
+        executor.run(batch=torch.ones(2, 4))
+        assert (model.training, model[1].training) == (True, False)
+        model.eval()
+        executor.run(batch=torch.ones(2, 4))
+        assert (model.training, model[1].training) == (True, True)

@@ -220,7 +220,7 @@ class Executor:
                 for name in self._runners.keys() & self._batches.loaders.keys():
                     self._ask_ahead(name, self._remote)
             for step in self._steps.values():
-                if isinstance(step, TrainStep):
+                if isinstance(step, TrainStep) and not step.model.training:
                     step.model.train()
         except BaseException:
             self._end(clean=False)
