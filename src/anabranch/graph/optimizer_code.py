@@ -91,7 +91,7 @@ class OptimizerCode:
             self._watch(f"{name}.{key}", value)
         for base in type(optimizer).__mro__:
             for key, value in vars(base).items() if not _is_torchs(base) else ():
-                if not key.startswith("__") and not _functions_in(value) and not isinstance(value, _SLOTS):
+                if not key.startswith(("__", "_abc_")) and not _functions_in(value) and not isinstance(value, _SLOTS):
                     self._watch(f"{base.__name__}.{key}", value)
         for group in optimizer.param_groups:
             for key, value in group.items():
