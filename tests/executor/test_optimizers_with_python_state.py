@@ -306,3 +306,59 @@ def test_a_parameter_that_comes_to_be_in_two_groups_is_left_to_the_tape(engine: 
         return Play(model, mean_square, optimizer, lambda k: optimizer.param_groups.append(optimizer.param_groups[0]))
 
     assert "is in two parameter groups" in check(build, engine).refusal or engine == "auto"
+
+
+@pytest.mark.parametrize("engine", ["tape", *ENGINES])
+def test_a_zero_grad_of_ones_own_beside_another_optimizer_clears_its_own_alone(engine: Any) -> None:
+    def made() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        return model, [Counting(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), lr=0.1)]
+
+    plain, optimizers = made()
+    expected = []
+    for _ in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = mean_square(plain, torch.ones(2, 4))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(loss.item())
+    model, optimizers = made()
+    options = {"capture_after": 1} if engine == "auto" else {}
+    with ab.Executor(ab.TrainStep(model, mean_square, optimizers), engine=engine, **options) as executor:
+        found = [executor.run(batch=torch.ones(2, 4))["loss"].item() for _ in range(6)]
+    assert found == expected
+
+
+def test_a_zero_grad_that_leaves_gradients_is_refused_where_gradients_are_accumulated() -> None:
+    model = linear()
+    step = ab.TrainStep(model, mean_square, Accumulating(model.parameters(), lr=0.1), accumulate=2)
+    with ab.Executor(step) as executor:
+        for _ in range(2):
+            executor.run(batch=torch.ones(2, 4))
+        model.weight.grad = torch.ones_like(model.weight)
+        with pytest.raises(ValueError, match="zero_grad of an optimizer leaves gradients"):
+            executor.run(batch=torch.ones(2, 4))
+
+
+def test_sparse_gradients_in_windows_become_a_graph_that_lasts() -> None:
+    def run(engine: Any) -> tuple[list[float], list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1))
+        sparse = torch.optim.SparseAdam(model[0].parameters(), lr=0.1)
+        dense = torch.optim.Adam(model[1].parameters(), lr=0.1)
+        step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), [sparse, dense], accumulate=2)
+        options = {"capture_after": 1} if engine == "auto" else {}
+        losses, engines = [], []
+        with ab.Executor(step, engine=engine, **options) as executor:
+            for index in range(16):
+                losses.append(executor.run(batch=torch.tensor([index % 5, 1, 1]))["loss"].item())
+                engines.append(executor.engine())
+        return losses, engines
+
+    expected, _ = run("tape")
+    found, engines = run("auto")
+    assert found == expected
+    assert engines[-8:] == ["graph"] * 8, engines

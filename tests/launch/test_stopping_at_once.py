@@ -197,6 +197,9 @@ def test_a_signal_between_two_attempts_is_for_the_next_and_one_after_the_last_en
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         with collect_signals() as box:
+            assert select.select([box.descriptor], [], [], 0)[0]
             assert box.take() == [(signal.SIGTERM, False)]
         os.kill(os.getpid(), signal.SIGTERM)
+    with collect_signals() as box:
+        assert box.take() == []
     assert signal.getsignal(signal.SIGTERM) is before

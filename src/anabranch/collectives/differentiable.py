@@ -154,7 +154,7 @@ class _Reduction:
         """Sums ``tensor`` over the ranks in place."""
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None  # this rank is a member of the group
-        wait_until_reduced(work, self.group, "all_reduce", self.timeout)
+        wait_until_reduced(work, self.group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:

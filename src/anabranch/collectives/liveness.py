@@ -13,9 +13,11 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -30,6 +32,7 @@ __all__ = ["Peers", "end_without_waiting", "job_store", "move_message", "peers_o
 _HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0
 _SMALLEST_WAIT = 0.001
+_PAUSE = 0.01
 
 
 def job_store() -> Store:
@@ -45,6 +48,19 @@ def end_without_waiting() -> None:
     os._exit(1)
 
 
+class _JobStore:
+    """The store of the group of now: one that is held keeps a store of a destroyed group alive, with its keys."""
+
+    def set(self, key: str, value: str) -> None:
+        job_store().set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return job_store().multi_get(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        return job_store().check(keys)
+
+
 class Peers:
     """The other ranks of the job's process group, and waits for them.
 
@@ -53,7 +69,7 @@ class Peers:
     """
 
     def __init__(self, heartbeat: float = _HEARTBEAT) -> None:
-        self._store, self._rank = job_store(), dist.get_rank()
+        self._store, self._rank = _JobStore(), dist.get_rank()
         own = Identity.of_this_process()
         self._beats = Beats({self._rank: own}, self._rank, store=self._store, heartbeat=heartbeat)
         self._store.set(_key(self._rank), own.encode())
@@ -78,18 +94,19 @@ class Peers:
                 what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
                 raise PeerLost(what, peer=_names(sorted(lost)), operation=operation, elapsed=deadline.elapsed())
             if deadline.expired():
-                self._has_lost = True
                 raise _too_late(ranks, operation, deadline)
 
     def explain(self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline) -> BoundaryError:
         """The error to raise for a connection that failed, or that gloo gave up at the deadline."""
-        self._has_lost = True
         if deadline.expired():
             return _too_late(ranks, operation, deadline)
-        lost = self._lost(ranks)
+        # A killed process closes its sockets a moment before the kernel has buried it.
+        until = Deadline.after(2 * self._beats.heartbeat)
+        while not (lost := self._lost(ranks)) and not until.expired():
+            time.sleep(_PAUSE)
         message = str(error).split(". This is typically", 1)[0]
         return PeerLost(
-            f"the connection failed: {message}",
+            "; ".join([*(f"rank {r} is lost: {lost[r]}" for r in sorted(lost)), f"the connection failed: {message}"]),
             peer=_names(sorted(lost) or ranks),
             operation=operation,
             elapsed=deadline.elapsed(),
@@ -107,8 +124,10 @@ class Peers:
                     self._known.add(rank)
 
     def _lost(self, ranks: Sequence[int]) -> dict[int, str]:
-        self._meet(ranks)
-        lost = self._beats.lost()
+        with suppress(RuntimeError):  # the process that holds the store may be among the lost
+            self._meet(ranks)
+        with self._lock:
+            lost = self._beats.lost()
         return {rank: lost[rank] for rank in ranks if rank in lost}
 
     def _leave(self) -> None:
@@ -161,6 +180,7 @@ class _Mover:
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
+        self.abandoned = False
         threading.Thread(target=self._run, name="anabranch-message", daemon=True).start()
 
     def begin(self, move: Callable[[], object]) -> Future[object]:
@@ -170,7 +190,7 @@ class _Mover:
         return future
 
     def _run(self) -> None:
-        while True:
+        while not self.abandoned:
             try:
                 move, future = self._asked.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
@@ -219,27 +239,32 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         future.result(0)
         return True
 
-    _wait(done, [rank], operation, timeout)
+    try:
+        _wait(done, [rank], operation, timeout)
+    finally:
+        mover.abandoned = not future.done()
     return cast(_T, future.result(0))
 
 
-def wait_until_reduced(work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float) -> None:
+def wait_until_reduced(
+    work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float, *, on_host: bool
+) -> None:
     """Returns when a collective of ``group`` is done.
 
     Raises:
         PeerLost: a rank died or froze.
         DeadlineExceeded: ``timeout`` seconds have passed.
     """
-    at_once = dist.get_backend(group) == "nccl"
+    at_once = not on_host
     own = dist.get_rank()
 
     def done(seconds: float) -> bool:
         try:
             work.wait(timedelta(seconds=timeout if at_once else seconds))
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait(timedelta(seconds=timeout))  # it has ended meanwhile: well, or with the error that says why
         return True
 
     _wait(done, [rank for rank in dist.get_process_group_ranks(group) if rank != own], operation, timeout)

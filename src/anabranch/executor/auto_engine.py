@@ -312,7 +312,8 @@ class AutoEngine:
             def check(results: Mapping[str, object]) -> None:
                 if not self._compile:
                     check_results(results, loss, returned)
-                    check_gradients(prepared.joint.backward.sort(results).dense, gradients, parameters)
+                    sorted_ = prepared.joint.backward.sort(results)
+                    check_gradients(sorted_.dense, sorted_.sparse, gradients, parameters)
 
             try:
                 seconds = repeat(before, after, answers, prepared.differentiate, check, rough=self._compile)
@@ -328,8 +329,12 @@ class AutoEngine:
             ran = self._tape.step(batch, fetch, between)
         tape_seconds = time.perf_counter() - began - spent
         if found:
-            self._graph.program.finish(prepared)
-            self._judge(tape_seconds + found[0], tape_seconds)
+            try:
+                self._graph.program.finish(prepared)
+            except Exception as error:  # noqa: BLE001 - the tape's step counts
+                self._refuse(f"the update cannot be a graph ({type(error).__name__}: {error})", final=True)
+            else:
+                self._judge(tape_seconds + found[0], tape_seconds)
         self._worth.tried(spent)
         return ran
 
@@ -368,7 +373,7 @@ class AutoEngine:
             check_results(results, ran.loss, ran.returned)
             if gradients and self._graph is not None:
                 found = prepared.joint.backward.sort(results)
-                check_gradients(found.dense, gradients, self._graph.program.parameters)
+                check_gradients(found.dense, found.sparse, gradients, self._graph.program.parameters)
 
         return repeat(before, after, answers, prepared.run, check, rough=self._compile)
 
@@ -402,6 +407,7 @@ class AutoEngine:
         step = self._step
         if not graph.captures_update():
             self._tape.update()
+            graph.program.note_update()
             self._update_checked = graph.program.refused_update is not None  # from now on they step by themselves
             return
         before = Snapshot(step.model, step.optimizers)
@@ -417,6 +423,7 @@ class AutoEngine:
         except (Differs, CaptureError) as error:
             self._give_up(f"the optimizer's step as a graph is not the tape's: {error}")
         else:
+            graph.program.note_update()
             self._update_checked = True
 
     def _make_graph(self) -> GraphEngine:

@@ -141,9 +141,9 @@ class CheckedGraph(GraphEngine):
 
         def check(results: Mapping[str, object]) -> None:
             check_results(results, loss, returned)
-            found = prepared.joint.backward.sort(results).dense
-            known = {parameters[name] for name in found}
-            check_gradients(found, {p: g for p, g in gradients.items() if p in known}, parameters)
+            found = prepared.joint.backward.sort(results)
+            known = {parameters[name] for name in (*found.dense, *found.sparse)}
+            check_gradients(found.dense, found.sparse, {p: g for p, g in gradients.items() if p in known}, parameters)
 
         try:
             repeat(before, after, answers, prepared.differentiate, check, most=1)

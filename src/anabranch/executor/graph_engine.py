@@ -133,8 +133,7 @@ class GraphEngine:
 
     def captures_update(self) -> bool:
         """True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
-        dense, sparse = self._gradients()
-        return not sparse and self._program.captures_update(dense)
+        return self._program.captures_update(self._gradients()[0])
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
         """Captures the step for this batch and runs nothing; ``whole`` with the update."""

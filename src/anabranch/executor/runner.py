@@ -59,7 +59,6 @@ class StepRunner:
         self._workers = workers if workers is not None and workers.size > 1 else None
         self.runs = 0
         self.steps = 0
-        self._keeps_gradients = False
         self._in_window = 0
         self._window_rows = 0.0
         self._broken = False
@@ -204,8 +203,8 @@ class StepRunner:
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """The whole step at once: nobody to sum with."""
         self._follow_optimizers()
-        self._zero_by_themselves()
-        left = self._clear_gradients()
+        left = self._call_own_zero_grads()
+        self._clear_gradients()
         engine = self.engine
         if left:
             for parameter, gradient in left:
@@ -228,7 +227,11 @@ class StepRunner:
             )
         self._follow_optimizers()
         if self._in_window == 0:
-            self._zero_by_themselves()
+            if any(bool(gradient.any()) for _, gradient in self._call_own_zero_grads()):
+                raise ValueError(
+                    "zero_grad of an optimizer leaves gradients, which several workers, servers and accumulate=... "
+                    "cannot add to; let it clear them"
+                )
             self._lay_out()
             assert self._buckets is not None
             self._buckets.start_window()
@@ -275,23 +278,19 @@ class StepRunner:
                     "window; do it between two optimizer steps"
                 )
 
-    def _zero_by_themselves(self) -> None:
-        """Calls ``zero_grad`` of the optimizers that have one of their own; others' would be ``_clear_gradients``."""
-        self._keeps_gradients = False
-        for optimizer in self.step.optimizers:
-            if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-                optimizer.zero_grad()
-                self._keeps_gradients = True
+    def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
+        """Calls ``zero_grad`` if an optimizer has one of its own; returns the gradients that are left."""
+        optimizers = self.step.optimizers
+        if all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers):
+            return []
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
 
-    def _clear_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Clears all; returns those that an optimizer's own ``zero_grad`` has left."""
-        left: list[tuple[Tensor, Tensor]] = []
-        if self._keeps_gradients:
-            own = {parameter for optimizer in self.step.optimizers for parameter in parameters_of(optimizer)}
-            left = [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
+    def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        return left
 
     def _engine_that_accumulates(self) -> Engine:
         """The engine that adds to the gradients that are there."""

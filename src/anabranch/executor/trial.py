@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from anabranch.autodiff.boundary import Answers, AnswersDiffer
 from anabranch.graph.contents import Contents
+from anabranch.graph.lookups import SparseRows, as_sparse_gradient
 
 __all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
 
@@ -100,12 +101,16 @@ def check_results(results: Mapping[str, object], loss: Tensor, returned: Mapping
 
 
 def check_gradients(
-    found: Mapping[str, Tensor], seen: Mapping[Tensor, Tensor], parameters: Mapping[str, Tensor]
+    found: Mapping[str, Tensor],
+    rows: Mapping[str, Sequence[SparseRows]],
+    seen: Mapping[Tensor, Tensor],
+    parameters: Mapping[str, Tensor],
 ) -> None:
-    """Raises ``Differs`` if a dense gradient has other bits than the tape's, or only one of them has it.
+    """Raises ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
 
     Args:
-        found: the graph's, by name.
+        found: the graph's dense ones, by name.
+        rows: the graph's of sparse tables, by name.
         seen: the tape's.
         parameters: by name.
     """
@@ -114,6 +119,12 @@ def check_gradients(
         if expected is None:
             raise Differs("which parameters have a gradient")
         if bits_differ(gradient, expected):
+            raise Differs(f"the gradient of {name!r}")
+    for name, lookups in rows.items():
+        expected = seen.get(parameters[name])
+        if expected is None or expected.layout is torch.strided:
+            raise Differs("which parameters have a sparse gradient")
+        if bits_differ(as_sparse_gradient(lookups, parameters[name]), expected):
             raise Differs(f"the gradient of {name!r}")
     dense = {parameter for parameter, gradient in seen.items() if gradient.layout is torch.strided}
     if not dense <= {parameters[name] for name in found}:

@@ -118,7 +118,7 @@ class Joint:
 
     @property
     def captures_update(self) -> bool:
-        """True if a run of the whole step runs no code of optimizers that keep what nobody could put back."""
+        """True if a run of the whole step has the update in its graph, but for the rows of sparse tables."""
         return self._program is not None
 
     @property

@@ -389,11 +389,21 @@ class StepProgram:
     def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
         """True if ``update`` on these gradients runs no code of the optimizers."""
         wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
+        if not wanted and self.refused_update is None:
+            try:
+                self.check_optimizers()
+            except CaptureError as error:
+                self.refused_update = error
+            return self.refused_update is None
         ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
         return ready and self._can_capture_update(wanted)
 
+    def note_update(self) -> None:
+        """The optimizers have stepped beside the graphs: their new state is not a change."""
+        self._state.note_optimizer_state()
+
     def check_optimizers(self) -> None:
-        """Raises ``CaptureError`` for an optimizer whose code reads what nobody could compare."""
+        """Raises ``CaptureError`` for an optimizer that would step by itself."""
         self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:

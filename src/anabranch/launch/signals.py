@@ -113,6 +113,7 @@ def hold_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _missed.clear()
 
 
 def _hold(number: int, frame: FrameType | None) -> None:
@@ -142,8 +143,10 @@ def collect_signals() -> Iterator[SignalBox]:
     numbers = [number for number in (*STOPPING, signal.SIGTSTP) if number not in maybe or not _ignored(number)]
     previous = {number: signal.signal(number, box.put) for number in (*numbers, signal.SIGWINCH)}
     _collected = True
-    while _missed:
-        box.arrived(_missed.pop(), UNKNOWN, time.monotonic())
+    for number in _missed:
+        box.arrived(number, UNKNOWN, time.monotonic())
+        os.write(box.notify, b"\0")  # wakes who waits for the box
+    _missed.clear()
     wakeup = signal.set_wakeup_fd(box.notify, warn_on_full_buffer=False)
     try:
         with _senders_known(box, frozenset(numbers) & frozenset(STOPPING)):

@@ -147,11 +147,11 @@ class Beats:
 
     def gone(self) -> dict[int, str]:
         """The ranks of this host whose process has ended: known at once, without waiting for a beat."""
-        return {peer: "its process has ended" for peer, who in self._near.items() if _has_ended(who)}
+        return {peer: "its process has ended" for peer, who in list(self._near.items()) if _has_ended(who)}
 
     def _stopped_here(self, now: float) -> dict[int, str]:
         found = {}
-        for peer, who in self._near.items():
+        for peer, who in list(self._near.items()):
             if _process_status(who.pid)[0] not in _STOPPED:
                 self._stopped_since.pop(peer, None)
             elif now - self._stopped_since.setdefault(peer, now) >= self.heartbeat:
