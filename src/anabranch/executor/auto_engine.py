@@ -161,6 +161,8 @@ class AutoEngine:
         """The optimizers' step on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
             self._tape.update()
+            if self._graph is not None:
+                self._graph.program.note_update()
         elif self._update_checked:
             self._graph.update()
         else:
@@ -415,6 +417,7 @@ class AutoEngine:
         after = Snapshot(step.model, step.optimizers)
 
         def run() -> Mapping[str, object]:
+            graph.program.note_update()  # what was put back is no change
             graph.update()
             return {}
 
