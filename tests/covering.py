@@ -14,7 +14,7 @@ from _pytest.mark import ParameterSet
 
 
 def pairs_of(case: Sequence[int]) -> set[tuple[int, int, int, int]]:
-    """Which values of which two parameters occur together in a case, given by the places of its values."""
+    """Pairs of values of two parameters that occur together in a case, given by the places of its values."""
     return {(i, case[i], k, case[k]) for i, k in itertools.combinations(range(len(case)), 2)}
 
 

@@ -87,9 +87,21 @@ def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+QUESTION_WORDS = {"What", "Whether", "Where", "How", "Who", "Whom", "Whose", "Why", "When", "Which"}
+
+
+def questions(tree: ast.AST) -> Iterator[str]:
+    """First lines of docstrings that open like a question instead of saying the thing itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            if first.partition(" ")[0] in QUESTION_WORDS:
+                yield first
+
+
 def test_the_sources_keep_what_they_promise() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
-    hooks, dates, forbidden, waits = set(), set(), {}, {}
+    hooks, dates, forbidden, waits, asked = set(), set(), {}, {}, {}
     for path in sorted(ROOT.rglob("*.py")):
         name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
         if list(registered_hooks(tree)):
@@ -100,10 +112,13 @@ def test_the_sources_keep_what_they_promise() -> None:
             forbidden[name] = found
         if places := list(unbounded_waits(tree)):
             waits[name] = places
+        if opened := list(questions(tree)):
+            asked[name] = opened
     assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
     assert dates == DATES, "every deadline is on a clock that nobody sets"
     assert forbidden == {FORKS: ["os.fork"] * 2}, "nothing unpickles or evaluates bytes"
     assert waits == {}, "no wait is without a bound"
+    assert asked == {}, "docstrings say the thing itself"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +135,11 @@ def test_the_sources_keep_what_they_promise() -> None:
 )
 def test_the_check_sees_what_it_forbids(source: str) -> None:
     assert list(offences(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ['"""What it is."""', 'def f():\n    """Whether it is."""'])
+def test_the_check_sees_a_question(source: str) -> None:
+    assert list(questions(ast.parse(source)))
 
 
 @pytest.mark.parametrize("source", ["thread.join()", "future.result()", "event.wait()", "lock.acquire()", "q.get()"])

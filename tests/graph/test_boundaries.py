@@ -26,7 +26,7 @@ from anabranch.graph.duplicates import merge_duplicates
 
 
 class Kept:
-    """What one run keeps for its backward."""
+    """The state that one run keeps for its backward."""
 
 
 class Scale:

@@ -1,4 +1,4 @@
-"""What graphs do on CUDA: copies beside the computation, recorded replay; as much as can be is tested without one."""
+"""Graphs on CUDA: copies beside the computation, recorded replay; as much as can be is tested without one."""
 
 from __future__ import annotations
 

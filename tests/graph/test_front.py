@@ -85,7 +85,7 @@ def test_what_guards_do_not_see_is_seen(change: str) -> None:
 
 
 def test_the_numbers_of_one_model_are_not_symbolic_in_another() -> None:
-    """What Dynamo learns of numbers that change it keeps by the name of the code: each front has its own."""
+    """Dynamo keeps what it learns of changing numbers by the name of the code: each front has its own."""
     for p in (0.5, 0.3, 0.5):
         model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(p))
         assert losses("auto", lambda *_: None, model)[1] == "graph"

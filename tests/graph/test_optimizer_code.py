@@ -1,4 +1,4 @@
-"""What an optimizer reads in Python: a change between two steps is seen, or the optimizer steps by itself."""
+"""Values that an optimizer reads in Python: a change between two steps is seen, or the optimizer steps by itself."""
 
 from __future__ import annotations
 

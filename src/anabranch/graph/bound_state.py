@@ -123,7 +123,7 @@ _values = dict.values
 
 
 def _contents(kept: object) -> Iterable[object]:
-    """What an optimizer keeps for one parameter; some keep a number under a name of their own instead."""
+    """The values in an optimizer's state of one parameter; some keep a number under a name instead."""
     return kept.values() if isinstance(kept, dict) else (kept,)
 
 

@@ -1,4 +1,4 @@
-"""What the Python code of optimizers reads: an update is captured with it, and Dynamo looks at no optimizer.
+"""Values that the Python code of optimizers reads: captured with an update, since Dynamo does not trace optimizers.
 
 The optimizers of torch and of installed libraries are captured if everything that they read besides their groups and
 their state is plain; it is compared by identity before each step. Code of the user's own may read anything: such an

@@ -1,4 +1,4 @@
-"""Where code comes from: torch and this package, installed libraries, or the user; and what functions close over."""
+"""The origin of code: torch and this package, installed libraries, or the user; and closures of functions."""
 
 from __future__ import annotations
 

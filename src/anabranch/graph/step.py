@@ -190,7 +190,7 @@ class StepProgram:
 
     @property
     def said_of_update(self) -> str:
-        """What to add to the reason for a graph if the optimizers step by themselves."""
+        """An addition to the reason for a graph: the optimizers step by themselves, and why; else empty."""
         return "" if self.refused_update is None else f"; the optimizer steps by itself: {self.refused_update}"
 
     # --- running

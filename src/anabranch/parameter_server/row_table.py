@@ -155,7 +155,7 @@ class RowTable:
 
     @property
     def group_key(self) -> tuple[object, ...] | None:
-        """Tables with an equal kin may be processed together, by ``TableGroup``; ``None`` for one that may not.
+        """Tables with an equal key may be processed together, by ``TableGroup``; ``None`` for one that may not.
 
         That is a table whose ids have to be looked up, or whose rows are not all in memory.
         """
@@ -338,7 +338,9 @@ class RowTable:
             if squares is not None:
                 known = torch.from_numpy(rows) >= 0
                 own = grads.detach().reshape(-1, self.spec.width)[known]
-                self._foresee(storage, where, merged, merged_squares(own, squares[known], inverse, unique.size))
+                self._correct_second_moments(
+                    storage, where, merged, merged_squares(own, squares[known], inverse, unique.size)
+                )
             self._step(storage, where, merged)
 
     def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
@@ -387,7 +389,7 @@ class RowTable:
             if storage.with_sums:
                 storage.sums[where] = sums.numpy()
 
-    def _foresee(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
+    def _correct_second_moments(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
         everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
         rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
         grads = torch.from_numpy(merged).view(-1, self.spec.width)

@@ -60,7 +60,7 @@ class TableGroup:
         kinds = {table.group_key for table in tables}
         if len(kinds) != 1 or None in kinds:
             raise ValueError(f"a group has tables of one width, dtype and rule, kept in memory; these are {kinds}")
-        from anabranch.parameter_server import _compiled_group  # only with Numba: a table without it has no kin
+        from anabranch.parameter_server import _compiled_group  # only with Numba: a table without it has no group_key
 
         self._kernels = _compiled_group
         self.tables = list(tables)
@@ -69,7 +69,7 @@ class TableGroup:
         self._width, self._dtype, self._stride = first.spec.width, first.spec.dtype, first.stride
         self._like = as_array(torch.empty(0, dtype=self._dtype))
         self._kind = _compiled_group.kind_of(first.rule.family, first.rule.states)
-        # Tables with a kin never move in memory.
+        # Tables with a group_key never move in memory.
         arrays = [table.arrays() for table in self.tables]
         self._values_at, self._stamps_at, self._sums_at = (
             np.array([getattr(held, name).ctypes.data for held in arrays], np.uint64)

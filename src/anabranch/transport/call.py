@@ -81,9 +81,9 @@ class Call:
 
     __slots__ = (
         "_answered",
-        "_books",
         "_lock",
         "_nbytes",
+        "_server",
         "deadline",
         "identity",
         "once",
@@ -98,7 +98,7 @@ class Call:
     )
 
     def __init__(
-        self, books: CallServer, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
+        self, server: CallServer, verb: Verb, peer: Peer, header: RequestHeader, tensors: Sequence[Tensor], nbytes: int
     ) -> None:
         self.verb = header.verb
         self.target = header.target
@@ -112,9 +112,9 @@ class Call:
         self.once = verb.once and bool(header.epoch)
         self.recipients: list[Recipient] = []
         """The connections that wait for the answer: more than one where a retry has joined."""
-        self._books = books
+        self._server = server
         self._nbytes = nbytes
-        self._lock = books.once.lock if self.once else threading.Lock()
+        self._lock = server.once.lock if self.once else threading.Lock()
         self._answered = False
 
     @property
@@ -136,7 +136,7 @@ class Call:
         # A declined request was not done: a retry may find room, or another server.
         declined = isinstance(error, (DeadlineExceeded, Overloaded, PeerLost, Unauthorized))
         failure = failure_of(error, self.identity[1])
-        self._books.count_error(failure)
+        self._server.count_error(failure)
         self.answer(encode(failure), done=not declined)
 
     def drop(self) -> bool:
@@ -164,15 +164,15 @@ class Call:
         """Marks the request as over, with an answer to keep for retries or without; its lock is held."""
         self._answered = True
         if self.once and frame is not None:
-            self._books.once.finish(self.identity, frame)
+            self._server.once.finish(self.identity, frame)
         elif self.once:
-            self._books.once.abandon(self.identity)
+            self._server.once.abandon(self.identity)
         answered = 0
         if frame is not None:
             for buffer in frame:
                 answered += len(buffer)
             answered -= len(frame[0])
-        self._books.finished(self._nbytes, answered)
+        self._server.finished(self._nbytes, answered)
 
     def leave(self, connection: Recipient) -> None:
         """Called when the client behind ``connection`` has gone."""

@@ -209,13 +209,13 @@ class Loop:
 
     def _step(self, connection: Connection, events: int) -> None:
         try:
-            fate = connection.step(events)
+            state = connection.step(events)
         except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
             report("transport.connection_failed", error=traceback.format_exc())
             connection.end()
-            fate = ConnectionState.ENDED
-        if fate is not ConnectionState.STAYS or connection.interest() != connection.registered:
-            self._follow(connection, fate)
+            state = ConnectionState.ENDED
+        if state is not ConnectionState.STAYS or connection.interest() != connection.registered:
+            self._follow(connection, state)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
         """Returns the result, or ``None`` if it raised: a bug here must not end the loop."""
@@ -225,14 +225,14 @@ class Loop:
             report("transport.connection_failed", error=traceback.format_exc())
             return None
 
-    def _follow(self, connection: Connection, fate: ConnectionState) -> None:
-        if fate is ConnectionState.STAYS:
+    def _follow(self, connection: Connection, state: ConnectionState) -> None:
+        if state is ConnectionState.STAYS:
             if connection.interest() != connection.registered:
                 self._watch(connection)
             return
         # A descriptor that was closed has left the poller by itself.
         self._connections.pop(connection.descriptor, None)
-        if fate is ConnectionState.NEEDS_THREAD:
+        if state is ConnectionState.NEEDS_THREAD:
             self._poller.unregister(connection.descriptor)
             connection.registered = 0
             ThreadOfItsOwn(self._server, connection, self).start()
@@ -358,12 +358,12 @@ class ThreadOfItsOwn:
         # The request that needed a thread has partly come.
         events = select.POLLIN
         while True:
-            fate = ConnectionState.STAYS
+            state = ConnectionState.STAYS
             if events:
-                fate = connection.step(events)
+                state = connection.step(events)
                 self._server.round_over()
-            if fate is not ConnectionState.STAYS:
-                return fate
+            if state is not ConnectionState.STAYS:
+                return state
             if self._server.stopping():
                 connection.end()
                 return ConnectionState.ENDED
