@@ -230,19 +230,23 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
         mover = _idle.pop() if _idle else None
     mover = mover or _Mover()
     future = mover.begin(move)
+    given_back = False
 
     def done(seconds: float) -> bool:
+        nonlocal given_back
         if not concurrent.futures.wait([future], seconds).done:
             return False
         with _lock:
             _idle.append(mover)
+        given_back = True
         future.result(0)
         return True
 
     try:
         _wait(done, [rank], operation, timeout)
     finally:
-        mover.abandoned = not future.done()
+        if not given_back:
+            mover.abandoned = True
     return cast(_T, future.result(0))
 
 

@@ -160,8 +160,10 @@ class AutoEngine:
     def update(self) -> None:
         """The optimizers' step on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
+            # What the optimizers replace in their own step is no change; what was replaced before it is one.
+            known = self._graph is not None and self._graph.program.knows_state()
             self._tape.update()
-            if self._graph is not None:
+            if known and self._graph is not None:
                 self._graph.program.note_update()
         elif self._update_checked:
             self._graph.update()

@@ -398,6 +398,10 @@ class StepProgram:
         ready = has_state(self.optimizers, [self.parameters[name] for name in wanted])
         return ready and self._can_capture_update(wanted)
 
+    def knows_state(self) -> bool:
+        """True if nobody has replaced anything in the optimizers' state since the last look."""
+        return self._state.knows_state()
+
     def note_update(self) -> None:
         """The optimizers have stepped beside the graphs: their new state is not a change."""
         self._state.note_optimizer_state()
