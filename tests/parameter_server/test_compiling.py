@@ -99,6 +99,32 @@ def test_without_a_place_to_keep_it_a_kernel_is_compiled_all_the_same(monkeypatc
     assert kernel(2.0) == 4.0
 
 
+def test_processes_that_load_what_is_compiled_do_not_wait_for_each_other(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a server said that it compiled kernels while it waited for others that loaded them."""
+    assert module.twice(2.0) == 4.0
+    spec = importlib.util.spec_from_file_location("kernels_of_a_test", Path(module.__file__ or ""))
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+
+    def waited(_: float) -> None:
+        raise AssertionError("it waited for a process that only loads")
+
+    monkeypatch.setattr(_compiling, "time", SimpleNamespace(sleep=waited))
+    held = lock_of(module)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    try:
+        assert again.twice(2.0) == 4.0
+        with pytest.raises(AssertionError, match="only loads"):
+            again.twice(2)  # compiled: nobody else may read or write meanwhile
+    finally:
+        os.close(held)
+    assert again.twice(3) == 6
+
+
 def said(caplog: pytest.LogCaptureFixture) -> int:
     return sum(record.name == "anabranch.compiling" and record.levelname == "INFO" for record in caplog.records)
 

@@ -3,8 +3,8 @@
 Numba keeps what it has compiled on the disk: for each function an index of signatures, and beside it a file of machine
 code for each. It writes the index first and takes no lock, so two processes that compile a function for two dtypes at
 once can leave an index whose entry for one dtype names the code of the other, for good. And every server of a job that
-starts on a new machine would compile the same kernels. Here a process locks the function, and whoever waited for it
-finds the code in the cache.
+starts on a new machine would compile the same kernels. Here a process that compiles locks the function, and whoever
+waited for it finds the code in the cache. Those that load what is there share the lock and wait for nobody but it.
 
 That takes half a minute on a new machine, in which nothing else happens. So a process that has compiled, or waited for
 another that does, for two seconds logs one line (``INFO``, ``anabranch.compiling``); the command line shows it.
@@ -18,7 +18,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -68,12 +68,18 @@ def compiled(function: Function) -> Function:
     lock = Path(dispatcher.stats.cache_path, f"{function.__module__}.{function.__qualname__}.lock")
 
     def compile_alone(signature: object) -> object:
-        with global_compiler_lock, _locked(lock):  # in this order: two threads compile functions that call each other
-            before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
-            made = compile_(signature)
-            if _missed(dispatcher) > missed:
-                _spent.reach(before + perf_counter() - began)
-            return made
+        with global_compiler_lock:  # first: two threads compile functions that call each other
+            with suppress(_NotOnDisk), _locked(lock, fcntl.LOCK_SH), _only_loads(dispatcher):
+                return compile_(signature)
+            with _locked(lock, fcntl.LOCK_EX):
+                return compile_here(signature)
+
+    def compile_here(signature: object) -> object:
+        before, began, missed = _spent.seconds, perf_counter(), _missed(dispatcher)
+        made = compile_(signature)
+        if _missed(dispatcher) > missed:
+            _spent.reach(before + perf_counter() - began)
+        return made
 
     dispatcher.compile = compile_alone
     return cast(Function, dispatcher)
@@ -84,9 +90,27 @@ def _missed(dispatcher: Any) -> int:
     return sum(dispatcher.stats.cache_misses.values())
 
 
+class _NotOnDisk(Exception):
+    """The machine code of a function is not kept on the disk."""
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of all processes of this user; none if its file cannot be written to."""
+def _only_loads(dispatcher: Any) -> Iterator[None]:
+    """Raises ``_NotOnDisk`` where ``dispatcher`` would compile."""
+
+    def refuse(*arguments: object) -> None:
+        raise _NotOnDisk
+
+    dispatcher._compiler.compile = refuse
+    try:
+        yield
+    finally:
+        del dispatcher._compiler.compile
+
+
+@contextmanager
+def _locked(path: Path, mode: int) -> Iterator[None]:
+    """Holds the lock of all processes of this user, shared or alone; none if its file cannot be written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -96,7 +120,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         deadline = Deadline.after(_LONGEST_WAIT)
         before = _spent.seconds
-        while not _takes(descriptor) and not deadline.expired():
+        while not _takes(descriptor, mode) and not deadline.expired():
             time.sleep(_PAUSE)
             _spent.reach(before + deadline.elapsed())
         yield
@@ -104,9 +128,9 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)  # which lets go of it
 
 
-def _takes(descriptor: int) -> bool:
+def _takes(descriptor: int, mode: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
