@@ -95,7 +95,7 @@ def assert_whole(found: checkpoint.Checkpoint, step: int) -> None:
     assert found.tensors("rank0")["rng"].item() == step
 
 
-@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("before", [*(pytest.param(few, marks=pytest.mark.slow) for few in (0, 1)), 2])
 def test_a_save_killed_at_any_point_leaves_the_new_or_the_previous_checkpoint_whole(
     tmp_path: Path, before: int, programs: Programs
 ) -> None:

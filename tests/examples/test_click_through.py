@@ -97,7 +97,9 @@ def test_a_crossing_multiplies_the_inputs_with_what_was_crossed():
 
 
 # DeepFM has the parts of wide-deep and more.
-@pytest.mark.parametrize("name", [pytest.param("wide-deep", marks=pytest.mark.slow), "deepfm", "dcn"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("wide-deep", "dcn")), "deepfm"]
+)
 def test_the_graph_is_the_tape(name, tmp_path, capsys):
     results = {}
     for engine in ("tape", "graph"):

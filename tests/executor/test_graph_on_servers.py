@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = [("Hybrid", "plain"), ("PS", "cached"), ("PS", "clipped"), ("Hybrid", "accumulated")]
+QUICK = [("PS", "cached"), ("PS", "clipped"), ("Hybrid", "accumulated")]
 
 
 @pytest.mark.parametrize(

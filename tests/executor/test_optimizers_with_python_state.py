@@ -179,8 +179,14 @@ def play_of(kind: type[Own], patch: pytest.MonkeyPatch | None = None) -> Play:
 ENGINES = {"auto": ["tape"] * 3 + ["graph"] * 6, "graph": ["graph"] * 9}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", [*BY_THEMSELVES, *CAPTURED])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        pytest.param(kind, engine, marks=() if engine == quick else pytest.mark.slow)
+        for kind, quick in zip([*BY_THEMSELVES, *CAPTURED], itertools.cycle(ENGINES))
+        for engine in ENGINES
+    ],
+)
 def test_an_optimizer_of_a_library_leaves_what_the_plain_loop_leaves(kind: type[Own], engine: str) -> None:
     """The trial of a graph leaves no trace in them; forward and backward are a graph in any case."""
     got = check(lambda patch: play_of(kind, patch), engine)

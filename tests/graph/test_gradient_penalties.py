@@ -40,8 +40,17 @@ def play_of(loss: Any) -> Play:
     return Play(critic, loss, torch.optim.Adam(critic.parameters(), lr=0.01))
 
 
-@pytest.mark.parametrize("engine", ["auto", "graph"])
-@pytest.mark.parametrize("loss", [of_mixtures, of_real_points, of_a_parameter])
+@pytest.mark.parametrize(
+    ("loss", "engine"),
+    [
+        (of_mixtures, "auto"),
+        (of_real_points, "graph"),
+        (of_a_parameter, "auto"),
+        pytest.param(of_mixtures, "graph", marks=pytest.mark.slow),
+        pytest.param(of_real_points, "auto", marks=pytest.mark.slow),
+        pytest.param(of_a_parameter, "graph", marks=pytest.mark.slow),
+    ],
+)
 def test_a_gradient_penalty_runs_as_a_graph(loss: Any, engine: str) -> None:
     got = check(lambda patch: play_of(loss), engine)
     assert got.refused_at is None

@@ -80,7 +80,9 @@ def train(start: Model, cache: Cache | None, *, graph: bool) -> tuple[list[Tenso
         return losses, [*(client.pull(name) for name in NAMES), *(p.detach() for p in model.parameters())]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("cache", [None, Cache(capacity=6), Cache(capacity=8, push_bound=2)], ids=str)
+@pytest.mark.parametrize(
+    "cache", [None, pytest.param(Cache(capacity=6), marks=pytest.mark.slow), Cache(capacity=8, push_bound=2)], ids=str
+)
 def test_a_graph_with_remote_tables_is_the_tape_to_the_bit(cache: Cache | None) -> None:
     torch.manual_seed(0)
     start = Model()

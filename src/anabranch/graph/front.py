@@ -228,7 +228,7 @@ class Front:
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
             slow, caught = told_if_slow(self.when_slow), caught_lookups(self._refuse)
-            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), slow, caught:
+            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), slow, caught, _untimed():
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
@@ -428,6 +428,19 @@ class _Forms:
             f"the loss differentiates through {boundary.kind} {boundary.name!r} itself, which a graph cannot; use "
             "engine='tape'"
         )
+
+
+@contextmanager
+def _untimed() -> Iterator[None]:
+    """A block in which Dynamo does not measure, for its log, how long guards take: it empties the caches of the CPU."""
+    from torch._dynamo import guards
+
+    space: Any = guards
+    measure, space.profile_guard_manager = space.profile_guard_manager, lambda *_: 0.0
+    try:
+        yield
+    finally:
+        space.profile_guard_manager = measure
 
 
 class _Compiled:

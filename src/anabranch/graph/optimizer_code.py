@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -227,20 +228,29 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
 
 def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """The global names that a function reads, attributes of modules, and absent names that would hide a built-in."""
-    for code in _codes_in(function.__code__):
-        held: object = None
-        for operation in dis.get_instructions(code):
-            name = operation.argval
-            space = function.__globals__ if operation.opname in _GLOBALS else None
-            if operation.opname in _ATTRIBUTES and isinstance(held, ModuleType):
-                space = vars(held)
-            held = None if space is None else space.get(name)
-            if space is not None and (name in space or hasattr(builtins, name)):
+    for names in _dotted_names(function.__code__):
+        space = function.__globals__
+        for name in names:
+            if name in space or hasattr(builtins, name):
                 yield space, name
+            held = space.get(name)
+            if not isinstance(held, ModuleType):
+                break
+            space = vars(held)
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+@functools.lru_cache(maxsize=4096)
+def _dotted_names(code: CodeType) -> Sequence[Sequence[str]]:
+    """The global names in a function's code, each with the attributes that are read from it."""
+    found: list[list[str]] = []
+    goes_on = False
+    for operation in dis.get_instructions(code):
+        if operation.opname in _GLOBALS:
+            found.append([])
+        goes_on = operation.opname in _GLOBALS or (goes_on and operation.opname in _ATTRIBUTES)
+        if goes_on:
+            found[-1].append(operation.argval)
+    inner = [
+        names for constant in code.co_consts if isinstance(constant, CodeType) for names in _dotted_names(constant)
+    ]
+    return [*found, *inner]
