@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.parameter_server import Normal
+from anabranch.tables import Normal
 from anabranch.testing import LocalJob
 
 TABLES, WIDTH, BATCH, BOUND, WORKERS, SHARDS = 26, 16, 2048, 50, 2, 2

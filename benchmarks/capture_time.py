@@ -17,7 +17,7 @@ from measure import keep, machine
 from torch import Tensor
 
 from anabranch.graph import Graph, capture, gradients
-from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.passes.duplicates import merge_duplicates
 
 
 def chain(length: int) -> Graph:

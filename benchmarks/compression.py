@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
-from anabranch.experts.layers import Feedforward
+from anabranch.experts.server.layers import Feedforward
 from anabranch.tensors import TensorSpec
 
 FEATURES = 256

@@ -26,8 +26,8 @@ from measure import keep, machine
 from torch import nn
 
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, RemoteMixtureOfExperts, Schema
-from anabranch.experts.calls import Calls, ExpertCall, call_experts
-from anabranch.experts.remote_expert import fetch_schema
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
+from anabranch.experts.client.remote_expert import fetch_schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Deadline, make_keys
 from transport import bare, let_go

@@ -25,7 +25,8 @@ from measure import keep, machine
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.parameter_server import Normal, ParameterClient, ParameterServer, RowOptimizer, RowTable, TableSpec
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.tables import Normal, RowOptimizer, RowTable, TableSpec
 from anabranch.transport import Client, Request, Server, Verb
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05

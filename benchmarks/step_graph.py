@@ -22,9 +22,9 @@ from measure import alternate, compare, machine, report
 
 import anabranch as ab
 from anabranch.graph import StepProgram
-from anabranch.graph.codegen import _fast_callable
 from anabranch.graph.effects import is_view
 from anabranch.graph.nodes import evaluate, resolved
+from anabranch.graph.run.codegen import _fast_callable
 from models import CASES, TRANSFORMERS, Case
 
 ALL = CASES | TRANSFORMERS

@@ -22,15 +22,7 @@ import torch
 from measure import keep, machine
 from torch import Tensor
 
-from anabranch.parameter_server import (
-    KernelThreads,
-    Normal,
-    RowOptimizer,
-    RowTable,
-    RowWiseAdagrad,
-    TableGroup,
-    TableSpec,
-)
+from anabranch.tables import KernelThreads, Normal, RowOptimizer, RowTable, RowWiseAdagrad, TableGroup, TableSpec
 
 TABLES, ROWS, WIDTH, BATCH, ZIPF = 26, 100_000, 16, 2048, 1.05
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

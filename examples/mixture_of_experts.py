@@ -41,7 +41,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.experts.layers import Feedforward
+from anabranch.experts.server.layers import Feedforward
 from anabranch.job import DirectoryLike
 
 SERVERS = 4

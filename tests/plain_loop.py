@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.graph import optimizer_code, origins
+from anabranch.graph.dynamo import origins
+from anabranch.graph.trace import optimizer_code
 
 STEPS = 9
 ERROR = "an error"

@@ -11,10 +11,10 @@ from itertools import product
 
 import torch
 
-from anabranch.parameter_server.cache import Cache
-from anabranch.parameter_server.row_optimizers import Family, RowOptimizer
-from anabranch.parameter_server.warming import compile_kernels
-from anabranch.parameter_server.warming_caches import compile_cache_kernels
+from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
+from anabranch.tables.cache import Cache
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.warming import compile_kernels
 
 RULES = (
     RowOptimizer(Family.SGD, lr=0.1),

@@ -8,8 +8,9 @@ gives. The packages are floors, imports point down only:
 - ``graph``: a function or a whole step as a graph that can be differentiated, changed, looked at and run.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
-- ``parameter_server``: tables larger than a worker, read and updated by id.
+- ``parameter_server``: tables and parameters on servers, read before a step and updated after it.
 - ``experts``: modules that train themselves on the far side of a network, called as if they were here.
+- ``tables``: tables in rows that are read and updated by id, in this process.
 - ``checkpoint``: crash-safe saving and loading.
 - ``transport``: what crosses a boundary.
 - ``autodiff``: acting on gradients the moment they are final.
@@ -65,8 +66,9 @@ if TYPE_CHECKING:
         TaskPool,
     )
     from anabranch.graph import Graph, capture, gradients
-    from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RowWiseAdagrad
+    from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding
     from anabranch.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
+    from anabranch.tables import Cache, RowWiseAdagrad
     from anabranch.tensors import TensorSpec
 
 __all__ = [
@@ -146,6 +148,7 @@ if not TYPE_CHECKING:  # a checker would take every name for one of the package
             "autodiff",
             "collectives",
             "graph",
+            "tables",
             "parameter_server",
             "experts",
             "pipeline",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from loader_kinds import bound
 
-from anabranch.executor import loading
-from anabranch.executor.loading import BoundLoader
-from anabranch.graph import joint as joint_module
+from anabranch.executor.loaders import loading
+from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.graph.run import joint as joint_module
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
 
 
 def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1, prefetch: bool = True) -> BoundLoader:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.hooks import move_at_edges
-from anabranch.executor import placement
+from anabranch.executor import device_placement
 
 Engine = Literal["tape", "graph"]
 ENGINES: tuple[Engine, ...] = ("tape", "graph")
@@ -66,9 +66,9 @@ def test_each_part_goes_to_its_own_device_and_hands_back_to_the_one_around_it(mo
         moves[module] = str(device), str(around)
         return nullcontext()
 
-    monkeypatch.setattr(placement, "move_at_edges", note)
+    monkeypatch.setattr(device_placement, "move_at_edges", note)
     model = Model()
-    placement.Placement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
+    device_placement.Placement([model], {"encoder.2": "cpu", "encoder": "meta", "head": "meta"})
     assert moves == {
         model.encoder[2]: ("cpu", "meta"),
         model.encoder: ("meta", "cpu"),

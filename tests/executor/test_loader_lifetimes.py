@@ -18,8 +18,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from anabranch.executor import loading
-from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.loaders import loading
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
 
 pytestmark = pytest.mark.usefixtures("every_fetch_is_worth_a_thread")
 

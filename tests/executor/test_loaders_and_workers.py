@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from anabranch.errors import CheckpointError
-from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
 
 pytestmark = pytest.mark.usefixtures("every_fetch_is_worth_a_thread")
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from anabranch.executor.auto_engine import AutoEngine
-from anabranch.executor.checked_graph import CheckedGraph
+from anabranch.executor.engines.auto_engine import AutoEngine
+from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.tape import TapeEngine
 
 SGD = torch.optim.SGD
 ENGINES = ("auto", "graph")

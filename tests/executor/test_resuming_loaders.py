@@ -16,8 +16,8 @@ from torch.utils.data import (
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
-from anabranch.executor import positions
-from anabranch.executor.loading import ENDED, BoundLoader
+from anabranch.executor.loaders import positions
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 
 pytestmark = pytest.mark.usefixtures("every_fetch_is_worth_a_thread")

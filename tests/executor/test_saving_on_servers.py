@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.parameter_server import ParameterServer, RowOptimizer, from_torch
+from anabranch.parameter_server import ParameterServer
+from anabranch.tables import RowOptimizer, from_torch
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

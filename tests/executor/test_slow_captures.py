@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.graph import slowness
+from anabranch.graph.dynamo import slowness
 
 
 class Passed:

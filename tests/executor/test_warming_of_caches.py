@@ -11,7 +11,9 @@ import types
 import torch
 from torch import nn
 import anabranch as ab
-from anabranch.parameter_server import _compiled_cache, _compiled_group, _compiled_routing
+from anabranch.tables.kernels import _compiled_cache
+from anabranch.tables.kernels import _compiled_group
+from anabranch.tables.kernels import _compiled_routing
 
 def made():
     modules = (_compiled_cache, _compiled_routing, _compiled_group)
@@ -24,8 +26,8 @@ step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), optimizer)
 batches = [torch.randint(50, (9, 2)) for _ in range(8)]
 with ab.Executor(step, "Hybrid", cache=ab.Cache("LFU", 10, BOUNDS), dataloaders={"default": batches}) as executor:
     before = made()
-    assert before["anabranch.parameter_server._compiled_cache.ask"] == 1, before
-    assert before["anabranch.parameter_server._compiled_routing.arrange"] == 1, before
+    assert before["anabranch.tables.kernels._compiled_cache.ask"] == 1, before
+    assert before["anabranch.tables.kernels._compiled_routing.arrange"] == 1, before
     for _ in batches:
         executor.run()
     after = made()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
-from anabranch.experts.layers import Feedforward
+from anabranch.experts.server.layers import Feedforward
 from anabranch.tensors import TensorSpec
 
 FEATURES = 256

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, Task, TaskPool
-from anabranch.experts.device_copies import DeviceCopies
+from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.tensors import TensorSpec
 
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

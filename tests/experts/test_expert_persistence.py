@@ -16,7 +16,7 @@ from anabranch.checkpoint import generations
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
-from anabranch.experts.persistence import Persistence
+from anabranch.experts.server.persistence import Persistence
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
 from anabranch.transport.frame import FrameReader, Hello, Limits, ReplyHeader, RequestHeader, allocate, encode

@@ -27,8 +27,8 @@ from anabranch.experts import (
     RemoteMixtureOfExperts,
     RemoteSwitchMixtureOfExperts,
 )
-from anabranch.experts.beam_search import beam_search
-from anabranch.experts.finder import Avoidance
+from anabranch.experts.client.beam_search import beam_search
+from anabranch.experts.client.finder import Avoidance
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Server, Verb
@@ -288,7 +288,7 @@ def test_an_expert_that_fails_repeatedly_is_left_alone_and_tried_again(monkeypat
     assert avoidance.now() == {"ffn.0"}
     avoidance.answered("ffn.0")
     assert avoidance.now() == set()
-    monkeypatch.setattr("anabranch.experts.finder.Avoidance", lambda: Avoidance(clock))
+    monkeypatch.setattr("anabranch.experts.client.finder.Avoidance", lambda: Avoidance(clock))
     with grid(2) as (directory, experts, _):
         moe = mixture(directory, (2,), k_best=2)
         experts["ffn.0"].fault = RuntimeError("broken")
@@ -592,7 +592,7 @@ def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(
     tmp_path: Path, seed: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
-    monkeypatch.setattr("anabranch.experts.finder.Avoidance", lambda: Avoidance(clock))
+    monkeypatch.setattr("anabranch.experts.client.finder.Avoidance", lambda: Avoidance(clock))
     undisturbed = train_undisturbed(seed)
     disturbed, moe = train_disturbed(programs, clock, str(tmp_path), seed)
     assert moe.statistics().failed.get("PeerLost", 0) > 0

@@ -24,8 +24,8 @@ from anabranch.errors import (
     SchemaError,
 )
 from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert, Schema
-from anabranch.experts import backend as backend_module
 from anabranch.experts import schema as schema_module
+from anabranch.experts.server import backend as backend_module
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 from anabranch.transport import Client

@@ -18,7 +18,7 @@ from anabranch.cli.keys import keys
 from anabranch.cli.serve import serve
 from anabranch.errors import BoundaryError
 from anabranch.experts import RemoteExpert, expand_uids, make_backends
-from anabranch.experts.layers import find_factory, make_optimizer
+from anabranch.experts.server.layers import find_factory, make_optimizer
 from anabranch.transport import Client
 from programs import Program, Programs
 from waiting import join

@@ -13,11 +13,12 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.parameter_server import ParameterClient, ParameterServer, ownership
-from anabranch.parameter_server.log_format import Record
-from anabranch.parameter_server.ownership import Ownership
-from anabranch.parameter_server.push_log import PushLog
-from anabranch.parameter_server.recovery import LogReader
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.parameter_server.server import ownership
+from anabranch.parameter_server.server.log_format import Record
+from anabranch.parameter_server.server.ownership import Ownership
+from anabranch.parameter_server.server.push_log import PushLog
+from anabranch.parameter_server.server.recovery import LogReader
 from anabranch.testing import MemoryTransport
 from programs import Programs
 
@@ -43,7 +44,7 @@ def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: P
         """
         import sys
         from pathlib import Path
-        from anabranch.parameter_server.ownership import Ownership
+        from anabranch.parameter_server.server.ownership import Ownership
 
         owner = Ownership(Path(sys.argv[1]))
         print(owner.epoch, flush=True)

@@ -26,7 +26,8 @@ from hypothesis.stateful import (
 
 import anabranch as ab
 from anabranch.errors import CheckpointError, RemoteError, RolledBack
-from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport, MemoryTransport, faults
 
 HERE = "memory:shard"

@@ -16,7 +16,8 @@ import torch
 import anabranch as ab
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.events import on_fault_point
-from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec, Worker
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.testing import MemoryTransport
 
 SGD = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))

@@ -21,8 +21,8 @@ from anabranch.autodiff.boundary import Crossed, Form, RecordedBoundary, cross
 from anabranch.errors import CaptureError, DeadlineExceeded, SchemaError
 from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
-from anabranch.graph.dead_nodes import drop_dead_nodes
-from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes
+from anabranch.graph.passes.duplicates import merge_duplicates
 
 
 class Kept:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.boundary import Form, RecordedBoundary, cross
-from anabranch.graph import Graph, StepProgram, capture, replay
+from anabranch.graph import Graph, StepProgram, capture
 from anabranch.graph.crossings import crossing_of
-from anabranch.graph.streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
+from anabranch.graph.run import cuda_graphs
+from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -106,11 +107,11 @@ def test_a_replayed_program_copies_in_and_out_and_follows_moved_memory(monkeypat
         recording = Recording(program, inputs)
         return recording.again, recording.results
 
-    monkeypatch.setattr(replay, "_record", record)
+    monkeypatch.setattr(cuda_graphs, "_record", record)
     monkeypatch.setattr(Recording, "made", 0)
     weight = torch.full((3,), 2.0)
     graph = capture(lambda x: (x * weight, x + 1, (x * weight).sum()), torch.ones(3))
-    program = replay.Replayed(graph.program(), graph, [False, True, False])
+    program = cuda_graphs.Replayed(graph.program(), graph, [False, True, False])
     kept = []
     for step in range(6):
         x = torch.full((3,), float(step))
@@ -133,9 +134,9 @@ def test_a_program_that_cannot_be_recorded_runs_on_and_says_so_once(
     def refuse(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(replay, "_record", refuse)
+    monkeypatch.setattr(cuda_graphs, "_record", refuse)
     graph = capture(lambda x: x * 2, torch.ones(3))
-    program = replay.Replayed(graph.program(), graph, [False])
+    program = cuda_graphs.Replayed(graph.program(), graph, [False])
     with caplog.at_level(logging.INFO, logger="anabranch"):
         found = [program.run(torch.ones(3))[0] for _ in range(8)]
     (said,) = [record.getMessage() for record in caplog.records if record.name == "anabranch"]
@@ -145,8 +146,8 @@ def test_a_program_that_cannot_be_recorded_runs_on_and_says_so_once(
 
 
 def test_what_lies_on_a_cpu_or_asks_python_is_not_recorded() -> None:
-    assert not replay.can_replay(capture(lambda x: x * 2, torch.ones(3)))
-    assert not replay.can_replay(branching()[0])
+    assert not cuda_graphs.can_replay(capture(lambda x: x * 2, torch.ones(3)))
+    assert not cuda_graphs.can_replay(branching()[0])
 
 
 # On a device.
@@ -179,8 +180,8 @@ def train(graph: bool, steps: int = 8, move: int | None = None) -> list[Tensor]:
 @pytest.mark.parametrize("move", [None, 15])
 def test_replayed_steps_are_the_plain_loop_bit_for_bit(move: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     recordings: list[object] = []
-    real = replay._record
-    monkeypatch.setattr(replay, "_record", lambda *given: recordings.append(given) or real(*given))
+    real = cuda_graphs._record
+    monkeypatch.setattr(cuda_graphs, "_record", lambda *given: recordings.append(given) or real(*given))
     for mine, plain in zip(train(True, move=move), train(False, move=move), strict=True):
         assert torch.equal(mine, plain)
     assert len(recordings) >= 2, "both kinds of batches were recorded"

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.errors import CaptureError
-from anabranch.graph import StepProgram, capture, inductor
+from anabranch.graph import StepProgram, capture
+from anabranch.graph.run import inductor
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.graph import Graph, StepProgram
-from anabranch.graph.placement import place_nodes
+from anabranch.graph import Graph, StepProgram, capture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -33,7 +32,7 @@ def data_of(page: str) -> dict[str, list[dict[str, object]]]:
 
 
 def test_the_page_holds_every_operation_with_module_shape_bytes_and_time(tmp_path: Path) -> None:
-    graph = place_nodes(step_graph(), {"1": "cpu:0"})
+    graph = step_graph()
     graph.profile(torch.ones(8, 16), runs=2)
     graph.to_html(tmp_path / "graph.html")
     nodes = data_of((tmp_path / "graph.html").read_text())["nodes"]
@@ -47,8 +46,12 @@ def test_the_page_holds_every_operation_with_module_shape_bytes_and_time(tmp_pat
     assert all(n["time"] > 0 for n in operations)  # type: ignore[operator]
     addmm = next(n for n in operations if n["label"] == "addmm")
     assert (addmm["shape"], addmm["bytes"], addmm["dtype"]) == ("8x16", 512, "float32")
-    assert any(n["boundary"] == "cpu -> cpu:0" for n in operations)
     assert all(nodes[i]["name"] for n in nodes for i in n["inputs"])  # type: ignore[attr-defined]
+
+
+def test_a_copy_to_another_device_is_a_boundary(tmp_path: Path) -> None:
+    capture(lambda x: x.to("meta"), torch.ones(2)).to_html(tmp_path / "graph.html")
+    assert [n["boundary"] for n in data_of((tmp_path / "graph.html").read_text())["nodes"]] == ["", "cpu -> meta", ""]
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.graph import Graph, StepProgram, capture, gradients
-from anabranch.graph.buckets import bucket_collectives, sink_waits
-from anabranch.graph.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
-from anabranch.graph.duplicates import merge_duplicates
-from anabranch.graph.fused_updates import join_fused_updates, spread_fused_updates
-from anabranch.graph.in_place import reuse_in_place
-from anabranch.graph.placement import place_nodes
+from anabranch.graph.passes.collective_buckets import bucket_collectives, sink_waits
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles, sum_to_final_shape
+from anabranch.graph.passes.duplicates import merge_duplicates
+from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
+from anabranch.graph.passes.in_place import reuse_in_place
 from covering import pairwise
 from programs import start
 
@@ -193,21 +192,6 @@ def test_a_pass_changes_no_bit_of_a_step_and_not_its_argument(improve: Callable[
     before = [str(node) for node in graph.nodes]
     assert_same_step(graph, improve(graph))
     assert [str(node) for node in graph.nodes] == before
-
-
-def test_nodes_are_placed_by_module_with_a_transfer_at_each_edge() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.randn(5, 3)
-    graph = place_nodes(capture(model, x), {"1": "cpu:0"})
-    transfers = [node.meta["transfer"] for node in graph.fx.nodes if "transfer" in node.meta]
-    assert transfers == ["cpu -> cpu:0", "cpu:0 -> cpu"]
-    assert torch.equal(graph(x), model(x))
-
-
-def test_a_device_for_an_unknown_module_is_refused() -> None:
-    graph = capture(nn.Sequential(nn.ReLU()), torch.ones(1))
-    with pytest.raises(ValueError, match=r"devices names 'head', but no operation belongs to it; modules: \['0'\]"):
-        place_nodes(graph, {"head": "cpu:0"})
 
 
 @pytest.fixture

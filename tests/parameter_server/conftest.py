@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anabranch.parameter_server.warming import compile_kernels
+from anabranch.tables.warming import compile_kernels
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch.parameter_server import (
-    ParameterClient,
-    RowWiseAdagrad,
-)
+from anabranch.parameter_server import ParameterClient
+from anabranch.tables import RowWiseAdagrad
 
 ROWS, WIDTH = 20, 16
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 
-from anabranch.parameter_server import Cache, RowCache
-from anabranch.parameter_server.cache import SPARE
-from anabranch.parameter_server.messages import WITH_STATE
+from anabranch.tables import Cache, RowCache
+from anabranch.tables.cache import SPARE
+from anabranch.tables.row_versions import WITH_STATE
 
 UPDATES = 400  # columns: update k adds 1 to column k of its row, so a row shows which updates it holds, and how often
 
@@ -103,7 +103,7 @@ class Workers(RuleBasedStateMachine):
         spare: bool,
     ) -> None:
         # As if bounds of 2 steps had one to spare, which takes too many steps to get to otherwise.
-        self.patch = mock.patch("anabranch.parameter_server.cache.SPARE", 2 if spare else SPARE)
+        self.patch = mock.patch("anabranch.tables.cache.SPARE", 2 if spare else SPARE)
         self.patch.start()
         self.cache = Cache(policy, capacity, pull_bound, push_bound)
         self.server = Server()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.parameter_server import Cache, Family, RowOptimizer
-from anabranch.parameter_server.cache_group import CacheGroup, Caches, CachesOneByOne
-from anabranch.parameter_server.client import Pulled
-from anabranch.parameter_server.messages import WITH_STATE
+from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, CachesOneByOne
+from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.tables import Cache, Family, RowOptimizer
+from anabranch.tables.row_versions import WITH_STATE
 from covering import pairwise
 
 ROWS, WIDTH = 40, 3

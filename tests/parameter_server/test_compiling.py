@@ -17,10 +17,10 @@ pytest.importorskip("numba")
 
 from anabranch.cli import serve
 from anabranch.launch import slow_starts
-from anabranch.parameter_server import _compiling
+from anabranch.tables.kernels import _compiling
 
 SOURCE = """
-from anabranch.parameter_server._compiling import compiled
+from anabranch.tables.kernels._compiling import compiled
 
 @compiled
 def twice(x):

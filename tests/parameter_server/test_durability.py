@@ -17,21 +17,14 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
-from anabranch.parameter_server import (
-    Constant,
-    Normal,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    TableSpec,
-    Worker,
-)
-from anabranch.parameter_server.log_format import Preamble, Record, encode_record
-from anabranch.parameter_server.messages import WITH_STATE
-from anabranch.parameter_server.ownership import Ownership
-from anabranch.parameter_server.packing import Compression
-from anabranch.parameter_server.push_log import PushLog
-from anabranch.parameter_server.recovery import LogReader
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.server.log_format import Preamble, Record, encode_record
+from anabranch.parameter_server.server.ownership import Ownership
+from anabranch.parameter_server.server.push_log import PushLog
+from anabranch.parameter_server.server.recovery import LogReader
+from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
+from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
 from programs import Program, Programs
 from waiting import join

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from anabranch.errors import NotFound
-from anabranch.parameter_server import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.tables import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6

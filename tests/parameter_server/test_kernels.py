@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.parameter_server import RowOptimizer, RowWiseAdagrad
-from anabranch.parameter_server._quantile import QUANTILE
-from anabranch.parameter_server.kernels import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.tables import RowOptimizer, RowWiseAdagrad
+from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels.selection import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
 
 COMPILED, PLAIN = kernels("compiled"), kernels("plain")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -243,7 +243,7 @@ def test_normal_first_values_are_normal() -> None:
 
 
 def test_the_quantile_function_is_torch_s() -> None:
-    from anabranch.parameter_server import _compiled, _plain
+    from anabranch.tables.kernels import _compiled, _plain
 
     p = np.concatenate([np.logspace(-15, -1, 200), np.linspace(0.1, 0.9, 100)])
     mine = np.array([_compiled._quantile(x, QUANTILE) for x in p])

@@ -16,15 +16,8 @@ from remote_tables_models import OPTIMIZERS, ROWS, Gate, one_step, table_and_its
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost
-from anabranch.parameter_server import (
-    Cache,
-    ParameterClient,
-    ParameterServer,
-    RemoteEmbedding,
-    RemoteTables,
-    RowOptimizer,
-    Worker,
-)
+from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
+from anabranch.tables import Cache, RowOptimizer
 from anabranch.testing import FakeClock, MemoryTransport
 from waiting import join
 
@@ -221,7 +214,7 @@ def test_a_push_that_overruns_its_deadline_is_said_to(monkeypatch: pytest.Monkey
         one_step(model, plain, own, torch.tensor([1]))
         tables.push()
         with monkeypatch.context() as patch:
-            patch.setattr("anabranch.parameter_server.client.Deadline", Told)
+            patch.setattr("anabranch.parameter_server.client.parameter_client.Deadline", Told)
             with pytest.raises(DeadlineExceeded, match="push"):
                 tables.flush()
             patch.setattr(ParameterClient, "timeout", 0.01)

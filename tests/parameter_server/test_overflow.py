@@ -11,18 +11,9 @@ import pytest
 import torch
 
 from anabranch.errors import NonFinite
-from anabranch.parameter_server import (
-    Constant,
-    Family,
-    Normal,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    RowTable,
-    TableSpec,
-    Worker,
-)
-from anabranch.parameter_server.overflow import Bounds, peak_of
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.tables import Constant, Family, Normal, RowOptimizer, RowTable, TableSpec
+from anabranch.tables.optimizers.overflow import Bounds, peak_of
 from anabranch.testing import MemoryTransport
 
 RULES = {

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server import Normal, ParameterClient, ParameterServer, RowOptimizer, TableSpec
-from anabranch.parameter_server.packing import Share, all_finite, expected, join, split
-from anabranch.parameter_server.row_optimizers import Family
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.tables import Normal, RowOptimizer, TableSpec
+from anabranch.tables.optimizers.row_optimizers import Family
+from anabranch.tensors.packing import Share, all_finite, expected, join, split
 from anabranch.transport import MemoryTransport
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

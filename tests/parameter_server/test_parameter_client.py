@@ -15,15 +15,8 @@ import torch
 from anabranch import Directory, DirectoryServer
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, SchemaError
-from anabranch.parameter_server import (
-    Constant,
-    Normal,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    TableSpec,
-    Worker,
-)
+from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.testing import LossyTransport
 from anabranch.transport import MemoryTransport
 
@@ -123,7 +116,7 @@ def test_bad_input_is_a_typed_error_and_changes_nothing() -> None:
 def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
         client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
-        nothing_checked = "anabranch.parameter_server.row_messages.owners_of"
+        nothing_checked = "anabranch.parameter_server.client.row_messages.owners_of"
         monkeypatch.setattr(nothing_checked, lambda ids, *others: (np.zeros_like(ids), -1))
         for bad in (-1, 10, 2**62):
             with pytest.raises(NotFound, match="ids"):
@@ -230,7 +223,7 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards in this process soon say who is missing; their clients would wait for long."""
-    monkeypatch.setattr("anabranch.parameter_server.shard._patience", lambda deadline: Deadline.after(0.05))
+    monkeypatch.setattr("anabranch.parameter_server.server.shard._patience", lambda deadline: Deadline.after(0.05))
 
 
 def test_under_ssp_the_others_halt_after_exactly_k_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anabranch.errors import NotFound
-from anabranch.parameter_server import (
-    Cache,
-    ParameterClient,
-    ParameterServer,
-    RemoteEmbedding,
-    RemoteTables,
-    Worker,
-)
+from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables, Worker
+from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.parameter_server.placement import Placement
-from anabranch.parameter_server.routing import Placements, arrange, owners_of
+from anabranch.parameter_server.client.routing import Placements, arrange, owners_of
+from anabranch.tables.shard_placement import Placement
 
 
 @settings(deadline=None, max_examples=80)

@@ -13,21 +13,15 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, SchemaError
-from anabranch.parameter_server import (
-    Constant,
-    Family,
-    Normal,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    TableSpec,
-)
-from anabranch.parameter_server import kernels as kernels_module
-from anabranch.parameter_server import row_messages as row_messages_module
-from anabranch.parameter_server.messages import WITH_STATE, InitMessage, Part, PullMessage, PullPart, PushMessage
-from anabranch.parameter_server.row_messages import Layout, Pull, PullReply, Routed, VersionClock
-from anabranch.parameter_server.row_table import RowTable
-from anabranch.parameter_server.shard import Shard
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.parameter_server.client import row_messages as row_messages_module
+from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed, VersionClock
+from anabranch.parameter_server.messages import InitMessage, Part, PullMessage, PullPart, PushMessage
+from anabranch.parameter_server.server.shard import Shard
+from anabranch.tables import Constant, Family, Normal, RowOptimizer, TableSpec
+from anabranch.tables.kernels import selection as kernels_module
+from anabranch.tables.row_table import RowTable
+from anabranch.tables.row_versions import WITH_STATE
 from anabranch.testing import MemoryTransport
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")

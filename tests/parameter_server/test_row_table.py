@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from anabranch.errors import NotFound, SchemaError
-from anabranch.parameter_server import (
+from anabranch.tables import (
     Constant,
     Family,
     KernelThreads,

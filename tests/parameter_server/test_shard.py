@@ -14,18 +14,7 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, NotFound, RemoteError, SchemaError
 from anabranch.events import Event, subscribe
-from anabranch.parameter_server import (
-    Consistency,
-    Constant,
-    Family,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    Shard,
-    TableSpec,
-)
-from anabranch.parameter_server import shard as shard_module
-from anabranch.parameter_server.log_format import Record
+from anabranch.parameter_server import Consistency, ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.messages import (
     InitMessage,
     JoinMessage,
@@ -37,7 +26,10 @@ from anabranch.parameter_server.messages import (
     ReleaseMessage,
     RestoreMessage,
 )
-from anabranch.parameter_server.push_log import PushLog
+from anabranch.parameter_server.server import shard as shard_module
+from anabranch.parameter_server.server.log_format import Record
+from anabranch.parameter_server.server.push_log import PushLog
+from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 

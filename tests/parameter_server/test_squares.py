@@ -6,17 +6,10 @@ import pytest
 import torch
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server import (
-    Cache,
-    Constant,
-    ParameterClient,
-    RowCache,
-    RowOptimizer,
-    RowTable,
-    TableSpec,
-)
-from anabranch.parameter_server.row_optimizers import Family
-from anabranch.parameter_server.row_step import move_rows
+from anabranch.parameter_server import ParameterClient
+from anabranch.tables import Cache, Constant, RowCache, RowOptimizer, RowTable, TableSpec
+from anabranch.tables.optimizers.row_optimizers import Family
+from anabranch.tables.optimizers.row_step import move_rows
 
 STEPS, WIDTH = 50, 4
 RULES = {

@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch.parameter_server import (
-    Constant,
-    ParameterClient,
-    ParameterServer,
-    RowOptimizer,
-    RowTable,
-    RowWiseAdagrad,
-    TableSpec,
-)
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.tables import Constant, RowOptimizer, RowTable, RowWiseAdagrad, TableSpec
 from anabranch.testing import MemoryTransport
 from programs import Programs
 
@@ -44,7 +37,7 @@ def mapped_from(directory: Path) -> int:
 def test_a_table_in_a_file_is_the_table_in_memory(
     budget: int | None, name: str, rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.parameter_server.storage._WINDOW", 1)  # windows of 4096 rows, the least there are
+    monkeypatch.setattr("anabranch.tables.storage._WINDOW", 1)  # windows of 4096 rows, the least there are
     rule = RowOptimizer.from_factory(RULES[name])
     capacity = None if rows else 2000
     make = functools.partial(TableSpec, "t", rows, 8, every_row_moves=rows is not None, capacity=capacity)
@@ -72,7 +65,7 @@ def test_a_table_larger_than_the_address_space_is_trained(tmp_path: Path, progra
         """
         import resource, sys
         import torch
-        from anabranch.parameter_server import Constant, Family, RowOptimizer, RowTable, TableSpec
+        from anabranch.tables import Constant, Family, RowOptimizer, RowTable, TableSpec
 
         torch.set_num_threads(1)
         used = int(open("/proc/self/statm").read().split()[0]) * 4096
@@ -104,7 +97,8 @@ def test_a_table_larger_than_the_address_space_is_kept_saved_and_loaded(tmp_path
         """
         import functools, gc, os, resource, shutil, sys
         import torch
-        from anabranch.parameter_server import Constant, ParameterClient, ParameterServer, RowOptimizer, TableSpec
+        from anabranch.parameter_server import ParameterClient, ParameterServer
+        from anabranch.tables import Constant, RowOptimizer, TableSpec
         from anabranch.testing import MemoryTransport
 
         torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anabranch.errors import NotFound, SchemaError
-from anabranch.parameter_server import (
+from anabranch.tables import (
     Family,
     KernelThreads,
     Normal,
@@ -20,7 +20,7 @@ from anabranch.parameter_server import (
     TableGroup,
     TableSpec,
 )
-from anabranch.parameter_server.table_group import balanced
+from anabranch.tables.table_group import balanced
 
 ROWS = (50, 7, 300)
 WIDTH = 5

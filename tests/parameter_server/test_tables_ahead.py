@@ -17,15 +17,8 @@ from remote_tables_models import OPTIMIZERS, ROWS, WIDTH, one_step, table_and_it
 from torch import Tensor, nn
 
 from anabranch.events import Event, subscribe
-from anabranch.parameter_server import (
-    Cache,
-    ParameterClient,
-    ParameterServer,
-    Pulled,
-    RemoteEmbedding,
-    RemoteTables,
-    Worker,
-)
+from anabranch.parameter_server import ParameterClient, ParameterServer, Pulled, RemoteEmbedding, RemoteTables, Worker
+from anabranch.tables import Cache
 from anabranch.testing import MemoryTransport
 
 STEPS = 6

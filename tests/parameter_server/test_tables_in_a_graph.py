@@ -13,7 +13,8 @@ import anabranch as ab
 from anabranch.errors import BoundaryError
 from anabranch.graph import StepProgram
 from anabranch.graph.crossings import crossing_of
-from anabranch.parameter_server import Cache, ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables
+from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteEmbedding, RemoteTables
+from anabranch.tables import Cache
 
 ROWS, WIDTH, STEPS = 20, 8, 4
 NAMES = ["first.weight", "bag.weight"]

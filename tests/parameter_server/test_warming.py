@@ -27,7 +27,9 @@ def test_no_request_compiles_anything():
 
 def test_the_kernels_are_there_before_the_shard_listens(monkeypatch):
     order = []
-    monkeypatch.setattr("anabranch.parameter_server.server.compile_kernels", lambda: order.append("compiled"))
+    monkeypatch.setattr(
+        "anabranch.parameter_server.server.shard_server.compile_kernels", lambda: order.append("compiled")
+    )
     real = Server.__init__
 
     def noted(self, *arguments, **options):

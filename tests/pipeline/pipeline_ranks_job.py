@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.events import on_fault_point
 from anabranch.pipeline import make_schedule
-from anabranch.pipeline.gloo_channel import GlooChannel
+from anabranch.pipeline.links.gloo_channel import GlooChannel
+from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel
 from anabranch.pipeline.ranks import RankEngine
-from anabranch.pipeline.shared_memory_channel import SharedMemoryChannel
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV"]

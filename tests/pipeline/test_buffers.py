@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.pipeline.buffers import Buffers
+from anabranch.pipeline.links.receive_buffers import Buffers
 
 ROWS = 1 << 14
 

@@ -21,7 +21,6 @@ from anabranch.events import Event, on_fault_point, subscribe
 from anabranch.pipeline import (
     Action,
     Kind,
-    balance,
     balance_by_size,
     balance_by_time,
     draw,
@@ -29,7 +28,8 @@ from anabranch.pipeline import (
     save_picture,
     simulate,
 )
-from anabranch.pipeline.balance import _cut
+from anabranch.pipeline.stage import balance
+from anabranch.pipeline.stage.balance import _cut
 from anabranch.testing import FakeClock
 
 PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}

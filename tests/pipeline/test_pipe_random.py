@@ -9,7 +9,7 @@ from pipeline_models import close
 from torch import nn
 
 from anabranch import Pipe
-from anabranch.pipeline.random_streams import _GiveGenerator, _Stream, drawing_from
+from anabranch.pipeline.stage.random_streams import _GiveGenerator, _Stream, drawing_from
 
 DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.5),

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch import Pipe, pop, skippable, stash
 from anabranch.events import on_fault_point, subscribe
-from anabranch.pipeline.deferred_batch_norm import DeferredBatchNorm
+from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from covering import pairwise
 
 

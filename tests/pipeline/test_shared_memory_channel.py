@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.pipeline.actions import Kind
-from anabranch.pipeline.inbox import Inbox
-from anabranch.pipeline.packet import cut
-from anabranch.pipeline.shared_memory_channel import Meeting, SharedMemoryChannel
-from anabranch.pipeline.wire import Header, pack
+from anabranch.pipeline.links.inbox import Inbox
+from anabranch.pipeline.links.packet_codec import Header, pack
+from anabranch.pipeline.links.shared_memory_channel import Meeting, SharedMemoryChannel
+from anabranch.pipeline.schedule.actions import Kind
+from anabranch.pipeline.stage.packet import cut
 from anabranch.tensors import Structure
 
 Pair = tuple[SharedMemoryChannel, SharedMemoryChannel, Inbox]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch import Namespace, SkipError, pop, skippable, stash, verify_skippables
-from anabranch.pipeline.skips import SkipStore, using_store
+from anabranch.pipeline.stage.skips import SkipStore, using_store
 
 
 @skippable(stash=["a"])

@@ -11,7 +11,7 @@ from pipeline_models import close
 from torch import Tensor, nn
 
 from anabranch import Pipe
-from anabranch.pipeline import weight_split
+from anabranch.pipeline.stage import weight_split
 
 
 class Tall(nn.Module):

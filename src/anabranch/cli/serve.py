@@ -127,7 +127,7 @@ def parameters(
     from anabranch.experts import stopped_by_signals
     from anabranch.observe import parameter_metrics
     from anabranch.parameter_server import serve_parameters
-    from anabranch.parameter_server.warming import compile_kernels
+    from anabranch.tables.warming import compile_kernels
 
     if durability != "none" and checkpoint_dir is None:
         raise typer.BadParameter(f"--durability {durability} needs --checkpoint-dir")

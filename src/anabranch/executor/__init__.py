@@ -1,9 +1,8 @@
 """Runs programs of training and evaluation steps. Open ``executor.py`` first.
 
-``steps.py`` describes what is run, ``auto_engine.py`` runs a training step as a graph or else on the tape,
-``window.py`` holds what one optimizer step sums up, ``loading.py`` takes batches from loaders, ``saving.py`` says what
-a checkpoint holds. ``routes.py`` decides what lives on servers, ``remote.py`` is this side of them. Not a trainer:
-loops, epochs and logging are the user's.
+``steps.py`` describes what is run, ``engines`` run a training step on the tape or as a graph, ``window.py`` holds what
+one optimizer step sums up, ``loaders`` give batches, ``saving.py`` says what a checkpoint holds. ``routes.py`` decides
+what lives on servers, ``remote.py`` is this side of them. Not a trainer: loops, epochs and logging are the user's.
 """
 
 from anabranch.executor.executor import Executor

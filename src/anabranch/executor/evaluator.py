@@ -14,13 +14,13 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary import Answers
 from anabranch.errors import CaptureError
+from anabranch.executor.engines.trial import Differs, Snapshot, bits_differ, repeat
+from anabranch.executor.engines.worth import Worth
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import EvalStep
-from anabranch.executor.trial import Differs, Snapshot, bits_differ, repeat
-from anabranch.executor.worth import Worth
+from anabranch.graph.dynamo.front import GuardMiss
+from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
-from anabranch.graph.front import GuardMiss
-from anabranch.graph.refusals import Raises
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 

@@ -20,27 +20,28 @@ from torch import Tensor, nn
 from anabranch.checkpoint.generations import check_path
 from anabranch.collectives import Workers
 from anabranch.deadline import check_seconds
-from anabranch.executor.auto_engine import AutoEngine
-from anabranch.executor.batches import Batches
-from anabranch.executor.checked_graph import CheckedGraph
-from anabranch.executor.engine import Engine
+from anabranch.executor.device_placement import Placement
+from anabranch.executor.engines.auto_engine import AutoEngine
+from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.engine import Engine
+from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.graph_engine import GraphEngine
+from anabranch.executor.loaders.batches import Batches
+from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.pipe_runner import PipelineGrid, check_pipes, evaluated, runner_for, seed_pipes
-from anabranch.executor.placement import Placement
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
 from anabranch.executor.saving import Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
-from anabranch.executor.tape import TapeEngine
-from anabranch.executor.upcoming import UpcomingIds
 from anabranch.graph import Graph
 from anabranch.job import job
-from anabranch.parameter_server import Cache, Compression, Consistency, check_compression
-from anabranch.tensors import Structure, as_tensors, count_rows, map_structure
+from anabranch.parameter_server import Consistency
+from anabranch.tables import Cache
+from anabranch.tensors import Compression, Structure, as_tensors, check_compression, count_rows, map_structure
 
 __all__ = ["CommMode", "Executor"]
 

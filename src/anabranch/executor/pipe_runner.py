@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
-from anabranch.executor.engine import Engine, Ready, StepOutput
+from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep

@@ -22,21 +22,17 @@ from anabranch.executor.statistics import TableLoads
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.job import job
 from anabranch.parameter_server import (
-    Cache,
-    CacheStatistics,
-    Compression,
     Consistency,
     ParameterClient,
-    ParameterState,
     RemoteEmbedding,
     RemoteTables,
-    RowOptimizer,
     WholeParameters,
     Worker,
-    to_torch,
     users_of,
 )
-from anabranch.parameter_server.warming_caches import compile_cache_kernels
+from anabranch.parameter_server.client.warming_caches import compile_cache_kernels
+from anabranch.tables import Cache, CacheStatistics, ParameterState, RowOptimizer, to_torch
+from anabranch.tensors import Compression
 
 __all__ = ["RemotePart", "ServedParameter"]
 

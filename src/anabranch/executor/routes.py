@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from anabranch.executor.steps import Step, TrainStep, parameters_of
-from anabranch.parameter_server import RemoteEmbedding, RowOptimizer, rule_of, users_of
+from anabranch.parameter_server import RemoteEmbedding, rule_of, users_of
+from anabranch.tables import RowOptimizer
 
 __all__ = ["CommMode", "Place", "Route", "Routes", "comm_mode_of", "plan_routes"]
 

@@ -20,15 +20,15 @@ from torch.optim import Optimizer
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
-from anabranch.executor.auto_engine import AutoEngine
-from anabranch.executor.checked_graph import CheckedGraph
 from anabranch.executor.clipping import clip_gradients, clip_scale
-from anabranch.executor.engine import Engine, StepOutput
+from anabranch.executor.engines.auto_engine import AutoEngine
+from anabranch.executor.engines.checked_graph import CheckedGraph
+from anabranch.executor.engines.engine import Engine, StepOutput
+from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.fetching import Fetch
-from anabranch.executor.graph_engine import GraphEngine
+from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
-from anabranch.executor.upcoming import UpcomingIds
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
 from anabranch.tensors import Structure
 

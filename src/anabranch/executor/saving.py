@@ -32,7 +32,7 @@ from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.state import decode, encode
 from anabranch.collectives import Workers
 from anabranch.errors import AnabranchError, CheckpointError
-from anabranch.executor.loading import BoundLoader
+from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.merging import Part, merge_optimizer_states, merge_windows, names_of, restrict, rows_of
 from anabranch.executor.pipe_runner import PipelineGrid
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -40,8 +40,8 @@ from anabranch.executor.remote import RemotePart, ServedParameter
 from anabranch.executor.remote_window import Sums
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep, distinct_models, parameters_of
-from anabranch.parameter_server import ParameterState, from_torch, to_torch
 from anabranch.pipeline import Pipe
+from anabranch.tables import ParameterState, from_torch, to_torch
 
 __all__ = ["Saver"]
 

@@ -154,7 +154,7 @@ class Directory:
         self._within: Deadline | None = None
         self._table = _Table(clock)
         if client is None and endpoint is not None:
-            from anabranch.experts.connections import shared_client
+            from anabranch.experts.client.connections import shared_client
 
             client = shared_client(role=role, keys=keys, insecure=insecure)
         self._client = client

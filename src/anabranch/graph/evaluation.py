@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
-from anabranch.graph.backward import output_names
-from anabranch.graph.build import build
-from anabranch.graph.calls import Binding, arrange, run_calls
-from anabranch.graph.codegen import Program
-from anabranch.graph.duplicates import merge_duplicates
+from anabranch.graph.dynamo.calls import Binding, arrange, run_calls
+from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
 from anabranch.graph.effects import is_collective
-from anabranch.graph.front import Front, GuardMiss, TracedCall, mark
 from anabranch.graph.graph import Graph, InputKind
-from anabranch.graph.inductor import compiled
 from anabranch.graph.kinds import kind_of
-from anabranch.graph.tracing import Recorder, undisturbed
+from anabranch.graph.passes.duplicates import merge_duplicates
+from anabranch.graph.run.codegen import Program
+from anabranch.graph.run.inductor import compiled
+from anabranch.graph.trace.backward import output_names
+from anabranch.graph.trace.build import build
+from anabranch.graph.trace.make_fx import Recorder, undisturbed
 from anabranch.tensors import Structure
 
 __all__ = ["EvalProgram", "PreparedEvaluation"]

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import SchemaError
-from anabranch.graph.codegen import Program, generate
 from anabranch.graph.effects import Effects
 from anabranch.graph.nodes import copy_node
+from anabranch.graph.run.codegen import Program, generate
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-    from anabranch.graph.memory import MemoryPlan
+    from anabranch.graph.run.memory import MemoryPlan
 
 __all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
 
@@ -120,10 +120,10 @@ class Graph:
 
     def lowered(self) -> Graph:
         """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""
-        from anabranch.graph.dead_nodes import drop_handles, sum_to_final_shape
-        from anabranch.graph.in_place import reuse_in_place
-        from anabranch.graph.streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
-        from anabranch.graph.table_gradients import sum_table_gradients
+        from anabranch.graph.passes.dead_nodes import drop_handles, sum_to_final_shape
+        from anabranch.graph.passes.in_place import reuse_in_place
+        from anabranch.graph.passes.table_gradients import sum_table_gradients
+        from anabranch.graph.run.copy_streams import copy_beside_compute, crosses_from_cuda, launch_before_crossings
 
         graph = sum_table_gradients(sum_to_final_shape(drop_handles(self, stops=True)))
         if not crosses_from_cuda(graph):
@@ -174,7 +174,7 @@ class Graph:
 
         Only memory that a run allocates is counted: neither the inputs nor the state.
         """
-        from anabranch.graph.memory import plan_memory
+        from anabranch.graph.run.memory import plan_memory
 
         return plan_memory(self)
 
@@ -182,7 +182,7 @@ class Graph:
         """This graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the budget.
 
         >>> import torch
-        >>> from anabranch.graph import capture
+        >>> from anabranch.graph.trace import capture
         >>> def fn(x):
         ...     kept = [torch.sin(x * i) for i in range(1, 6)]
         ...     return sum(k.sum() for k in reversed(kept))
@@ -202,7 +202,7 @@ class Graph:
         Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
         tradeoffs in checkpointing by being fusion aware", 2023).
         """
-        from anabranch.graph.recompute import recompute
+        from anabranch.graph.passes.recompute import recompute
 
         return recompute(self, budget_bytes)
 
@@ -210,7 +210,7 @@ class Graph:
         """The shape of every input, operation and output, for free inputs of these shapes.
 
         >>> import torch
-        >>> from anabranch.graph import capture
+        >>> from anabranch.graph.trace import capture
         >>> graph = capture(torch.nn.Flatten(), torch.ones(2, 3, 4))
         >>> graph.infer_shapes((5, 3, 4))["output"]
         torch.Size([5, 12])
@@ -221,7 +221,7 @@ class Graph:
         Raises:
             ValueError: if the operations do not work on these shapes; names the first that fails.
         """
-        from anabranch.graph.shapes import infer_shapes
+        from anabranch.graph.passes.shapes import infer_shapes
 
         return infer_shapes(self, input_shapes)
 
@@ -230,7 +230,7 @@ class Graph:
 
         These are real runs: state is updated. Free inputs are given as in a call.
         """
-        from anabranch.graph.profile import profile
+        from anabranch.graph.run.profile import profile
 
         leaves, _ = flatten(inputs)
         self.times = profile(self, leaves, runs)
@@ -242,13 +242,13 @@ class Graph:
         Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
         shows the time of each operation.
         """
-        from anabranch.graph.page import to_html
+        from anabranch.graph.view.page import to_html
 
         to_html(self, path)
 
     def to_dot(self) -> str:
         """The graph in Graphviz's language, a cluster a module."""
-        from anabranch.graph.dot import to_dot
+        from anabranch.graph.view.dot import to_dot
 
         return to_dot(self)
 

@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import AnabranchError, CaptureError
-from anabranch.graph.backward import Arrivals, Gradients, check_loss
-from anabranch.graph.bound_state import BoundState
+from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark, mistake
 from anabranch.graph.effects import is_collective
-from anabranch.graph.front import Front, GuardMiss, TracedCall, mark, mistake
 from anabranch.graph.graph import Graph
-from anabranch.graph.joint import Joint, JointKey
 from anabranch.graph.kinds import kind_of
-from anabranch.graph.lookups import SparseRows, as_sparse_gradient
-from anabranch.graph.tracing import undisturbed
-from anabranch.graph.update import GroupNumbers, LearningRates, capture_update, has_state
+from anabranch.graph.run.bound_state import BoundState
+from anabranch.graph.run.joint import Joint, JointKey
+from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
+from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.trace.make_fx import undisturbed
+from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten
 
 __all__ = ["Between", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]

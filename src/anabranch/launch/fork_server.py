@@ -46,7 +46,7 @@ _IMPORTED = (
     "anabranch.parameter_server",
     "anabranch.pipeline",
 )
-_IMPORTED_IF_THERE = ("anabranch.parameter_server._compiled", "anabranch.parameter_server._compiled_group")
+_IMPORTED_IF_THERE = ("anabranch.tables.kernels._compiled", "anabranch.tables.kernels._compiled_group")
 
 _started_as = sys.modules["__main__"]  # a role puts its own in place; the interpreter still needs this one
 

@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 from anabranch.errors import SchemaError
-from anabranch.parameter_server.packing import Compression
+from anabranch.tensors.packing import Compression
 
 __all__ = [
     "BarrierMessage",
@@ -32,7 +32,6 @@ __all__ = [
     "InitMessage",
     "JoinMessage",
     "NormMessage",
-    "OLDEST",
     "Part",
     "PullMessage",
     "PullPart",
@@ -40,12 +39,9 @@ __all__ = [
     "PushMessage",
     "ReleaseMessage",
     "RestoreMessage",
-    "WITH_STATE",
     "check_kinds",
 ]
 
-WITH_STATE = -2  # as the known version of a row: it comes in any case, with its optimizer's state
-OLDEST = (1 << 15) - 1  # steps; the age of a row is sent in 16 bits
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from anabranch.errors import PipelineError
-from anabranch.pipeline.ambient import Ambient
-from anabranch.pipeline.balance import balance_by_size, balance_by_time
-from anabranch.pipeline.call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
-from anabranch.pipeline.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.describe import describe
-from anabranch.pipeline.local import LocalEngine
+from anabranch.pipeline.description import describe
+from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.links.thread_modes import Ambient
+from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
-from anabranch.pipeline.orders import SCHEDULES, default_ranks, make_schedule
-from anabranch.pipeline.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
-from anabranch.pipeline.random_streams import refuse_undrawable
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
-from anabranch.pipeline.schedule import Lowered, Schedule
-from anabranch.pipeline.skips import verify_skippables
-from anabranch.pipeline.stage import OUTSIDE, Head, Plan, Stage, StageRun
-from anabranch.pipeline.wire import Facts
+from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
+from anabranch.pipeline.schedule.schedule import Lowered, Schedule
+from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
+from anabranch.pipeline.stage.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
+from anabranch.pipeline.stage.random_streams import refuse_undrawable
+from anabranch.pipeline.stage.skips import verify_skippables
+from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
 from anabranch.tensors import Structure, map_structure
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]

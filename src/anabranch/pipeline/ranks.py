@@ -37,18 +37,18 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import PeerLost, PipelineError
-from anabranch.pipeline.actions import Action, Kind
-from anabranch.pipeline.call import Outcome
-from anabranch.pipeline.describe import Observed
-from anabranch.pipeline.exchange import Aborted, Message
-from anabranch.pipeline.gloo_channel import GlooChannel
-from anabranch.pipeline.inbox import Channel, Inbox
-from anabranch.pipeline.local import annotate
-from anabranch.pipeline.packet import Packet, cut
-from anabranch.pipeline.runner import Failure, Runner, phase_of
-from anabranch.pipeline.shared_memory_channel import Meeting, SharedMemoryChannel
-from anabranch.pipeline.stage import StageRun
-from anabranch.pipeline.wire import Facts, Fault, Header, pack
+from anabranch.pipeline.action_runner import Failure, Runner, phase_of
+from anabranch.pipeline.description import Observed
+from anabranch.pipeline.links.exchange import Aborted, Message
+from anabranch.pipeline.links.gloo_channel import GlooChannel
+from anabranch.pipeline.links.inbox import Channel, Inbox
+from anabranch.pipeline.links.packet_codec import Facts, Fault, Header, pack
+from anabranch.pipeline.links.shared_memory_channel import Meeting, SharedMemoryChannel
+from anabranch.pipeline.local_ranks import annotate
+from anabranch.pipeline.pipe_call import Outcome
+from anabranch.pipeline.schedule.actions import Action, Kind
+from anabranch.pipeline.stage.packet import Packet, cut
+from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
 from anabranch.transport.beats import Beats, Identity
 

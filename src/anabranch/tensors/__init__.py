@@ -1,19 +1,22 @@
 """Tensors seen from outside: what one looks like (``TensorSpec``), and how they nest (``structures``).
 
 Not a tensor type: PyTorch is the tensor engine. Open ``spec.py`` for the description of one tensor, ``structures.py``
-for nested containers of them, ``rows.py`` for the rows (dim 0) that a batch's tensors share, ``blocks.py`` for tensors
-that are rounded to 8 bits.
+for nested containers of them, ``rows.py`` for the rows (dim 0) that a batch's tensors share, ``packing.py`` for many
+tensors in one message, and ``blocks.py`` for tensors that are rounded to 8 bits.
 """
 
 from anabranch.tensors.blocks import from_blocks, to_blocks
+from anabranch.tensors.packing import Compression, check_compression
 from anabranch.tensors.rows import as_tensors, count_rows
 from anabranch.tensors.spec import TensorSpec
 from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
 
 __all__ = [
+    "Compression",
     "Structure",
     "TensorSpec",
     "as_tensors",
+    "check_compression",
     "count_rows",
     "flatten",
     "from_blocks",

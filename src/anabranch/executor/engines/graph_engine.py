@@ -1,0 +1,233 @@
+"""The graph engine: a step captured once for each kind of batch, then run as generated code.
+
+::
+
+    nobody to sum with    batch ─> [forward, backward, clipping, optimizers: one graph] ─> loss
+    else                  batch ─> [forward, backward ─ ─ ─ ─ ─ ─ ─] ─> .grad ─> [optimizers] ─> loss
+                                         └ gradient final ─> bucket ─> all_reduce ┘
+
+Sparse rows leave the graph as they are: duplicates are merged, clipped and applied after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from anabranch.executor.clipping import clip_gradients
+from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.steps import TrainStep
+from anabranch.graph import SparseRows, StepProgram
+from anabranch.graph.dynamo.slowness import PATIENCE
+from anabranch.graph.step import Between, Prepared, SparseGradients
+from anabranch.graph.trace.lookups import as_sparse_gradient
+from anabranch.tensors import Structure
+
+__all__ = ["GraphEngine"]
+
+_log = logging.getLogger("anabranch")
+
+_LOSS = "loss"
+
+
+class GraphEngine:
+    """Differentiates one ``TrainStep`` as a captured graph.
+
+    Args:
+        step: what to run.
+        compile: hand the graph to Inductor.
+        leaves_gradients: leave them in ``.grad``, as the tape does.
+        name: of the step, for the log.
+        level: of the record that says what is being captured, if that takes long.
+
+    Attributes:
+        may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        compile: bool = False,  # noqa: A002
+        leaves_gradients: bool = False,
+        name: str = "default",
+        level: int = logging.WARNING,
+    ) -> None:
+        self._step = step
+        self.name = "graph+inductor" if compile else "graph"
+        between = None if step.clip_grad_norm is None else _clipping(step.clip_grad_norm)
+        self._program = StepProgram(
+            step.model,
+            step.loss,
+            step.optimizers,
+            between=between,
+            compile=compile,
+            leaves_gradients=leaves_gradients,
+            when_slow=lambda: _say_what_is_captured(step, name, level),
+        )
+        self.may_trace = True
+        self._parameters = dict(step.model.named_parameters())
+        self._ready: Ready | None = None
+        self._attached: frozenset[str] = frozenset()
+        self._in_parts = False
+
+    @property
+    def program(self) -> StepProgram:
+        """The captured graphs."""
+        return self._program
+
+    def explain(self) -> str:
+        """One sentence that says why it is the engine."""
+        return "a graph was asked for" + self._program.said_of_update
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on."""
+        self._ready = ready
+        self._attached = frozenset(parameters)
+
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        self._parameters = dict(self._step.model.named_parameters())
+
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+        """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
+        assert self._ready is not None
+        arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
+        found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
+        for name, lookups in found.sparse.items():
+            arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
+        return self._sort(found.outputs, fetch)
+
+    def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
+        """The whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        if not self._in_parts:
+            try:
+                asked = [*fetch.modules, *fetch.gradients]
+                found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
+                return self._sort(found, fetch)
+            except SparseGradients:  # before anything has run
+                self._in_parts = True
+        return self._step_in_parts(batch, fetch)
+
+    def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
+        assert self._step.clip_grad_norm is not None
+        found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
+        ran = self._sort(found.outputs, fetch)
+        for name, gradient in found.dense.items():
+            self._parameters[name].grad = gradient
+        for name, lookups in found.sparse.items():
+            self._parameters[name].grad = as_sparse_gradient(lookups, self._parameters[name])
+        clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
+        self.update()
+        return ran
+
+    def update(self) -> None:
+        """The optimizers' step on what ``.grad`` holds."""
+        self._program.update(*self._gradients())
+
+    def captures_update(self) -> bool:
+        """True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
+        return self._program.captures_update(self._gradients()[0])
+
+    def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
+        """Captures the step for this batch and runs nothing; ``whole`` with the update."""
+        if whole and not self._in_parts:
+            try:
+                return self._program.prepare(batch, [*fetch.modules, *fetch.gradients], whole=True)
+            except SparseGradients:
+                self._in_parts = True
+        return self._program.prepare(batch, fetch.modules, whole=False)
+
+    def _gradients(self) -> tuple[dict[str, Tensor], dict[str, list[SparseRows]]]:
+        dense: dict[str, Tensor] = {}
+        sparse: dict[str, list[SparseRows]] = {}
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is torch.strided:
+                dense[name] = gradient
+            else:
+                merged = gradient.coalesce()
+                sparse[name] = [SparseRows(merged._indices()[0], merged._values())]
+        return dense, sparse
+
+    def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> StepOutput:
+        if fetch.names is None:  # everything, and nothing besides
+            returned = {name: value for name, value in outputs.items() if name != _LOSS}
+            return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+        asked = {*fetch.modules, *fetch.gradients, _LOSS}
+        returned = {name: value for name, value in outputs.items() if name not in asked}
+        fetch.record({name: outputs[name] for name in fetch.modules})
+        fetch.record_gradients({name: outputs[name] for name in fetch.gradients if name in outputs})
+        fetch.check(cast("Mapping[str, Tensor]", returned))
+        return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+
+
+class _Arrivals:
+    """Hands on what a running backward graph tells, after a last look at what is to be fetched."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        attached: Collection[str],
+        ready: Ready,
+        begin: Callable[[Tensor], None],
+        fetch: Fetch,
+    ) -> None:
+        self._parameters, self._attached, self._ready = parameters, attached, ready
+        self._begin, self._fetch = begin, fetch
+
+    def begin(self, outputs: Sequence[str]) -> None:
+        """Raises ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
+        self._fetch.check(dict.fromkeys(outputs))
+
+    def loss(self, value: Tensor) -> None:
+        """The loss is there."""
+        self._begin(value)
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """A gradient is final."""
+        parameter = self._parameters[name]
+        parameter.grad = self._ready(parameter, value) if name in self._attached else value
+
+
+def _say_what_is_captured(step: TrainStep, name: str, level: int) -> None:
+    modules, parameters = sum(1 for _ in step.model.modules()), sum(1 for _ in step.model.parameters())
+    _log.log(
+        level,
+        "step %r is being captured as a graph, for more than %.0f seconds now: %s, %d modules, %d parameters",
+        name,
+        PATIENCE,
+        type(step.model).__name__,
+        modules,
+        parameters,
+    )
+
+
+def _check(fetch: Fetch) -> Callable[[Sequence[str]], None] | None:
+    if fetch.names is None:
+        return None
+    return lambda outputs: fetch.check(dict.fromkeys(outputs))
+
+
+def _clipping(max_norm: float) -> Between:
+    """Clips dense gradients in the graph as ``clip_gradients`` does, into new memory: gradients may share theirs."""
+
+    def clip(
+        outputs: dict[str, Tensor], gradients: dict[str, Tensor], _extra: Structure
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        if not gradients:
+            return outputs, gradients
+        copies = {name: gradient.clone() for name, gradient in gradients.items()}
+        holders = [SimpleNamespace(grad=copy) for copy in copies.values()]
+        torch.nn.utils.clip_grad_norm_(cast("list[Tensor]", holders), max_norm)
+        return outputs, copies
+
+    return clip

@@ -1,0 +1,102 @@
+"""The tape engine: a step run eagerly by PyTorch's autograd, with any model, control flow included.
+
+Gradients are handed over the moment they are final, so that their communication overlaps the rest of backward. With
+nobody to hand them to, a step is the plain PyTorch loop, call for call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor
+
+from anabranch.autodiff import Callback, GradManager
+from anabranch.executor.clipping import clip_gradients
+from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
+from anabranch.executor.fetching import Fetch
+from anabranch.executor.steps import TrainStep
+from anabranch.tensors import Structure
+
+__all__ = ["TapeEngine"]
+
+
+class TapeEngine:
+    """Differentiates one ``TrainStep`` by PyTorch's autograd."""
+
+    name = "tape"
+    why = "the tape was asked for"
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        self._manager = GradManager()
+        self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
+        self._alone = GradManager()
+        self._parameters = list(step.model.parameters())
+
+    def explain(self) -> str:
+        """One sentence that says why it is the engine."""
+        return self.why
+
+    def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
+        """Hands the gradients of these parameters to ``ready`` from now on."""
+        self._attached = parameters, ready
+        self._manager = GradManager().attach(parameters.values(), callbacks=cast(Callback, ready))
+
+    def follow_model(self) -> None:
+        """Look up the model's parameters again: some were replaced."""
+        self._parameters = list(self._step.model.parameters())
+
+    def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
+        """Forward and backward; ``begin(loss)`` is called in between."""
+        with self._manager:
+            loss, returned = self._forward(batch, fetch)
+            begin(loss)
+            self._manager.backward(loss)
+        return StepOutput(loss.detach(), returned)
+
+    def differentiate_noting(
+        self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]
+    ) -> tuple[StepOutput, dict[Tensor, Tensor]]:
+        """``differentiate``, and a copy of each gradient as it was handed over."""
+        assert self._attached is not None
+        parameters, ready = self._attached
+        noted: dict[Tensor, Tensor] = {}
+
+        def note(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+            noted[parameter] = gradient.detach().clone()
+            return ready(parameter, gradient)
+
+        self.attach(parameters, note)
+        try:
+            return self.differentiate(batch, fetch, begin), noted
+        finally:
+            self.attach(parameters, ready)
+
+    def step(
+        self,
+        batch: Structure,
+        fetch: Fetch,
+        between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
+    ) -> StepOutput:
+        """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are there."""
+        with self._alone:
+            loss, returned = self._forward(batch, fetch)
+            self._alone.backward(loss)
+        between(loss.detach(), returned)
+        if self._step.clip_grad_norm is not None:
+            clip_gradients(self._parameters, self._step.clip_grad_norm)
+        self.update()
+        return StepOutput(loss.detach(), returned)
+
+    def update(self) -> None:
+        """The optimizers' step."""
+        for optimizer in self._step.optimizers:
+            optimizer.step()
+
+    def _forward(self, batch: Structure, fetch: Fetch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with fetch.recording():
+            answer = self._step.loss(self._step.model, batch)
+        loss, returned = loss_and_returned(answer)
+        fetch.check(returned)
+        return loss, returned

@@ -1,0 +1,178 @@
+"""A trial: one batch run on the tape, then once more as a graph, whose bits and time are compared.
+
+The tape's run is the step that counts. The graph's leaves no trace: state is put back before it and after it, random
+numbers are drawn again, boundaries answer with what they answered the tape, and Python's part of the step is not
+repeated, for the program is run behind Dynamo's guards and without what Dynamo does afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anabranch.autodiff.boundary import Answers, AnswersDiffer
+from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
+from anabranch.graph.trace.optimizer_contents import Contents
+
+__all__ = ["Differs", "Snapshot", "bits_differ", "check_gradients", "check_results", "repeat"]
+
+_MOST_REPEATS = 3
+_LONG = 0.05
+
+
+class Differs(Exception):
+    """The graph's bits are not the tape's; says where."""
+
+
+class Snapshot:
+    """All that a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[object] = ()) -> None:
+        self._held = Contents(optimizers)
+        found = [*model.parameters(), *model.buffers(), *self._held.tensors]
+        found += [value for value in others if isinstance(value, Tensor)]
+        # Sparse batches are read only; a leaf without memory of its own (a stand-in) cannot change.
+        self._tensors = [t for t in dict.fromkeys(found) if t.layout is torch.strided and not _is_expanded(t)]
+        with torch.no_grad():
+            self._copies = [tensor.detach().clone() for tensor in self._tensors]
+        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.detach().copy_(copy)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._held.restore()
+        torch.set_rng_state(self._random)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def differing(self) -> str | None:
+        """The first thing that is not as in the snapshot, to the bit, in words."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            if bits_differ(tensor.detach(), copy):
+                return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
+        copies = dict(zip(self._tensors, self._copies, strict=True))
+        return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
+
+    @property
+    def random_differs(self) -> bool:
+        """True if random numbers were drawn since."""
+        return not torch.equal(torch.get_rng_state(), self._random)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def bits_differ(one: Any, other: Any) -> bool:
+    """True if two results are not the same bits; NaN is NaN."""
+    if isinstance(one, Tensor) != isinstance(other, Tensor):
+        return True
+    if not isinstance(one, Tensor):
+        return bool(one != other) and not (one != one and other != other)
+    if one.layout is not torch.strided:
+        one, other = one.coalesce(), other.coalesce()
+        return bits_differ(one.indices(), other.indices()) or bits_differ(one.values(), other.values())
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if not one.is_floating_point() and not one.is_complex():
+        return not torch.equal(one, other)
+    same = torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))
+    return not bool(same.all())
+
+
+def check_results(results: Mapping[str, object], loss: Tensor, returned: Mapping[str, object]) -> None:
+    """Raises ``Differs`` if the loss, or what the step returned beside it, has other bits."""
+    if bits_differ(results["loss"], loss):
+        raise Differs("the loss")
+    for name, value in returned.items():
+        if isinstance(value, Tensor) and bits_differ(results.get(name), value.detach()):
+            raise Differs(f"the result {name!r}")
+
+
+def check_gradients(
+    found: Mapping[str, Tensor],
+    rows: Mapping[str, Sequence[SparseRows]],
+    seen: Mapping[Tensor, Tensor],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Raises ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
+
+    Args:
+        found: the graph's dense ones, by name.
+        rows: the graph's of sparse tables, by name.
+        seen: the tape's.
+        parameters: by name.
+    """
+    for name, gradient in found.items():
+        expected = seen.get(parameters[name])
+        if expected is None:
+            raise Differs("which parameters have a gradient")
+        if bits_differ(gradient, expected):
+            raise Differs(f"the gradient of {name!r}")
+    for name, lookups in rows.items():
+        expected = seen.get(parameters[name])
+        if expected is None or expected.layout is torch.strided:
+            raise Differs("which parameters have a sparse gradient")
+        if bits_differ(as_sparse_gradient(lookups, parameters[name]), expected):
+            raise Differs(f"the gradient of {name!r}")
+    dense = {parameter for parameter, gradient in seen.items() if gradient.layout is torch.strided}
+    if not dense <= {parameters[name] for name in found}:
+        raise Differs("which parameters have a gradient")
+
+
+def repeat(
+    before: Snapshot,
+    after: Snapshot,
+    answers: Answers,
+    run: Callable[[], Mapping[str, object]],
+    check: Callable[[Mapping[str, object]], None],
+    *,
+    rough: bool = False,
+    most: int = _MOST_REPEATS,
+) -> float:
+    """Runs the graph on the batch that the tape has run; returns the seconds of its quickest run.
+
+    Args:
+        before: what the step found.
+        after: what the tape left.
+        answers: of the boundaries.
+        run: the graph's program.
+        check: called with its results; raises ``Differs``.
+        rough: state need not be the same bits, for kernels of another compiler round otherwise.
+        most: times to run it, where it is quick.
+
+    Raises:
+        Differs: the graph's results, state or random numbers are not the tape's.
+    """
+    best = float("inf")
+    try:
+        for _ in range(most):
+            before.restore()
+            began = time.perf_counter()
+            with answers.given_again():
+                results = run()
+            best = min(best, time.perf_counter() - began)
+            check(results)
+            found = after.differing()
+            if found is not None and not rough:
+                raise Differs(found)
+            if after.random_differs:
+                raise Differs("it draws other random numbers")
+            if best > _LONG:
+                break
+    except AnswersDiffer as error:
+        raise Differs(str(error)) from error
+    finally:
+        after.restore()
+    return best

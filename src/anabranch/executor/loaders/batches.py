@@ -1,0 +1,126 @@
+"""The batch of a run that is given none: the next of its step's loader, over epochs that all workers share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from anabranch.collectives import Workers
+from anabranch.executor.loaders.loading import ENDED, BoundLoader
+from anabranch.tensors import Structure, map_structure
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """The loaders of an executor's steps, by the step's name.
+
+    Args:
+        dataloaders: an iterable of batches for each.
+        workers: who has loaders too; each its own.
+        together: whether the workers run the same steps, so that an epoch ends when every worker's loader has ended;
+            else each worker has epochs of its own.
+        prefetch: fetch the next batch while a step runs.
+    """
+
+    def __init__(
+        self,
+        dataloaders: Mapping[str, Iterable[Structure]],
+        workers: Workers | None,
+        *,
+        together: bool = True,
+        prefetch: bool = True,
+    ) -> None:
+        rank, size = (workers.rank, workers.size) if workers else (0, 1)
+        self.loaders: dict[str, BoundLoader] = {}
+        self.load_seconds = 0.0
+        self._shared = together and size > 1
+        self._empty_epochs = 0
+        self._eval_runs: dict[str, int] = {}
+        self._patterns: dict[str, Structure] = {}
+        for name, loader in dataloaders.items():
+            self.loaders[name] = BoundLoader(loader, rank=rank, world_size=size, prefetch=prefetch)
+        self._lengths = {name: loader.length() for name, loader in self.loaders.items()}
+        if workers is not None and size > 1 and self.loaders:
+            mine = torch.tensor([-1 if length is None else length for length in self._lengths.values()])
+            everyone = workers.all_gather(mine.to(workers.device), operation="all_gather of batch_num")
+            for name, lengths in zip(self.loaders, everyone.t().tolist(), strict=True):
+                self._lengths[name] = None if -1 in lengths else max(lengths)
+
+    def _loader(self, name: str) -> BoundLoader:
+        if name not in self.loaders:
+            raise ValueError(
+                f"run({name!r}) was given no batch and the step has no loader; pass a batch, or "
+                f"dataloaders={{{name!r}: ...}}"
+            )
+        return self.loaders[name]
+
+    def next(self, name: str) -> Structure | None:
+        """The next batch of a training step's loader; ``None`` while it has ended and another worker's has not."""
+        loader = self._loader(name)
+        batch = self._take(loader)
+        if batch is ENDED and not self._shared:
+            loader.start_epoch()
+            batch = self._take(loader)
+            if batch is ENDED:
+                raise ValueError(f"the loader of {name!r} yields no batches")
+        if batch is ENDED:
+            return None
+        self._empty_epochs = 0
+        return batch
+
+    def start_epoch(self, name: str) -> None:
+        """Every worker's loader has ended."""
+        self._empty_epochs += 1
+        if self._empty_epochs > 1:
+            raise ValueError(f"the loaders of {name!r} yield no batches on any worker")
+        self.loaders[name].start_epoch()
+
+    def next_to_evaluate(self, name: str) -> Structure:
+        """The next batch; a worker whose loader ended before the longest one's gets batches without rows till then."""
+        loader = self._loader(name)
+        batch = self._take(loader)
+        if batch is not ENDED:
+            self._patterns[name] = map_structure(_without_rows, batch)
+            self._eval_runs[name] = self._eval_runs.get(name, 0) + 1
+            return batch
+        if self._eval_runs.get(name, 0) < (self._lengths[name] or 0) and name in self._patterns:
+            self._eval_runs[name] += 1
+            return self._patterns[name]
+        self._eval_runs[name] = 0
+        loader.start_epoch()
+        batch = self._take(loader)
+        if batch is ENDED:
+            raise ValueError(f"the loader of {name!r} yields no batches")
+        self._eval_runs[name] = 1
+        return batch
+
+    def _take(self, loader: BoundLoader) -> Structure:
+        began = time.monotonic()
+        batch = loader.next_batch()
+        self.load_seconds += time.monotonic() - began
+        return batch
+
+    def batch_num(self, name: str) -> int:
+        """Batches in an epoch: the longest's over all workers.
+
+        Raises:
+            ValueError: the step has no loader, or it has no length.
+        """
+        self._loader(name)
+        length = self._lengths[name]
+        if length is None:
+            raise ValueError(f"the loader of {name!r} has no length on every worker; give it __len__, or count runs")
+        return length
+
+    def close(self) -> None:
+        """Ends the loaders' threads."""
+        for loader in self.loaders.values():
+            loader.close()
+
+
+def _without_rows(leaf: object) -> object:
+    return leaf.new_empty((0, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf

@@ -1,0 +1,714 @@
+"""Mixtures of remote experts: a gate here, experts anywhere, and an answer from those that answer.
+
+::
+
+                     ┌─ the boundary ─────────────────────────────────────────────────────────────┐
+    x ──> gate ──> scores ──> beam search over the directory ──> rows grouped by expert            │
+    │                │                                                  │                         │
+    │                │                     one call an expert, all at once, one deadline          │
+    │                │                                                  │                         │
+    │                └──> softmax over the responders ──> * ──> sum ────┼─────────────────────────┼─> y
+    └─────────────────────── inputs of the calls ────────────┘                                     │
+                     └────────────────────────────────────────────────────────────────────────────┘
+
+An expert that does not answer is left out of the softmax, so the result is that of a mixture of the responders alone,
+and so are its gradients. The experts that it asks depend on the gate's values, so all of that lies behind one boundary:
+the tape and a captured graph see one operation whose outputs have the form given by the experts' schema.
+
+The file is long because the two mixtures share one asker and one boundary, which nothing else uses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_tracing
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, NonFinite, SchemaError
+from anabranch.experts.client.beam_search import Choices, beam_search
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms
+from anabranch.experts.client.connections import shared_client
+from anabranch.experts.client.finder import ExpertFinder
+from anabranch.experts.directory import DirectoryLike, as_directory, within
+from anabranch.experts.schema import Schema
+from anabranch.experts.uids import check_prefix
+from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.transport import Client
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
+
+# A mixture has other experts to turn to, so it does not wait for one that refuses connections.
+_RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureStatistics:
+    """Counters of a mixture's calls since it was made.
+
+    Attributes:
+        calls: calls of experts.
+        answered: those that were answered.
+        failed: those that failed, by the name of the error.
+        cancelled: stragglers that were not waited for.
+        rows: rows that each expert was asked for, by uid: how evenly the experts are used.
+        avoided: experts that are avoided at the moment.
+    """
+
+    calls: int
+    answered: int
+    failed: dict[str, int]
+    cancelled: int
+    rows: dict[str, int]
+    avoided: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Timeouts and the experts that must answer, from the modules' arguments."""
+
+    k_min: int
+    forward_timeout: float
+    timeout_after_k_min: float | None
+    backward_k_min: int
+    backward_timeout: float
+    allow_zero_outputs: bool
+    detect_anomalies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The answers of the chosen experts.
+
+    Attributes:
+        present: of shape (rows, k): true if the slot's expert answered.
+        outputs: for each output of the schema, of shape (rows, k, ...): the answers, zeros where it did not.
+        schema: of the experts.
+    """
+
+    present: Tensor
+    outputs: list[Tensor | None]
+    schema: Schema
+
+
+class _Asker:
+    """Finds the chosen experts, asks each once for all its rows, and sorts the answers by row, for both mixtures."""
+
+    def __init__(self, finder: ExpertFinder, terms: _Terms) -> None:
+        self.finder = finder
+        self.terms = terms
+        self._calls = self._answered = self._cancelled = 0
+        self._failed: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Asker:
+        # A copied mixture has its own gate and shares the original's knowledge of the experts.
+        return _Asker(self.finder, self.terms)
+
+    def statistics(self) -> MixtureStatistics:
+        return MixtureStatistics(
+            self._calls,
+            self._answered,
+            dict(self._failed),
+            self._cancelled,
+            dict(self._rows),
+            frozenset(self.finder.avoidance.now()),
+        )
+
+    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline) -> Choices:
+        arrays = [grid.detach().double().cpu().numpy() for grid in scores]
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
+        directory = within(self.finder.directory, deadline)
+        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
+
+    def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
+        """The schema of any announced expert, asked for if none has been asked yet."""
+        with outside_tracing():
+            if self.finder.any_schema is None:
+                self._find_any(uid_prefix, dimensions, deadline)
+            if self.finder.any_schema is None:
+                raise _no_schema(deadline)
+            return self.finder.any_schema
+
+    def _find_any(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> None:
+        uids = [uid_prefix]
+        directory = within(self.finder.directory, deadline)
+        for _ in range(dimensions):
+            active = directory.active(uids)
+            uids = [f"{prefix}.{index}" for prefix in uids for index in active.get(prefix, ())]
+        for uid in uids:
+            if self.finder.any_schema is None and not deadline.expired():
+                self.finder.find([uid], deadline)
+
+    def ask(
+        self,
+        choices: Choices,
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        deadline: Deadline,
+        entry: Tensor | None,
+    ) -> _Chosen:
+        """Asks the chosen experts; raises if too few answer."""
+        device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+        found = self.finder.find(choices.uids, deadline)
+        calls, rows = self._make_calls(choices, found, args, kwargs)
+        outputs = self._run(calls, rows, choices, deadline, entry) if calls else []
+        present = _present(choices, [call.uid for call in calls if call.answered])
+        self._check_enough(present, calls, deadline)
+        schema = calls[0].schema if calls else self.finder.any_schema
+        if schema is None:
+            raise _no_schema(deadline)
+        _check_alike(calls)
+        position, count = _positions(choices, calls, rows)
+        columns = [
+            None if spec is None else _gather(outputs, index, spec, position, count, device)
+            for index, spec in enumerate(schema.output_specs)
+        ]
+        return _Chosen(torch.from_numpy(present).to(device), columns, schema)
+
+    def form_of(self, uid_prefix: str, dimensions: int) -> object:
+        """The nesting of the mixture's outputs."""
+        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
+
+    def mixed(
+        self,
+        uid_prefix: str,
+        grid_size: Sequence[int],
+        mix: Callable[..., tuple[list[Tensor], Schema]],
+        gated: Tensor,
+        leaves: Sequence[object],
+        more: Sequence[Form] = (),
+    ) -> tuple[Schema, list[Tensor]]:
+        """The result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of ``more``.
+
+        ``mix`` returns the schema of the experts that it has asked, too.
+        """
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise SchemaError(f"experts take tensors and None, got {type(leaf).__name__}")
+        asked: list[Schema] = []
+
+        def crossing(entry: Tensor | None, *inputs: Tensor | None) -> list[Tensor]:
+            outputs, schema = mix(entry, *inputs)
+            asked[:] = [schema]
+            return outputs
+
+        def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
+            schema = self._schema(uid_prefix, len(grid_size), Deadline.after(self.terms.forward_timeout))
+            asked[:] = [schema]
+            # The gate's gradient comes through every output.
+            return [*(replace(form, differentiable=True) for form in output_forms(schema, inputs[1:])), *more]
+
+        boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
+        outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
+        return asked[0], outputs
+
+    def _make_calls(
+        self,
+        choices: Choices,
+        found: dict[str, tuple[str, Schema]],
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+    ) -> tuple[list[ExpertCall], list[NDArray[np.int64]]]:
+        calls: list[ExpertCall] = []
+        rows: list[NDArray[np.int64]] = []
+        for slot, uid in enumerate(choices.uids):
+            if uid not in found:
+                continue
+            endpoint, schema = found[uid]
+            mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
+            inputs = schema.flatten_inputs(args, kwargs)
+            some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
+            calls.append(ExpertCall(uid, endpoint, schema, some))
+            rows.append(mine)
+            self._rows[uid] += len(mine)
+        return calls, rows
+
+    def _run(
+        self,
+        calls: list[ExpertCall],
+        rows: list[NDArray[np.int64]],
+        choices: Choices,
+        deadline: Deadline,
+        entry: Tensor | None,
+    ) -> list[list[Tensor | None] | None]:
+        terms = self.terms
+        total = len(choices.slots)
+        rows_of = {id(call): mine for call, mine in zip(calls, rows, strict=True)}
+        wanted = np.minimum(_count(total, rows), terms.k_min)
+
+        def enough(now: Sequence[ExpertCall]) -> bool:
+            counts = _count(total, [mine for call, mine in zip(now, rows, strict=True) if call.answered])
+            return bool((counts >= wanted).all())
+
+        def check_backward(asked: Sequence[ExpertCall]) -> None:
+            for call in asked:
+                self._note(call.uid, call.gradient_error)
+            came = _count(total, [rows_of[id(call)] for call in asked if call.gradient_error is None])
+            least = np.minimum(_count(total, [rows_of[id(call)] for call in asked]), terms.backward_k_min)
+            if (came < least).any():
+                raise self._too_few("backward", asked, [call.gradient_error for call in asked], (came < least).sum())
+
+        made = call_experts(
+            Calls(
+                self.finder.client,
+                calls,
+                terms.forward_timeout,
+                terms.backward_timeout,
+                enough=None if terms.timeout_after_k_min is None else enough,
+                grace=terms.timeout_after_k_min,
+                check_backward=check_backward,
+                finite_only=terms.detect_anomalies,
+                deadline=deadline,
+            ),
+            entry,
+        )
+        self._calls += len(calls)
+        for call in calls:
+            self._answered += call.answered
+            self._cancelled += not call.answered and call.error is None
+            if call.answered or call.error is not None:
+                self._note(call.uid, call.error)
+            if isinstance(call.error, SchemaError):
+                self.finder.forget([call.uid])
+        return made
+
+    def _note(self, uid: str, error: Exception | None) -> None:
+        if error is None:
+            self.finder.avoidance.answered(uid)
+        else:
+            self._failed[type(error).__name__] += 1
+            self.finder.avoidance.failed(uid)
+
+    def _check_enough(self, present: NDArray[np.bool_], calls: Sequence[ExpertCall], deadline: Deadline) -> None:
+        short = present.sum(axis=1) < self.terms.k_min
+        if short.any() and not self.terms.allow_zero_outputs:
+            raise self._too_few("forward", calls, [call.error for call in calls], short.sum(), deadline.elapsed())
+
+    def _too_few(
+        self,
+        phase: str,
+        calls: Sequence[ExpertCall],
+        errors: Sequence[Exception | None],
+        short: int,
+        elapsed: float | None = None,
+    ) -> BoundaryError:
+        least = self.terms.k_min if phase == "forward" else self.terms.backward_k_min
+        said = [f"{call.uid}: {error}" for call, error in zip(calls, errors, strict=True) if error is not None]
+        told = "; ".join(said[:3]) or "the directory knows too few"
+        return BoundaryError(
+            f"{short} rows have fewer than {least} experts that answered ({told})",
+            peer=f"{len(calls)} experts",
+            operation=f"mixture.{phase}",
+            elapsed=elapsed,
+        )
+
+
+def _nested(schema: Schema, outputs: Sequence[Tensor]) -> Structure:
+    given = iter(outputs)
+    nested: list[object] = [None if spec is None else next(given) for spec in schema.output_specs]
+    return unflatten(schema.output_structure, nested)
+
+
+def _no_schema(deadline: Deadline) -> BoundaryError:
+    return BoundaryError(
+        "no expert has answered yet, so the shape of their outputs is not known",
+        peer="experts",
+        operation="mixture",
+        elapsed=deadline.elapsed(),
+    )
+
+
+def _select(tensor: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+
+def _count(total: int, rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    counts = np.zeros(total, dtype=np.int64)
+    for mine in rows:
+        counts[mine] += 1
+    return counts
+
+
+def _present(choices: Choices, answered: Sequence[str]) -> NDArray[np.bool_]:
+    there = np.zeros(len(choices.uids) + 1, dtype=np.bool_)
+    known = set(answered)
+    there[:-1] = [uid in known for uid in choices.uids]
+    # Slot -1, which has no expert, takes the last entry.
+    return cast(NDArray[np.bool_], there[choices.slots])
+
+
+def _check_alike(calls: Sequence[ExpertCall]) -> None:
+    for call in calls[1:]:
+        if call.schema.output_specs != calls[0].schema.output_specs:
+            raise SchemaError(
+                f"{calls[0].uid} returns {calls[0].schema.outputs}, {call.uid} {call.schema.outputs}: a mixture's "
+                "experts return the same"
+            )
+    for spec in calls[0].schema.output_specs if calls else ():
+        if spec is not None and not spec.dtype.is_floating_point:
+            raise SchemaError(f"{calls[0].uid} returns {spec.dtype}, which has no weighted mean")
+
+
+def _unflatten_inputs(
+    structure: PyTreeSpec, inputs: Sequence[Tensor | None]
+) -> tuple[tuple[Structure, ...], dict[str, Structure]]:
+    return cast(
+        "tuple[tuple[Structure, ...], dict[str, Structure]]", unflatten(structure, cast("list[object]", list(inputs)))
+    )
+
+
+def _positions(
+    choices: Choices, calls: Sequence[ExpertCall], rows: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], int]:
+    """For each row and slot the index of its answer among all answers joined; the last index if there is no answer."""
+    count = sum(len(mine) for call, mine in zip(calls, rows, strict=True) if call.answered)
+    position = np.full(choices.slots.shape, count, dtype=np.int64)
+    slot_of = {uid: slot for slot, uid in enumerate(choices.uids)}
+    start = 0
+    for call, mine in zip(calls, rows, strict=True):
+        if call.answered:
+            where = choices.slots[mine] == slot_of[call.uid]
+            position[mine[:, None].repeat(where.shape[1], 1)[where], np.nonzero(where)[1]] = start + np.arange(
+                len(mine)
+            )
+            start += len(mine)
+    return position, count
+
+
+def _gather(
+    outputs: Sequence[list[Tensor | None] | None],
+    index: int,
+    spec: TensorSpec,
+    position: NDArray[np.int64],
+    count: int,
+    device: torch.device,
+) -> Tensor:
+    parts = [tensor for answer in outputs if answer is not None and (tensor := answer[index]) is not None]
+    joined = torch.cat([*parts, spec.zeros(1, device=device)])
+    assert len(joined) == count + 1
+    flat = joined.index_select(0, torch.from_numpy(position.reshape(-1)).to(device))
+    return flat.view(*position.shape, *spec.shape)
+
+
+def _weigh(weights: Tensor, answers: Tensor) -> Tensor:
+    shape = (*weights.shape, *[1] * (answers.ndim - 2))
+    return (weights.to(answers.dtype).view(shape) * answers).sum(1)
+
+
+def _scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
+    """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
+    coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
+    return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
+
+
+def _gate_input(x: Tensor) -> Tensor:
+    if x.ndim < 2:
+        raise SchemaError(f"a mixture's input has rows and features, got shape {tuple(x.shape)}")
+    return x if x.ndim == 2 else x.flatten(1, -2).mean(1)
+
+
+def _check_arguments(
+    grid_size: Sequence[int], uid_prefix: str, terms: _Terms, k_best: int
+) -> tuple[tuple[int, ...], str]:
+    sizes = tuple(grid_size)
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"grid_size is one size above 0 a dimension, got {grid_size!r}")
+    if k_best < 1 or not 0 <= terms.k_min <= k_best or not 0 <= terms.backward_k_min <= k_best:
+        raise ValueError(
+            f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={k_best}, k_min={terms.k_min}, "
+            f"backward_k_min={terms.backward_k_min}"
+        )
+    for name, seconds in (("forward_timeout", terms.forward_timeout), ("backward_timeout", terms.backward_timeout)):
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+    if terms.timeout_after_k_min is not None and not 0 <= terms.timeout_after_k_min < float("inf"):
+        raise ValueError(f"timeout_after_k_min is seconds or None, got {terms.timeout_after_k_min!r}")
+    return sizes, check_prefix(uid_prefix)
+
+
+def _finder(
+    directory: DirectoryLike | str, client: Client | None, keys: str | os.PathLike[str] | None, *, insecure: bool
+) -> ExpertFinder:
+    asks = client or shared_client(keys=keys, insecure=insecure, retries=_RETRIES)
+    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), asks)
+
+
+class RemoteMixtureOfExperts(nn.Module):
+    """Asks the best experts of a grid for each row, and mixes the answers of those that answer.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteMixtureOfExperts(4, [3], directory, "same", k_best=2)
+    ...     torch.allclose(mixture(torch.ones(5, 4)), torch.ones(5, 4))
+    True
+
+    Args:
+        in_features: of the gate: the last size of the input.
+        grid_size: sizes of the grid; experts are called ``uid_prefix.i[.j...]`` with indices below them.
+        directory: finds the experts: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        uid_prefix: of the experts' uids.
+        k_best: experts asked for each row.
+        k_min: answers that each row needs, or ``BoundaryError`` is raised.
+        forward_timeout: seconds for all of a forward, beam search included.
+        timeout_after_k_min: seconds for which stragglers are waited for once every row has ``k_min`` answers; ``None``:
+            as long as ``forward_timeout``.
+        backward_k_min: gradients that each row needs (all of those that answered it, if they are fewer).
+        backward_timeout: seconds for a backward.
+        allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
+            any, instead of raising.
+        detect_anomalies: treats an answer that holds NaN or Inf as missing.
+        client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
+
+    Raises:
+        ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
+
+    Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
+    many rows; returns what an expert returns. The gate is one ``nn.Linear``; it sees the mean over the sizes between.
+    An expert that fails twice in a row is avoided for a while.
+
+    Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
+    gate's scores are not finite.
+
+    Source: Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks using Decentralized
+    Mixture-of-Experts", 2020; product keys after Lample et al., 2019.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        *,
+        k_best: int = 4,
+        k_min: int = 1,
+        forward_timeout: float = 30.0,
+        timeout_after_k_min: float | None = None,
+        backward_k_min: int = 1,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = False,
+        detect_anomalies: bool = True,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        terms = _Terms(
+            k_min,
+            forward_timeout,
+            timeout_after_k_min,
+            backward_k_min,
+            backward_timeout,
+            allow_zero_outputs,
+            detect_anomalies,
+        )
+        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
+        self.k_best = k_best
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
+    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
+        """The mixture's output for ``x``."""
+        gated = self.gate(_gate_input(x))
+        if torch.compiler.is_dynamo_compiling():
+            outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, outputs))
+        return _nested(*self._mixed(gated, (x, *args), kwargs))
+
+    def learn_form(self) -> None:
+        """Asks for the nesting of the experts' outputs, for a capture."""
+        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+
+    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+        """Everything after the gate, as one call that Dynamo leaves whole."""
+        return self._mixed(gated, args, kwargs)[1]
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, structure = flatten((args, kwargs))
+
+        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            deadline = Deadline.after(self._asker.terms.forward_timeout)
+            scores = torch.split(gated, list(self.grid_size), dim=-1)
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+            answered = chosen.present.any(dim=1, keepdim=True)
+            logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
+            weights = torch.softmax(logits, dim=1) * answered
+            return [_weigh(weights, answers) for answers in chosen.outputs if answers is not None], chosen.schema
+
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves)
+
+    def statistics(self) -> MixtureStatistics:
+        """Counters since the module was made."""
+        return self._asker.statistics()
+
+
+class RemoteSwitchMixtureOfExperts(nn.Module):
+    """Asks the one best expert of a grid for each row, and keeps the experts evenly used.
+
+    >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
+    >>> directory = Directory()
+    >>> backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> with ExpertServer(backends, directory=directory):
+    ...     mixture = RemoteSwitchMixtureOfExperts(4, [3], directory, "same")
+    ...     output, balancing_loss = mixture(torch.ones(5, 4))
+    >>> output.shape, balancing_loss.shape
+    (torch.Size([5, 4]), torch.Size([]))
+
+    A row's output is its expert's, times the expert's probability: the product over dimensions of the softmax of the
+    gate's scores, which is how the gate learns. The balancing loss is, for each dimension, the size times the sum over
+    indices of mean probability times utilisation, averaged over dimensions: 1 when all are used evenly, more otherwise.
+    Add a small multiple of it to the training loss.
+
+    Arguments not listed here are as for ``RemoteMixtureOfExperts``.
+
+    Args:
+        k_min: 1: every row's expert must answer; 0: rows whose expert does not are zeros, if ``allow_zero_outputs``.
+        backward_k_min: 1: every gradient must come back.
+        allow_zero_outputs: rows without an answer are zeros instead of raising.
+        utilization_alpha: weight of the past in the moving mean of utilisation.
+        jitter: in train mode the gate's input is multiplied by numbers drawn evenly from 1 - jitter to 1 + jitter.
+
+    Raises:
+        ValueError: as ``RemoteMixtureOfExperts``; a weight outside [0, 1) or a jitter outside [0, 1).
+
+    Returns a pair: what an expert returns, and the balancing loss.
+
+    Source: Fedus, Zoph and Shazeer, "Switch Transformers", 2021.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        directory: DirectoryLike | str,
+        uid_prefix: str,
+        *,
+        k_min: int = 0,
+        forward_timeout: float = 30.0,
+        backward_k_min: int = 0,
+        backward_timeout: float = 30.0,
+        allow_zero_outputs: bool = True,
+        detect_anomalies: bool = True,
+        utilization_alpha: float = 0.9,
+        jitter: float = 1e-2,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} lies in [0, 1), got {value!r}")
+        terms = _Terms(
+            k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
+        )
+        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, 1)
+        self.utilization_alpha = utilization_alpha
+        self.jitter = jitter
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        for dimension, size in enumerate(self.grid_size):
+            self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
+        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
+    def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
+        """The output for ``x``, and the balancing loss."""
+        seen = _gate_input(x)
+        if self.training and self.jitter:
+            seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
+        gated = self.gate(seen)
+        grids = len(self.grid_size)
+        if torch.compiler.is_dynamo_compiling():
+            found = opaque.call(self._handle, (gated, x, *args), kwargs)
+            output = cast(Structure, opaque.fill(self._form, found))
+        else:
+            schema, found = self._mixed(gated, (x, *args), kwargs)
+            output = _nested(schema, found[:-grids])
+        return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
+
+    def learn_form(self) -> None:
+        """Asks for the nesting of the experts' outputs, for a capture."""
+        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+
+    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+        """Everything after the gate, as one call that Dynamo leaves whole."""
+        return self._mixed(gated, args, kwargs)[1]
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, structure = flatten((args, kwargs))
+
+        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            deadline = Deadline.after(self._asker.terms.forward_timeout)
+            scores = torch.split(gated, list(self.grid_size), dim=-1)
+            choices = self._asker.choose(self.uid_prefix, scores, 1, deadline)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
+            outputs = [_weigh(probability, answers) for answers in chosen.outputs if answers is not None]
+            return [*outputs, *self._shares(choices, gated)], chosen.schema
+
+        forms = [self._share_form(n, gated) for n in self.grid_size]
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, forms)
+
+    def _share_form(self, size: int, gated: Tensor) -> Form:
+        return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)
+
+    def _shares(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+        """For each dimension the share of rows that each index got, then 1 if any row was given at all."""
+        taken = choices.slots[:, 0] >= 0
+        shares = []
+        for dimension, size in enumerate(self.grid_size):
+            counts = np.bincount(choices.coordinates[taken, 0, dimension], minlength=size)
+            share = np.append(counts / max(counts.sum(), 1), float(taken.any()))
+            shares.append(torch.from_numpy(share).to(gated.device, self.gate.weight.dtype))
+        return shares
+
+    def _balancing_loss(self, scores: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+        losses: list[Tensor] = []
+        for dimension, (grid, share) in enumerate(zip(scores, shares, strict=True)):
+            utilization = cast(Tensor, getattr(self, f"utilization_{dimension}"))
+            if self.training:
+                given = share.to(utilization)
+                now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
+                with torch.no_grad():
+                    utilization.copy_(torch.where(given[-1] > 0, now, utilization))
+            losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
+        return torch.stack(losses).mean()
+
+    def statistics(self) -> MixtureStatistics:
+        """Counters since the module was made."""
+        return self._asker.statistics()

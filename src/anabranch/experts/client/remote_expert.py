@@ -1,0 +1,240 @@
+"""An expert on the far side, called as if it were here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff import opaque
+from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, outside_tracing
+from anabranch.deadline import Deadline
+from anabranch.errors import NotFound, PeerLost, SchemaError
+from anabranch.experts import wire
+from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
+from anabranch.experts.client.connections import shared_client
+from anabranch.experts.directory import DirectoryLike, within
+from anabranch.experts.schema import Schema
+from anabranch.experts.server.backend import ExpertInfo
+from anabranch.experts.uids import check_uid
+from anabranch.tensors import Structure, unflatten
+from anabranch.transport import Client, Request
+
+__all__ = ["RemoteExpert", "fetch_schema"]
+
+
+def fetch_schema(client: Client, uid: str, endpoint: str, deadline: Deadline) -> Schema:
+    """Fetch the schema of the expert ``uid`` at ``endpoint``."""
+    return Schema.unpack(client.call(Request(endpoint, wire.INFO, uid, role="experts"), deadline).payload)
+
+
+class RemoteExpert(nn.Module):
+    """Calls an expert on the far side; gradients flow back, and the expert updates itself on the way.
+
+    >>> import torch
+    >>> from anabranch.experts import ExpertBackend, ExpertServer
+    >>> from anabranch.tensors import TensorSpec
+    >>> backend = ExpertBackend("double.0", nn.Identity(), args_schema=[TensorSpec(2)])
+    >>> x = torch.ones(1, 2, requires_grad=True)
+    >>> with ExpertServer([backend]) as server:
+    ...     RemoteExpert("double.0", server.endpoint)(x).sum().backward()
+    >>> x.grad
+    tensor([[1., 1.]])
+
+    Args:
+        uid: the expert.
+        endpoint_or_directory: its server's endpoint, or a directory that has it.
+        forward_timeout: seconds for a forward call.
+        backward_timeout: seconds for a backward call.
+        client: sends the requests; shared by the process's modules by default, with ``keys`` and ``insecure``.
+
+    Raises:
+        ValueError: an invalid uid, or a time that is not above 0.
+
+    Calling it takes and returns the structures of the expert's schema, on the device of the first input. In grad mode
+    the floating outputs require grad even where no input does, because the expert learns from their backward. A
+    gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
+
+    Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
+    uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        endpoint_or_directory: str | DirectoryLike,
+        *,
+        forward_timeout: float = 30.0,
+        backward_timeout: float = 30.0,
+        client: Client | None = None,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, seconds in (("forward_timeout", forward_timeout), ("backward_timeout", backward_timeout)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name} is a finite number of seconds above 0, got {seconds!r}")
+        self.uid = check_uid(uid)
+        self.forward_timeout = forward_timeout
+        self.backward_timeout = backward_timeout
+        self._where = endpoint_or_directory
+        self._client = client or shared_client(keys=keys, insecure=insecure)
+        self._found = _Found()
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def learn_form(self) -> None:
+        """Asks for the nesting of the expert's outputs, for a capture."""
+        _, schema = self._find(Deadline.after(self.forward_timeout))
+        self._form = schema.output_form()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
+        """Another caller of the same expert, through the same client: copying a model copies no connection."""
+        return RemoteExpert(
+            self.uid,
+            self._where,
+            forward_timeout=self.forward_timeout,
+            backward_timeout=self.backward_timeout,
+            client=self._client,
+        )
+
+    def extra_repr(self) -> str:
+        """The uid and its endpoint or directory."""
+        return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
+
+    def get_info(self) -> ExpertInfo:
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        _, schema = self._find(Deadline.after(self.forward_timeout))
+        keywords = dict(schema.keywords)
+        return {
+            "forward_schema": (schema.arguments, keywords),
+            "outputs_schema": schema.outputs,
+            "keyword_names": tuple(sorted(keywords)),
+        }
+
+    def forward(self, *args: object, **kwargs: object) -> Structure:
+        """The expert's outputs for these inputs."""
+        if torch.compiler.is_dynamo_compiling():
+            return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
+        schema, outputs = self._call(args, kwargs)
+        if schema.gives_one:
+            return outputs[0]
+        given = iter(outputs)
+        specs = schema.output_specs
+        return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
+
+    def call_whole(self, *args: object, **kwargs: object) -> Sequence[Tensor]:
+        """``forward``, as one call that Dynamo leaves whole."""
+        return self._call(args, kwargs)[1]
+
+    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Schema, Sequence[Tensor]]:
+        deadline = Deadline.after(self.forward_timeout)
+        known = self._found.known
+        if known is None:
+            with outside_tracing():
+                known = self._find(deadline)
+        schema = known[1]
+        inputs = schema.flatten_inputs(args, kwargs)
+        # A graph starts a new deadline in every run.
+        there = _There(self, schema, deadline if current_tracer() is None else None)
+        crossed = cross(there, *inputs)
+        return there.schema, crossed
+
+    def _find(self, deadline: Deadline) -> tuple[str, Schema]:
+        found = self._found
+        if (known := found.known) is not None:
+            return known
+        with found.lock:
+            if found.known is None:
+                endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
+                found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
+            return found.known
+
+    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
+        """True if the expert has moved, or came back with another schema, so that one more request may succeed."""
+        if isinstance(error, SchemaError):
+            return "another schema" in str(error)
+        if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
+            return False
+        # A peer that missed two beats and is still announced at the same endpoint would miss two more.
+        return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
+
+    def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
+        found = within(directory, deadline).lookup([self.uid])
+        if self.uid not in found:
+            raise NotFound(f"the directory knows nobody who serves {self.uid!r}")
+        return found[self.uid]
+
+
+class _Found:
+    """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: tuple[str, Schema] | None = None
+
+
+class _There:
+    """The boundary: one call of the expert, looked up once more if it may have moved."""
+
+    kind = "expert"
+
+    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None) -> None:
+        self.name = expert.uid
+        self.schema = schema
+        """The schema of the latest answer; it differs from the first one if the expert has come back with another."""
+        self._given = schema
+        self._expert = expert
+        self._deadline = deadline
+
+    def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
+        return output_forms(self._given, inputs)
+
+    def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
+        expert = self._expert
+        deadline = self._deadline or Deadline.after(expert.forward_timeout)
+        crossed, error = self._ask(inputs, wants, deadline)
+        if error is not None and not deadline.expired() and expert._may_have_changed(error, deadline):
+            expert._found.known = None
+            crossed, error = self._ask(inputs, wants, deadline)
+        if error is not None:
+            raise error
+        return crossed
+
+    def _ask(
+        self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None, deadline: Deadline
+    ) -> tuple[Crossed, Exception | None]:
+        expert = self._expert
+        endpoint, schema = expert._find(deadline)
+        if schema is not self._given:  # what was given must fit what the expert takes now
+            given = unflatten(self._given.input_structure, cast(list[object], list(inputs)))
+            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
+            inputs, self.schema = schema.flatten_inputs(args, kwargs), schema
+        call = ExpertCall(self.name, endpoint, schema, inputs)
+        calls = Calls(
+            expert._client,
+            [call],
+            expert.forward_timeout,
+            expert.backward_timeout,
+            check_backward=_raise_first,
+            deadline=deadline,
+        )
+        crossed = ask(calls, keep=wants is not None)
+        error, call.error = call.error, None  # held only by the code that raises it: no cycle
+        return crossed, error
+
+    def backward(
+        self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        assert isinstance(state, Calls)
+        return ask_gradients(state, inputs, gradients)
+
+
+def _raise_first(calls: Sequence[ExpertCall]) -> None:
+    for call in calls:
+        if call.gradient_error is not None:
+            raise call.gradient_error

@@ -1,0 +1,6 @@
+"""The server of experts: requests are checked, batched, computed one expert at a time, and answered.
+
+Open ``expert_server.py`` first, then follow a request: ``task_pool.py``, ``runtime.py``, ``backend.py``.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,448 @@
+"""An expert: a module that trains itself, with its schemas of inputs and outputs, its optimizer, and its two queues.
+
+Forward runs without a graph; backward computes it again from the inputs, which are sent a second time, so the server
+keeps nothing between the two for callers that may never come back. Every backward batch is an update. The module's
+buffers are updated by the forward alone, as in process; dropout draws a new mask in backward, because the first one is
+gone: that gradient belongs to a forward whose output was never used. Where that matters ``keep_activations`` keeps the
+forward's graph (``kept_activations.py``), or the expert goes to eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypedDict, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
+from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
+from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
+from anabranch.experts.uids import check_uid
+from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+
+__all__ = ["ExpertBackend", "ExpertInfo"]
+
+# BatchNorm refuses one row, and three rows tell a shape's rows from its other sizes more often than two.
+_SAMPLE_ROWS = 3
+
+
+class ExpertInfo(TypedDict):
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
+
+    forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
+    outputs_schema: Structure
+    keyword_names: tuple[str, ...]
+
+
+class ExpertBackend:
+    """A module served as an expert.
+
+    >>> module = nn.Linear(4, 2)
+    >>> backend = ExpertBackend(
+    ...     "ffn.0", module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=(TensorSpec(4),)
+    ... )
+    >>> backend.get_info()["outputs_schema"]
+    TensorSpec(2, dtype=torch.float32)
+    >>> [tuple(gradient.shape) for gradient in backend.backward(torch.ones(3, 4), torch.ones(3, 2))]
+    [(3, 4)]
+
+    Args:
+        uid: its name, ``prefix.i[.j...]``.
+        module: takes rows (dim 0) and returns as many; its mode, train or eval, is left as it is.
+        optimizer: over parameters of ``module``; ``None`` leaves them as they are.
+        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument.
+        kwargs_schema: the same for each keyword argument.
+        outputs_schema: the module's outputs; by default found by one run on zeros, which leaves random state, buffers
+            and mode as they were.
+        scheduler: stepped once an update.
+        clip_grad_norm: bound of the gradients' global norm.
+        gradient_reduction: ``"sum"``: a batch of several requests moves the parameters by the sum of their gradients;
+            ``"mean"``: by their mean over requests.
+        keep_activations: rows of forwards whose graphs are kept for their backwards, so that neither the inputs travel
+            again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
+            and their backwards compute the forward again. Costs a copy of the parameters an update.
+        pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
+            ``max_queue_bytes``: see ``TaskPool``.
+
+    Raises:
+        ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
+        SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent.
+
+    To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
+    "Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        args_schema: Sequence[Structure] = (),
+        kwargs_schema: Mapping[str, Structure] | None = None,
+        outputs_schema: Structure = None,
+        scheduler: LRScheduler | None = None,
+        clip_grad_norm: float | None = None,
+        gradient_reduction: Literal["sum", "mean"] = "sum",
+        keep_activations: int = 0,
+        min_batch_size: int = 1,
+        max_batch_size: int = 4096,
+        timeout: float | None = None,
+        max_queue_rows: int | None = None,
+        max_queue_bytes: int = 1 << 30,
+    ) -> None:
+        self.uid = check_uid(uid)
+        self._output_name = f"{uid}'s output 0"
+        if gradient_reduction not in ("sum", "mean"):
+            raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm is a norm above 0, got {clip_grad_norm!r}")
+        if isinstance(keep_activations, bool) or not isinstance(keep_activations, int) or keep_activations < 0:
+            raise ValueError(f"keep_activations is a number of rows, 0 or more, got {keep_activations!r}")
+        _check_optimizer(uid, module, optimizer)
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.clip_grad_norm = clip_grad_norm
+        self.gradient_reduction = gradient_reduction
+        self.updates = 0
+        self.kept = KeptActivations(keep_activations)
+        self._copy: ParameterCopy | None = None
+        self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
+        arguments, keywords = tuple(args_schema), dict(kwargs_schema or {})
+        if not any(specs_of((arguments, keywords))):
+            raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
+        self.schema = Schema(arguments, keywords, None)
+        outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
+        self.schema = Schema(arguments, keywords, outputs)
+        # Refuses unsendable specs here, rather than at the first call.
+        _ = self.schema.packed
+        sizes = {
+            "min_batch_size": min_batch_size,
+            "max_batch_size": max_batch_size,
+            "max_queue_bytes": max_queue_bytes,
+        }
+        self.forward_pool = TaskPool(
+            self.forward,
+            name=f"{uid}_forward",
+            timeout=timeout,
+            max_queue_rows=max_queue_rows,
+            process_tasks=self._forward_tasks if keep_activations else None,
+            **sizes,
+        )
+        self.backward_pool = TaskPool(
+            self.backward,
+            name=f"{uid}_backward",
+            timeout=timeout,
+            max_queue_rows=max_queue_rows,
+            process_tasks=self._backward_tasks if keep_activations else None,
+            **sizes,
+        )
+        self._prepare_copies()
+
+    # --- for callers
+
+    def get_info(self) -> ExpertInfo:
+        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        keywords = dict(self.schema.keywords)
+        return {
+            "forward_schema": (self.schema.arguments, keywords),
+            "outputs_schema": self.schema.outputs,
+            "keyword_names": tuple(sorted(keywords)),
+        }
+
+    def get_pools(self) -> tuple[TaskPool, TaskPool]:
+        """The queues of forward and backward."""
+        return self.forward_pool, self.backward_pool
+
+    def to(self, device: torch.device | str) -> ExpertBackend:
+        """Moves the module; its optimizer follows."""
+        self.module.to(device)
+        self.device = torch.device(device)
+        self._prepare_copies()
+        if self.optimizer is not None:
+            # Loading its own state moves the optimizer's tensors to where their parameters are.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        return self
+
+    def _prepare_copies(self) -> None:
+        self.copies = DeviceCopies(self.device) if self.device.type == "cuda" else None
+        self._is_here = self.device.type == "cpu"
+        for pool in self.get_pools():
+            pool.copies = self.copies
+
+    # --- run by the runtime
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
+        # As torch.no_grad does, which takes longer than a small module.
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            placed = inputs if self._is_here else [self._place(tensor) for tensor in inputs]
+            outputs = self._call(placed)
+        finally:
+            torch._C._set_grad_enabled(recording)
+        return tuple(self._check_outputs(outputs))
+
+    def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of a batch's inputs, and an update of the parameters.
+
+        Args:
+            inputs: the forward's inputs, then the gradient of each output, ``None`` for an output without one.
+
+        Returns:
+            A gradient for each input; ``None`` where the input has none.
+
+        Raises:
+            NonFinite: a parameter's gradient is NaN or Inf; nothing was updated.
+        """
+        try:
+            answers, moved = self._recompute(inputs)
+            self._check_gradients()
+        except BaseException:
+            self._drop_gradients()
+            raise
+        if moved:
+            self._update()
+        return answers
+
+    def apply_gradients(self) -> None:
+        """Updates the parameters from their gradients; override to change the update."""
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    # --- for checkpoints
+
+    def state_dict(self) -> dict[str, object]:
+        """Parameters, buffers, optimizer, scheduler and the count of updates."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Load the state that ``state_dict`` gave.
+
+        Raises:
+            RuntimeError: it is another module's.
+            ValueError: it is another optimizer's.
+        """
+        self.module.load_state_dict(cast(dict[str, Tensor], state["module"]))
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(cast(dict[str, object], state["optimizer"]))
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
+        self.updates = int(cast(int, state["updates"]))
+        self._copy = None
+
+    # --- forward and backward
+
+    def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
+        """The gradients of the inputs, with the parameters' in place, and whether there were any."""
+        count = len(self.schema.inputs)
+        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
+        with torch.enable_grad(), self._buffers_kept():
+            outputs = self._check_outputs(self._call(leaves))
+            roots, gradients = self._roots(outputs, inputs[count:])
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        return _gradients_of(leaves), bool(roots)
+
+    def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
+        """A forward whose graph is kept for the tasks with a ticket."""
+        if not any(task.ticket for task in batch):
+            return split_outputs(self.forward(*join_tasks(batch)), batch)
+        if self._copy is None:
+            self._copy = ParameterCopy.of(self.module)
+        joined = batch[0].inputs if len(batch) == 1 else join_tasks(batch)
+        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(joined, self.schema.inputs, strict=True)]
+        with torch.enable_grad():
+            outputs = self._check_outputs(self._call(leaves, self._copy))
+        rows = sum(task.rows for task in batch)
+        graph = KeptBatch(leaves, outputs, self._copy, rows)
+        start = 0
+        for task in batch:
+            if task.ticket:
+                self.kept.put(task.ticket, KeptRows(graph, start, task.rows))
+            start += task.rows
+        return split_outputs([None if output is None else output.detach() for output in outputs], batch)
+
+    def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+        """A backward through kept graphs where there are tickets, by computing again where there are none."""
+        plain = [task for task in batch if not task.ticket]
+        if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
+            # The tasks are then run one by one, and the first of the two finds the activations.
+            raise NotFound(f"{self.uid} has these activations for one backward, not for two; send the inputs again")
+        kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        moved = False
+        try:
+            if plain:
+                gradients, moved = self._recompute(join_tasks(plain))
+                answers = {id(task): mine for task, mine in zip(plain, split_outputs(gradients, plain), strict=True)}
+            if kept:
+                gradients_kept, moved_kept = self._backward_kept(
+                    [(task, kept[id(task)]) for task in batch if task.ticket]
+                )
+                answers |= gradients_kept
+                moved |= moved_kept
+            self._check_gradients()
+        except BaseException:
+            self._drop_gradients()
+            raise
+        for task in batch:
+            if task.ticket:
+                self.kept.drop(task.ticket)
+        if moved:
+            self._update()
+        return [answers[id(task)] for task in batch]
+
+    def _find_kept(self, task: Task) -> KeptRows:
+        entry = self.kept.get(task.ticket)
+        if entry is None:
+            raise NotFound(f"{self.uid} has not kept these activations; send the inputs again")
+        if entry.rows != task.rows:
+            raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
+        return entry
+
+    def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
+        """Each task's gradients of its inputs, with the parameters' in place, and whether there were any."""
+        count = len(self.schema.inputs)
+        graphs: dict[int, list[tuple[Task, KeptRows]]] = {}
+        for task, entry in tasks:
+            graphs.setdefault(id(entry.batch), []).append((task, entry))
+        answers: dict[int, Sequence[Tensor | None]] = {}
+        moved = False
+        for parts in graphs.values():
+            graph = parts[0][1].batch
+            found, trained, any_roots = graph.backward([(entry, task.inputs[count:]) for task, entry in parts])
+            moved |= any_roots
+            graph.parameters.give_gradients(self.module, trained)
+            for task, entry in parts:
+                rows = slice(entry.start, entry.start + entry.rows)
+                answers[id(task)] = [None if gradient is None else gradient[rows] for gradient in found]
+        return answers, moved
+
+    def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
+        if self.schema.takes_one and parameters is None:
+            return self.module(leaves[0])
+        whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
+        args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
+        if parameters is None:
+            return self.module(*args, **kwargs)
+        return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
+
+    def _place(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device, non_blocking=True)
+
+    def _as_leaf(self, tensor: Tensor | None, spec: TensorSpec | None) -> Tensor | None:
+        placed = self._place(tensor)
+        if placed is None or spec is None or not spec.requires_grad:
+            return placed
+        return placed.detach().requires_grad_()
+
+    def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
+        spec = self.schema.outputs
+        if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
+            spec.check(outputs, self._output_name)
+            return [outputs]
+        leaves, came = flatten(outputs)
+        expected = self.schema.output_structure
+        if came != expected:
+            raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
+        for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
+            if spec is not None:
+                spec.check(leaf, f"{self.uid}'s output {index}")
+        return cast(list[Tensor | None], leaves)
+
+    def _roots(
+        self, outputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if output is not None and gradient is not None and output.requires_grad:
+                roots.append(output)
+                seeds.append(gradient.to(output.device, output.dtype, non_blocking=True))
+        return roots, seeds
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and not all_finite(parameter.grad):
+                raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf; nothing was updated")
+
+    def _update(self) -> None:
+        tasks = self.backward_pool.tasks_in_batch
+        if self.gradient_reduction == "mean" and tasks > 1:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= tasks
+        try:
+            self.apply_gradients()
+            self.updates += 1
+            self._copy = None
+        except Exception as error:
+            raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Puts the buffers back afterwards: the forward has updated them already."""
+        # Not by their version counters: BatchNorm writes its statistics without raising them.
+        before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, saved in before:
+                    buffer.copy_(saved)
+
+    def _infer_outputs(self) -> Structure:
+        devices = [self.device] if self.device.type == "cuda" else []
+        zeros = [None if spec is None else spec.zeros(_SAMPLE_ROWS, device=self.device) for spec in self.schema.inputs]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept():
+            leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
+            try:
+                outputs = self._call(leaves)
+            except Exception as error:
+                raise SchemaError(
+                    f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
+                ) from error
+        return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+
+
+def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in own]
+        if foreign:
+            raise ValueError(
+                f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; make "
+                "it over module.parameters()"
+            )

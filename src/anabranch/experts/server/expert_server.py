@@ -1,0 +1,389 @@
+"""The server of experts: checks each request against its expert's schema before queueing it, and announces experts.
+
+::
+
+    thread that reads                                              device thread, or this one (``runtime.py``)
+    header ── check: uid, schema, shapes, room ──> body ──> finite? ──> pool ──> batch ──> answer
+             refused before its body has memory            refused before it joins a batch
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import BoundaryError, NonFinite, NotFound, SchemaError
+from anabranch.events import report
+from anabranch.experts import wire
+from anabranch.experts.compression import check_parts, wire_parts
+from anabranch.experts.directory import DirectoryLike, as_directory
+from anabranch.experts.schema import first_not_finite
+from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.persistence import Persistence
+from anabranch.experts.server.runtime import Runtime
+from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
+from anabranch.transport import (
+    Call,
+    Limits,
+    RequestHeader,
+    Server,
+    ServerStatistics,
+    TensorHeader,
+    Transport,
+    Verb,
+    allocate,
+)
+
+__all__ = ["ExpertServer", "ExpertServerStatistics"]
+
+# Announcements are renewed three times within their time to live.
+_RENEWALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertServerStatistics:
+    """Counters of an expert server since it started.
+
+    Attributes:
+        pools: statistics of each pool, by name.
+        not_finite: requests refused for NaN or Inf, by peer.
+        updates: updates of each expert, by uid.
+        transport: requests, errors, bytes.
+    """
+
+    pools: dict[str, PoolStatistics]
+    not_finite: dict[str, int]
+    updates: dict[str, int]
+    transport: ServerStatistics
+
+
+class ExpertServer:
+    """Serves experts while its ``with`` block runs.
+
+    >>> from anabranch.experts import ExpertBackend, RemoteExpert
+    >>> from anabranch.tensors import TensorSpec
+    >>> backend = ExpertBackend("double.0", torch.nn.Identity(), args_schema=[TensorSpec(2)])
+    >>> with ExpertServer([backend]) as server:
+    ...     RemoteExpert("double.0", server.endpoint)(torch.ones(1, 2)).detach()
+    tensor([[1., 1.]])
+
+    Args:
+        backends: the experts; those on one device share its thread.
+        listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
+        directory: the place to announce them: a ``Directory``, or the endpoint of a ``DirectoryServer``.
+        checkpoint_dir: the directory of their saved states, loaded after a restart; ``None``: no checkpoints.
+        device: moves all experts there.
+        checkpoint_seconds: between two savings.
+        ttl: seconds for which an announcement holds; renewed three times as often.
+        keys: the directory of certificates, for TCP.
+        insecure: allow TCP without certificates.
+        heartbeat: seconds between the beats that tell a waiting caller that the server lives.
+        transport: the network; sockets by default.
+        max_connections: a caller beyond it gets ``Overloaded``.
+        limits: the sizes accepted from a caller in one frame.
+        drain_seconds: how long leaving the block waits for calls in flight.
+
+    Raises:
+        ValueError: no backend, two of one uid, an endpoint that is malformed or taken, TCP without keys.
+        CheckpointError: a checkpoint that is damaged or of other experts.
+
+    Entering announces the uids; leaving withdraws them, finishes the calls in flight, and saves.
+    """
+
+    def __init__(
+        self,
+        backends: Iterable[ExpertBackend],
+        *,
+        listen: str | None = None,
+        directory: DirectoryLike | str | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        device: torch.device | str | None = None,
+        checkpoint_seconds: float = 60.0,
+        ttl: float = 30.0,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+        max_connections: int = 512,
+        limits: Limits | None = None,
+        drain_seconds: float = 5.0,
+    ) -> None:
+        self._backends: dict[str, ExpertBackend] = {}
+        for backend in backends:
+            if backend.uid in self._backends:
+                raise ValueError(f"two backends are called {backend.uid!r}")
+            self._backends[backend.uid] = backend.to(device) if device is not None else backend
+        if not self._backends:
+            raise ValueError("a server without experts serves nobody; give it backends")
+        if not 0 < ttl < float("inf"):
+            raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
+        self._schemas = {uid: (backend.schema.packed, backend.schema.hash) for uid, backend in self._backends.items()}
+        self._directory = (
+            None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
+        )
+        self._ttl = ttl
+        any_cuda = any(backend.device.type == "cuda" for backend in self._backends.values())
+        place = _allocate_pinned if any_cuda else allocate
+        self._not_finite: Counter[str] = Counter()
+        self._round = threading.local()
+        pools_by_device = self._pools_by_device()
+        self._runtimes = [
+            Runtime(pools, name=name, answering=self._gathering) for name, pools in pools_by_device.items()
+        ]
+        self._persistence = (
+            None
+            if checkpoint_dir is None
+            else Persistence(Path(checkpoint_dir), self._backends, paused=self._paused, every=checkpoint_seconds)
+        )
+        # Last of the steps that may fail: it listens from here on.
+        self._server = Server(
+            [
+                Verb(wire.INFO, self._info, quick=True),
+                Verb(wire.FORWARD, self._forward, check=self._check, allocate=place, quick=True),
+                Verb(
+                    wire.BACKWARD,
+                    self._backward,
+                    check=self._check,
+                    once=True,
+                    again=self._backward_again,
+                    allocate=place,
+                    quick=True,
+                ),
+            ],
+            listen=listen,
+            role="experts",
+            keys=keys,
+            insecure=insecure,
+            heartbeat=heartbeat,
+            transport=transport,
+            limits=limits,
+            max_connections=max_connections,
+            drain_seconds=drain_seconds,
+            healthy=lambda: all(runtime.healthy() for runtime in self._runtimes),
+            after_round=self._submit_round,
+        )
+        self._stop = threading.Event()
+        self._stack = ExitStack()
+
+    @property
+    def endpoint(self) -> str:
+        """The address for ``RemoteExpert``."""
+        return self._server.endpoint
+
+    def __enter__(self) -> ExpertServer:
+        with ExitStack() as stack:
+            # The server has listened since it was made, so close it if entering fails.
+            stack.callback(self._server.close)
+            if self._persistence is not None:
+                self._server.once.restore(self._persistence.load())
+                stack.enter_context(self._persistence)
+            for runtime in self._runtimes:
+                stack.enter_context(runtime)
+            stack.enter_context(self._server)
+            if self._directory is not None:
+                self._announce()
+                stack.callback(self._withdraw)
+                self._start_renewing(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def statistics(self) -> ExpertServerStatistics:
+        """Counters since the start."""
+        pools = [pool for backend in self._backends.values() for pool in backend.get_pools()]
+        return ExpertServerStatistics(
+            {pool.name: pool.statistics() for pool in pools},
+            dict(self._not_finite),
+            {uid: backend.updates for uid, backend in self._backends.items()},
+            self._server.statistics(),
+        )
+
+    # --- announcing
+
+    def _announce(self) -> None:
+        assert self._directory is not None
+        self._directory.announce(self._backends, self.endpoint, self._ttl)
+
+    def _withdraw(self) -> None:
+        assert self._directory is not None
+        try:
+            self._directory.withdraw(self._backends, self.endpoint)
+        except BoundaryError as error:
+            # An announcement that is not withdrawn is forgotten after its time to live.
+            report("experts.directory_lost", error=str(error))
+
+    def _start_renewing(self, stack: ExitStack) -> None:
+        thread = threading.Thread(target=self._renew, name="anabranch-announce", daemon=True)
+        thread.start()
+        stack.callback(thread.join, timeout=15.0)
+        stack.callback(self._stop.set)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(timeout=self._ttl / _RENEWALS):
+            try:
+                self._announce()
+            except BoundaryError as error:
+                report("experts.directory_lost", error=str(error))
+
+    # --- serving
+
+    def _pools_by_device(self) -> dict[str, list[TaskPool]]:
+        pools: dict[str, list[TaskPool]] = {}
+        for backend in self._backends.values():
+            pools.setdefault(str(backend.device), []).extend(backend.get_pools())
+        return pools
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for runtime in self._runtimes:
+                stack.enter_context(runtime.paused())
+            yield
+
+    def _find(self, uid: str) -> ExpertBackend:
+        backend = self._backends.get(uid)
+        if backend is None:
+            some = ", ".join(list(self._backends)[:8])
+            raise NotFound(f"no expert {uid!r} here; there are {len(self._backends)}: {some}")
+        return backend
+
+    def _info(self, call: Call) -> None:
+        self._find(call.target)
+        call.reply(payload=self._schemas[call.target][0])
+
+    def _check(self, header: RequestHeader) -> None:
+        """Refuses a request that does not fit its expert, before there is memory for it."""
+        backend = self._find(header.target)
+        if header.schema != self._schemas[header.target][1]:
+            raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
+        rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
+        pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
+        nbytes = 0
+        for tensor in header.tensors:
+            nbytes += tensor.nbytes
+        pool.check_room(rows, nbytes)
+
+    def _forward(self, call: Call) -> None:
+        # The check has found the expert already.
+        backend = self._backends[call.target]
+        schema = backend.schema
+        inputs = call.tensors if schema.takes_as_is else wire.from_wire(call.tensors, schema.inputs)
+        self._check_finite(call, inputs, schema.input_names)
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+            else:
+                # The answer's payload says that the ticket is valid for a backward.
+                call.reply(
+                    wire.to_wire(outcome, schema.output_specs), payload=ticket if ticket in backend.kept else b""
+                )
+
+        ticket = call.payload
+        rows = _rows(inputs)
+        if rows == 0:
+            finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
+        else:
+            # A request that is split has no single graph.
+            ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
+            self._put_aside(
+                backend, backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
+            )
+
+    def _backward(self, call: Call) -> None:
+        backend = self._find(call.target)
+        inputs, gradients, ticket = self._read_backward(call, backend)
+        specs = backend.schema.inputs
+
+        def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                call.fail(outcome)
+                return
+            if self._persistence is not None:
+                self._persistence.note_applied(call.target, call.identity, call.settled)
+            call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
+
+        rows = _rows([*inputs, *gradients])
+        if rows == 0:
+            finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
+        else:
+            task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
+            self._put_aside(backend, backend.backward_pool, task)
+
+    def _put_aside(self, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+        """Queues the task once all requests that have come are read, so that they share a batch."""
+        if backend.copies is not None:
+            task.inputs, task.copied = backend.copies.bring(task.inputs)
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside is None:
+            aside = self._round.tasks = {}
+        aside.setdefault(pool, []).append(task)
+
+    def _submit_round(self) -> None:
+        aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
+        if aside:
+            self._round.tasks = None
+            of_many = not self._server.on_loop()
+            if len(self._runtimes) == 1:
+                self._runtimes[0].submit(aside, one_of_many=of_many)
+                return
+            for runtime in self._runtimes:
+                mine = {pool: tasks for pool, tasks in aside.items() if pool in runtime}
+                runtime.submit(mine, one_of_many=of_many)
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return self._server.gathering()
+
+    def _backward_again(self, call: Call) -> None:
+        """Answers a retry after a restart: the update is in the loaded state, but its gradients are gone."""
+        backend = self._find(call.target)
+        none: list[Tensor | None] = [None] * len(backend.schema.inputs)
+        call.reply(payload=wire.pack_present(none))
+
+    def _read_backward(
+        self, call: Call, backend: ExpertBackend
+    ) -> tuple[list[Tensor | None], list[Tensor | None], bytes]:
+        schema = backend.schema
+        present, ticket = wire.read_backward(call.payload)
+        inputs: list[Tensor | None] = [None] * len(schema.inputs)
+        count = 0
+        if not ticket:
+            count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
+            inputs = wire.from_wire(call.tensors[:count], schema.inputs)
+        elif ticket not in backend.kept:
+            raise NotFound(f"{call.target} has not kept these activations; send the inputs again")
+        gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
+        names = [f"gradient of output {index}" for index in range(len(gradients))]
+        self._check_finite(call, inputs, schema.input_names)
+        self._check_finite(call, gradients, names)
+        return inputs, gradients, ticket
+
+    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        name = first_not_finite(tensors, names)
+        if name is not None:
+            self._not_finite[call.peer.name] += 1
+            raise NonFinite(f"{call.target}: {name} holds NaN or Inf")
+
+
+def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
+    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True) for header in headers]
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> int:
+    for tensor in tensors:
+        if tensor is not None:
+            return tensor.shape[0]
+    raise AssertionError("a schema without inputs is refused where it is made")

@@ -1,0 +1,128 @@
+"""Experts that survive their server: each one's state in a directory of its own, saved in parallel with training.
+
+A copy is taken between two batches, so training stops only for the copy, which is written on another thread. With an
+expert's state go the requests applied to it: a caller whose answer was lost in the crash retries, and the restarted
+server knows whether the update is in the state it loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+from anabranch.checkpoint import join, read_newest, split, write
+from anabranch.deadline import check_seconds
+from anabranch.errors import CheckpointError
+from anabranch.events import fault_point, report
+from anabranch.experts.server.backend import ExpertBackend
+from anabranch.transport.once import Identity
+
+__all__ = ["Persistence"]
+
+_GROUP = "expert"
+# Requests remembered for each expert. A live client settles all but those it waits for, so it never reaches this bound,
+# which limits the records of dead clients.
+_MOST_APPLIED = 10_000
+
+
+class Persistence:
+    """Saves experts every so often while its ``with`` block runs, and once more at its end.
+
+    Args:
+        directory: the parent of a directory for each uid.
+        backends: the experts, by uid.
+        paused: a context in which no batch runs.
+        every: seconds between two savings.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        backends: Mapping[str, ExpertBackend],
+        *,
+        paused: Callable[[], AbstractContextManager[None]],
+        every: float = 60.0,
+    ) -> None:
+        check_seconds(checkpoint_seconds=every)
+        self._directory = directory
+        self._backends = backends
+        self._paused = paused
+        self._every = every
+        self._applied: dict[str, dict[Identity, None]] = {uid: {} for uid in backends}
+        self._saved: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
+
+    def load(self) -> list[Identity]:
+        """Loads the saved state of every expert that has one; returns the requests applied to those states.
+
+        Raises:
+            CheckpointError: a checkpoint is damaged, or of another module or optimizer.
+        """
+        restored: list[Identity] = []
+        for uid, backend in self._backends.items():
+            # A server killed during its first saving leaves a directory without a saved state.
+            checkpoint = read_newest(self._directory / uid)
+            if checkpoint is None:
+                continue
+            state = cast(dict[str, object], join(checkpoint.state, checkpoint.tensors(_GROUP)))
+            try:
+                backend.load_state_dict(cast(Mapping[str, object], state["backend"]))
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(f"the checkpoint of {uid} is of another module or optimizer: {error}") from error
+            applied = cast(list[tuple[bytes, int]], state["applied"])
+            self._applied[uid] = dict.fromkeys(applied)
+            self._saved[uid] = backend.updates
+            restored += applied
+        return restored
+
+    def note_applied(self, uid: str, identity: Identity, settled: int) -> None:
+        """Records a request applied to ``uid``; its client will never repeat a request below ``settled``."""
+        applied = self._applied[uid]
+        epoch = identity[0]
+        for old in [old for old in applied if old[0] == epoch and old[1] < settled]:
+            del applied[old]
+        applied[identity] = None
+        while len(applied) > _MOST_APPLIED:
+            del applied[next(iter(applied))]
+
+    def save(self) -> None:
+        """Saves every expert that was updated since it was last saved; durable when it returns.
+
+        Raises:
+            CheckpointError: the disk is full or failing; earlier checkpoints are untouched.
+        """
+        for uid, backend in self._backends.items():
+            if self._saved.get(uid) == backend.updates:
+                continue
+            with self._paused():
+                updates = backend.updates
+                state, tensors = split({"backend": backend.state_dict(), "applied": list(self._applied[uid])})
+                copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+            fault_point("experts.copied")
+            write(self._directory / uid, {_GROUP: copies}, state, step=updates)
+            self._saved[uid] = updates
+
+    def __enter__(self) -> Persistence:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=60.0)
+        self.save()
+
+    def _run(self) -> None:
+        while not self._stop.wait(timeout=self._every):
+            try:
+                self.save()
+            except CheckpointError as error:
+                # The next one may find room; the last, at the end, raises.
+                report("experts.not_saved", error=str(error))

@@ -1,0 +1,197 @@
+"""Dynamo's calls as the function that is traced: its arguments sorted into state and inputs, its calls in order.
+
+Dynamo hands over every tensor and number that a function reads. Those that are the model's own parameters and buffers
+are bound to the graph and compared by identity before each run; the others are given anew in every run.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.dynamo.front import TracedCall, mark
+from anabranch.graph.dynamo.refusals import reason_of_call, user_line_of
+from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake, WrongType, free_name
+
+__all__ = ["Arguments", "Binding", "arrange", "run_calls"]
+
+
+_ROOT = re.compile(r"^L\['(args'\]\[0\]|function'\](\.__closure__\[\d+\]\.cell_contents)*)")
+"""Dynamo's name for the module that a front is given, or the function and the variables it closes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The placeholders of a call, sorted by kind.
+
+    Attributes:
+        sources: the inputs of the graph: each tensor once.
+        place: for each placeholder the index of its source; ``None`` for a value that the graph holds.
+        free: the placeholders that are given in every run, in the order of the free sources.
+        bound: the placeholders that must be identical to the tensors of the trace.
+        fixed: the placeholders whose values the graph holds, with those values.
+    """
+
+    sources: tuple[Source, ...]
+    place: tuple[int | None, ...]
+    free: tuple[int, ...]
+    bound: tuple[int, ...]
+    fixed: tuple[tuple[int, object], ...]
+
+    def given(self, args: Sequence[object], values: Sequence[object]) -> list[object]:
+        """The traced values in the order of the placeholders."""
+        held = dict(self.fixed)
+        return [held.get(i, args[i]) if at is None else values[at] for i, at in enumerate(self.place)]
+
+
+class Binding:
+    """Picks a program's arguments from the values of Dynamo's placeholders, and tells whether the program fits them."""
+
+    def __init__(self, call: TracedCall, arguments: Arguments, args: Sequence[object]) -> None:
+        self._bound = [args[index] for index in arguments.bound]
+        self._fixed = arguments.fixed
+        self._free, self._numbers = arguments.free, call.numbers
+        self.holds_numbers = bool(arguments.fixed)
+        self._pick_bound, self._pick_free = _picker(arguments.bound), _picker(arguments.free)
+        self._reads_numbers = any(index in call.numbers for index in arguments.free)
+
+    def fits(self, args: Sequence[object]) -> bool:
+        """True if the bound tensors are identical, and the values that the graph holds are equal."""
+        if not all(map(operator.is_, self._pick_bound(args), self._bound)):
+            return False
+        return not self._fixed or all(args[index] == value for index, value in self._fixed)
+
+    def free(self, args: Sequence[object]) -> Sequence[object]:
+        """The arguments of the program."""
+        if self._reads_numbers:
+            return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
+        return self._pick_free(args)
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
+    """A function that picks these values, always as a sequence."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: [values[index] for index in indices]
+
+
+def arrange(
+    call: TracedCall,
+    args: Sequence[object],
+    state: Mapping[Tensor, str],
+    names: Mapping[str, str] | None = None,
+    *,
+    fix_numbers: bool = False,
+) -> Arguments:
+    """Sorts the arguments of a call.
+
+    Args:
+        call: Dynamo's call.
+        args: the placeholders' values in the run under way.
+        state: the tensors that are bound, with their names.
+        names: the meaning of the first part of an argument's name.
+        fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.
+    """
+    used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
+    sources: list[Source] = []
+    place: list[int | None] = []
+    free: list[int] = []
+    bound: list[int] = []
+    fixed: list[tuple[int, object]] = []
+    known: dict[int, int] = {}
+    for position, value in enumerate(args):
+        if position in call.numbers and isinstance(value, Tensor) and fix_numbers:
+            fixed.append((position, value.item()))
+            place.append(None)
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool) and used[position] and not fix_numbers
+        if not isinstance(value, (Tensor, float)) and not whole:
+            place.append(None)
+            if used[position]:
+                fixed.append((position, value))
+            continue
+        is_state = isinstance(value, Tensor) and value in state
+        if is_state:
+            bound.append(position)
+        if isinstance(value, Tensor) and id(value) in known:
+            place.append(known[id(value)])
+            continue
+        place.append(len(sources))
+        known[id(value)] = len(sources)
+        name = state[value] if is_state else _renamed(call.names[position], names or {})  # type: ignore[index]
+        if position in call.numbers:
+            assert isinstance(value, Tensor)
+            value = value.item()
+        sources.append(Source(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
+        if not is_state:
+            free.append(position)
+    return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    head, _, rest = name.partition(".")
+    head = names.get(head, head)
+    return ".".join(part for part in (head, rest) if part) or "input"
+
+
+def run_calls(call: TracedCall, values: Sequence[object], recorder: Recorder) -> tuple[list[object], dict[str, Tensor]]:
+    """The outputs of the calls for traced ``values``, and the tensors that are marked, by name."""
+    runner = _Runner(call, recorder)
+    results = runner.run(*values)
+    return list(results), runner.marked
+
+
+class _Runner(fx.Interpreter):
+    """Runs one call after the other, and tells the recorder the module and line of each."""
+
+    def __init__(self, call: TracedCall, recorder: Recorder, module: fx.GraphModule | None = None) -> None:
+        super().__init__(module or call.module, garbage_collect_values=False)
+        self.extra_traceback = False
+        self._call, self._recorder = call, recorder
+        placeholders = list(call.module.graph.find_nodes(op="placeholder"))
+        self._numbers = {placeholders[index] for index in call.numbers}
+        self.marked: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_method" and n.target == "item" and n.args[0] in self._numbers:
+            return self.env[n.args[0]]  # type: ignore[index] # the number itself, traced as one
+        if n.op == "call_function" and n.target is torch.ops.higher_order.tag_activation_checkpoint:
+            return self._checkpointed(n)
+        self._recorder.switch(_scope(n))
+        self._recorder.line = lambda: user_line_of(n).removesuffix(": ")
+        try:
+            result = super().run_node(n)
+        except (AnabranchError, UserMistake, WrongType):
+            raise
+        except Exception as error:
+            raise CaptureError(reason_of_call(error, user_line_of(n))) from error
+        if n.target is mark:
+            self.marked[str(n.args[0])] = result
+        return result
+
+    def _checkpointed(self, n: fx.Node) -> Any:
+        """A region of ``torch.utils.checkpoint``: marked, so that its values are computed again instead of kept."""
+        body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
+        runner = _Runner(self._call, self._recorder, body)
+        with self._recorder.checkpointing():
+            results = runner.run(*rest)
+        self.marked.update(runner.marked)
+        return results
+
+
+def _scope(node: fx.Node) -> str:
+    """The qualified name of the module that makes the call."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = _ROOT.sub("", str(list(stack.values())[-1][0]))
+    for old, new in (("_modules['", "."), ("['", "."), ("[", "."), ("']", ""), ("]", "")):
+        path = path.replace(old, new)
+    return ".".join(part for part in path.split(".") if part)

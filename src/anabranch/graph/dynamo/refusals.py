@@ -1,0 +1,113 @@
+"""The reasons that Python code cannot be a graph, in words that a user knows, with the line of code that does it."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.origins import OURS
+
+__all__ = ["Raises", "reason_of", "reason_of_call", "refusal_of", "user_line_of"]
+
+_REASONS = (
+    ("Data-dependent branching", "it branches on a value that it computes; use torch.where, or return the tensor"),
+    ("item()", "it reads a tensor's value (item(), int(), float(), tolist()) in the middle of the step"),
+    ("DynamicOutputShape", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("returning intermediate with requires_grad_", "a result hangs on a tensor that was made to require a gradient"),
+    ("_LegacyVariableBase", "it makes an autograd.Variable; use tensor.detach().requires_grad_()"),
+    ("pack_padded_sequence", "it packs sequences, whose form depends on the values of their lengths"),
+    ("intentionally marked", "PyTorch does not let this function be captured"),
+    ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
+    ("data-dependent", "the code depends on a value that it computes"),
+    ("`print`", "it prints"),
+    ("`open`", "it reads or writes a file"),
+    ("logging", "it writes to a log"),
+    ("random", "it draws random numbers that are not torch's"),
+    ("Generator", "it draws from a generator of its own"),
+    ("register_hook", "it sets a hook on a gradient"),
+    ("backward hook", "a module has a backward hook"),
+    ("Backward hook", "a module has a backward hook"),
+    ("backward()", "it calls backward() in the middle of the step"),
+)
+_CURE = "; use engine='tape' for this step, or 'auto', which does so by itself"
+
+
+class Raises(CaptureError):
+    """The step's own code raises, which Python would do as well."""
+
+
+def refusal_of(error: BaseException, what: str) -> CaptureError:
+    """The error to raise in place of Dynamo's."""
+    kind = Raises if "Observed exception" in str(error) else CaptureError
+    return kind(reason_of(error, what))
+
+
+def reason_of(error: BaseException, what: str) -> str:
+    """One sentence: the line, the reason, and an alternative."""
+    text = str(error)
+    changed = re.search(r"certain side effects happened.*?: \[(.*)\]", text)
+    if changed:
+        names = ", ".join(sorted({_python_name(name) for name in re.findall(r'"(.*?)"', changed[1])}))
+        return (
+            f"{what} changes {names or 'Python state'} while it is captured; a replay runs tensor operations only and "
+            "would lose the change: return the value, or make it a tensor that is changed in place"
+        )
+    line = _user_line(text)
+    where = f"{line}: " if line else ""
+    if "Observed exception" in text:
+        return f"{where}{what} raises {_raised(text)} while it is captured"
+    failed = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text)
+    if "fake tensor" in text and failed:
+        return f"{where}{what} raises {failed[1]}: {failed[2]}"
+    for needle, words in _REASONS:
+        if needle in text:
+            return f"{where}{what} cannot be a graph: {words}{_CURE}"
+    explanation = re.search(r"Explanation: (?!Dynamo does not support this)(.*)", text)
+    said = explanation[1] if explanation else (text.strip().splitlines() or [type(error).__name__])[0]
+    return f"{where}{what} cannot be a graph: {_simple(said)}{_CURE}"
+
+
+def reason_of_call(error: Exception, line: str) -> str:
+    """The same for one of Dynamo's calls: the error of the user's own line, or the reason why it cannot be captured."""
+    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    words = next((words for needle, words in _REASONS if needle in said), None)
+    if words is None or not type(error).__module__.startswith("torch."):
+        return f"{line}{said}"
+    return f"{line}the step cannot be a graph: {words}{_CURE}"
+
+
+def _python_name(source: str) -> str:
+    """The plain name of a source: ``'seen'`` for ``G['seen']``, ``'calls'`` for ``L['self'].calls``."""
+    parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
+    names = [one or other for one, other in parts if not (one or other).startswith("__")]
+    names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]
+    return repr(names[-1]) if names else "a variable that it closes over"
+
+
+def _simple(said: str) -> str:
+    said = said.replace("Dynamo", "the capture").replace("torch.compile", "the capture")
+    return said.strip().rstrip(".")[:300]
+
+
+def _raised(text: str) -> str:
+    held = re.search(r"exceptions must derive from BaseException, not (\w+)", text)
+    if held:  # an exception that was made elsewhere, which Dynamo does not take for one
+        return f"{held[1]}, under the conditions of now,"
+    found = re.search(r"raised exception (.*)", text) or re.search(r"exception (\w+\(.*\))", text)
+    return found[1].strip() if found else "an exception"
+
+
+def _user_line(text: str) -> str:
+    """The innermost line of the user's own code; of a library's, if there is none."""
+    places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
+    own = [place for place in places if not place[0].startswith(OURS)]
+    chosen = own or [place for place in places if not place[0].startswith(OURS[1])]
+    return f"{chosen[-1][0]}:{chosen[-1][1]}" if chosen else ""
+
+
+def user_line_of(node: fx.Node) -> str:
+    """The line of the user's code that makes a call of Dynamo's graph, with a colon behind it."""
+    line = _user_line(str(node.meta.get("stack_trace") or ""))
+    return f"{line}: " if line else ""

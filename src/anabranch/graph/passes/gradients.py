@@ -1,0 +1,219 @@
+"""``gradients``: reverse-mode differentiation of a graph, as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import CaptureError, NotFound, SchemaError
+from anabranch.graph.graph import Graph, Input, Origin
+from anabranch.graph.nodes import evaluate
+from anabranch.graph.passes.cut_lookups import ROWS_OF, cut_lookups
+from anabranch.graph.trace.build import build
+from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake
+from anabranch.tensors import flatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["gradients"]
+
+InsertGrad = Sequence[Tensor] | Literal[True] | None
+
+
+def gradients(
+    graph: Graph,
+    outputs: Sequence[str] | None = None,
+    wrt: Sequence[str] = (),
+    insert_grad: InsertGrad = None,
+) -> Graph:
+    """The graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
+
+    >>> from anabranch.graph.trace import capture
+    >>> graph = gradients(capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3)), wrt=["w"])
+    >>> graph(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
+    (tensor(6.), tensor([1., 2., 3.]))
+
+    Args:
+        graph: a captured graph; its state stays bound. The result may be differentiated again.
+        outputs: names of outputs or nodes, each of a floating dtype; all floating outputs by default.
+        wrt: names of inputs or nodes.
+        insert_grad: the gradient of the outputs: ones (``None``), new inputs ``grad_<output>`` after the others
+            (``True``), for a gradient that comes from across a boundary, or these tensors.
+
+    Returns:
+        A graph that takes the inputs of ``graph`` and returns the outputs and then the gradients, as one tuple. The
+        gradient of a table that is looked up sparsely is a pair ``(ids, rows)``.
+
+    Raises:
+        NotFound: for a name that is not in the graph.
+        TypeError: for what is no graph, and an output or ``wrt`` of an integer dtype.
+        ValueError: for a ``wrt`` that no output reaches, or none at all; names it.
+        SchemaError: for gradients of the wrong number or shape.
+    """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"graph is a Graph, as capture makes one, got {type(graph).__name__}")
+    if not wrt:
+        raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
+    tape = _Tape(cut_lookups(graph, _inputs(graph, wrt)), outputs, wrt)
+    given = tape.arriving(insert_grad)
+    bindings = [*graph.bindings, *given]
+    sources = []
+    for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
+        value = node.meta.get("val")
+        sources.append(Source(binding.name, value if isinstance(value, Tensor) else 1.0))
+    sources += [Source(binding.name, tape.example(name)) for binding, name in zip(given, tape.outputs, strict=False)]
+    names: list[str] = []
+
+    def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+        recorder.differentiable = True
+        results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :], recorder)
+        return results
+
+    found = build(body, sources, names)
+    inputs = [*bindings, *found.bindings[len(bindings) :]]
+    structure = tape.structure()
+    merged = Graph(found.fx, inputs, names).with_structure(None, structure)
+    if not isinstance(insert_grad, (list, tuple)):
+        merged.origin = _again(graph, outputs, wrt, insert_grad)
+    return merged
+
+
+def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
+    """The inputs among ``wrt``, which may call them by their names or those of their nodes."""
+    pairs = zip(graph.placeholders, graph.inputs, strict=True)
+    return [name for node, name in pairs if name in wrt or node.name in wrt]
+
+
+def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
+    """Captures the differentiated graph for other shapes."""
+    origin = graph.origin
+    if origin is None:
+        return None
+    return lambda shapes: gradients(origin(shapes), outputs, wrt, insert_grad)
+
+
+class _Tape:
+    """Replays a graph's operations with autograd on."""
+
+    def __init__(self, graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str]) -> None:
+        self._graph = graph
+        self._nodes = {node.name: node for node in graph.fx.nodes}
+        self._nodes.update({b.name: n for n, b in zip(graph.placeholders, graph.bindings, strict=True)})
+        results = {n: r for n, r in zip(graph.outputs, graph.results, strict=True) if isinstance(r, fx.Node)}
+        self._nodes.update(results)
+        self.outputs = list(outputs) if outputs is not None else [n for n, r in results.items() if _floats(r)]
+        self.wrt = list(wrt)
+        for name in [*self.outputs, *self.wrt]:
+            self._check(name)
+        names = dict(zip(graph.placeholders, graph.inputs, strict=True))
+        self._lookups: dict[str, list[fx.Node]] = {}
+        for name in self.wrt:
+            found = [n for n in graph.fx.nodes if ROWS_OF in n.meta and n.meta[ROWS_OF] == names.get(self._nodes[name])]
+            if found:
+                self._lookups[name] = found
+
+    def _check(self, name: str) -> None:
+        if name not in self._nodes:
+            raise NotFound(f"the graph has no {name!r}; inputs {self._graph.inputs}, outputs {self._graph.outputs}")
+        if not _floats(self._nodes[name]):
+            raise TypeError(f"{name!r} is not of a floating dtype: it has no gradient")
+
+    def example(self, name: str) -> Tensor:
+        value = self._nodes[name].meta["val"]
+        assert isinstance(value, Tensor)
+        return value
+
+    def arriving(self, insert_grad: InsertGrad) -> list[Input]:
+        """The inputs that bring the gradients of the outputs."""
+        if insert_grad is None:
+            return []
+        if insert_grad is True:
+            return [Input(f"grad_{name}") for name in self.outputs]
+        if len(insert_grad) != len(self.outputs):
+            raise SchemaError(f"insert_grad has {len(insert_grad)} tensors for {len(self.outputs)} outputs")
+        for name, tensor in zip(self.outputs, insert_grad, strict=True):
+            if tensor.shape != self.example(name).shape:
+                expected = tuple(self.example(name).shape)
+                raise SchemaError(f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {expected}")
+        return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
+
+    def run(
+        self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: Recorder
+    ) -> tuple[list[object], list[str]]:
+        """The outputs and the gradients, flat, and their names."""
+        lookups = [node for found in self._lookups.values() for node in found]
+        wanted = [*(self._nodes[name] for name in self.wrt), *lookups]
+        computed = self._replay(values, set(wanted))
+        roots = [computed[self._nodes[name]] for name in self.outputs]
+        found = self._differentiate(roots, [*(computed[node] for node in wanted), *recorder.entries], arriving)
+        rows = dict(zip(lookups, found[len(self.wrt) :], strict=False))
+        results: list[object] = list(roots)
+        names = list(self.outputs)
+        for name, gradient in zip(self.wrt, found, strict=False):
+            if name in self._lookups:
+                if gradient is not None:
+                    raise CaptureError(
+                        f"the table {name!r} is looked up sparsely and used densely too, so that its gradient is no "
+                        "list of rows; make it sparse=False"
+                    )
+                pairs = [(computed[node.args[1]], rows[node]) for node in self._lookups[name]]  # type: ignore[index]
+                results += self._pair(name, pairs)
+                names += [f"{name}.grad.ids", f"{name}.grad.rows"]
+            elif gradient is None:
+                raise _unreached(name, self.outputs)
+            else:
+                results.append(gradient)
+                names.append(f"{name}.grad")
+        return results, names
+
+    def _differentiate(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], arriving: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        seeds = list(arriving) or [torch.ones_like(root) for root in roots]
+        live = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        reachable = [leaf for leaf in leaves if leaf.requires_grad]
+        if not live or not reachable:
+            return [None] * len(leaves)
+        found = iter(
+            torch.autograd.grad([root for root, _ in live], reachable, [seed for _, seed in live], allow_unused=True)
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+    def _pair(self, name: str, lookups: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        reached = [(ids.reshape(-1), rows.reshape(-1, rows.shape[-1])) for ids, rows in lookups if rows is not None]
+        if not reached:
+            raise _unreached(name, self.outputs)
+        if len(reached) == 1:
+            return list(reached[0])
+        return [torch.cat(parts) for parts in zip(*reached, strict=True)]
+
+    def _replay(self, values: Sequence[Tensor], targets: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+        computed: dict[fx.Node, Tensor] = {}
+        given = iter(values)
+        for node in self._graph.fx.nodes:
+            if node.op == "output":
+                continue
+            with torch.set_grad_enabled(bool(node.meta.get("recorded", True))):
+                value = next(given) if node.op == "placeholder" else cast(Tensor, evaluate(node, computed.__getitem__))
+            if node in targets and not value.requires_grad:
+                value.requires_grad_()
+            computed[node] = value
+        return computed
+
+    def structure(self) -> PyTreeSpec:
+        """The structure of a call's results."""
+        results = [0] * len(self.outputs) + [(0, 0) if name in self._lookups else 0 for name in self.wrt]
+        return flatten(tuple(results))[1]
+
+
+def _floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _unreached(name: str, outputs: Sequence[str]) -> UserMistake:
+    return UserMistake(f"{name!r} is not reached: no gradient flows to it from {', '.join(outputs)}")

@@ -1,0 +1,235 @@
+"""Recomputes values instead of keeping them, chosen by minimum cut, until a run fits a budget.
+
+At the moment of the peak the graph falls into operations that have run (F) and that will (B). Without recomputation
+every value of F that B needs is kept. A cut between the values that exist anyway and those that B needs is a set from
+which the rest can be computed again; the cut of fewest bytes is kept. Its capacities: a value's bytes to keep it, 0 to
+recompute it if that is allowed (no random numbers, no writes, no inputs that are written), infinity otherwise. ::
+
+    source --infinity--> values that may not be recomputed
+    value_in --bytes--> value_out --infinity--> its readers in F
+    value_out --infinity--> sink                         if B reads it
+
+The gentlest choice that fits is taken: first only elementwise operations and views are recomputed; then whole segments
+of F, each from the values that cross into it, as few of them as will do. B walks the segments backwards, so that one
+segment's values are alive at a time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from anabranch.graph.effects import Effects, is_view
+from anabranch.graph.graph import Graph
+from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
+from anabranch.graph.run.memory import plan_memory, storage_bytes
+
+__all__ = ["recompute", "recompute_marked"]
+
+
+def recompute(graph: Graph, budget_bytes: int) -> Graph:
+    """See ``Graph.recompute``."""
+    graph = drop_dead_nodes(drop_handles(graph))
+    plan = plan_memory(graph)
+    if plan.peak_bytes <= budget_bytes:
+        return graph
+    least = plan.peak_bytes
+    for choice in _choices():
+        found = _recomputed(graph, plan.peak, choice)
+        peak = plan_memory(found).peak_bytes
+        least = min(least, peak)
+        if peak <= budget_bytes:
+            return _gentlest(graph, plan.peak, choice, budget_bytes, found)
+    raise ValueError(
+        f"no recomputation that was found fits {budget_bytes} bytes: a run needs {plan.peak_bytes}, with recomputation "
+        f"{least}; give it at least that, or capture a smaller batch"
+    )
+
+
+def recompute_marked(graph: Graph) -> Graph:
+    """``graph`` with the values of ``torch.utils.checkpoint``'s regions computed again in backward instead of kept.
+
+    Random numbers and writes are not repeated: their results are kept, and the bits are the same.
+    """
+    if not any(node.meta.get("checkpointed") for node in graph.fx.nodes):
+        return graph
+    graph = drop_dead_nodes(drop_handles(graph)).copy()
+    nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+    at = next((index for index, node in enumerate(nodes) if node.meta.get("phase") == "backward"), len(nodes))
+    before, after = nodes[:at], nodes[at:]
+    known = set(before)
+    wanted = {source for reader in after for source in reader.all_input_nodes if source in known}
+    allowed = {node for node in _recomputable(before, graph.effects(), False) if node.meta.get("checkpointed")}
+    kept = wanted - allowed
+    _place(graph, after, _needed_again(wanted, kept, allowed))
+    return drop_dead_nodes(graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A recomputation plan: cheap operations only or all, the number of segments, and how many of the first to use."""
+
+    cheap_only: bool
+    segments: int
+    used: int
+
+
+def _choices() -> Iterator[_Choice]:
+    yield _Choice(cheap_only=True, segments=1, used=1)
+    for segments in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        yield _Choice(cheap_only=False, segments=segments, used=segments)
+
+
+def _gentlest(graph: Graph, peak: str, choice: _Choice, budget_bytes: int, found: Graph) -> Graph:
+    """The graph that recomputes the fewest of the choice's segments and still fits."""
+    low, high = 1, choice.used
+    while low < high:
+        middle = (low + high) // 2
+        candidate = _recomputed(graph, peak, replace(choice, used=middle))
+        if plan_memory(candidate).peak_bytes <= budget_bytes:
+            high, found = middle, candidate
+        else:
+            low = middle + 1
+    return found
+
+
+def _recomputed(graph: Graph, peak: str, choice: _Choice) -> Graph:
+    """``graph`` with the values that need not be kept over the operation ``peak`` recomputed after it."""
+    graph = graph.copy()
+    nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+    at = next((index for index, node in enumerate(nodes) if node.name == peak), len(nodes))
+    position = {node: index for index, node in enumerate(nodes)}
+    before, after = nodes[:at], nodes[at:]
+    wanted = {s for reader in after for s in reader.all_input_nodes if position.get(s, at) < at}
+    allowed = set(_recomputable(before, graph.effects(), choice.cheap_only))
+    bounds = _bounds(before, choice.segments)
+    allowed -= _crossing(before, bounds, position)
+    if choice.used < choice.segments:
+        allowed = {node for node in allowed if position[node] < bounds[choice.used]}
+    kept = _minimum_cut(before, allowed, wanted)
+    _place(graph, after, _needed_again(wanted, kept, allowed))
+    return drop_dead_nodes(graph)
+
+
+def _bounds(before: list[fx.Node], segments: int) -> list[int]:
+    """Split ``before`` into segments that compute about equally many bytes; returns where each begins, and the end."""
+    sizes = [storage_bytes(node.meta.get("val")) for node in before]
+    total, done, bounds = sum(sizes), 0, [0]
+    for index, size in enumerate(sizes):
+        if done >= total * len(bounds) / segments and len(bounds) < segments:
+            bounds.append(index)
+        done += size
+    return bounds + [len(before)] * (segments - len(bounds))
+
+
+def _crossing(before: list[fx.Node], bounds: list[int], position: dict[fx.Node, int]) -> set[fx.Node]:
+    """The values that the forward carries over the start of a segment."""
+    crossing = set()
+    for node in before:
+        last = max(
+            (position[reader] for reader in node.users if position.get(reader, len(before)) < len(before)), default=0
+        )
+        start = bisect.bisect_right(bounds, position[node])
+        if start < len(bounds) and bounds[start] <= last:
+            crossing.add(node)
+    return crossing
+
+
+def _recomputable(before: list[fx.Node], effects: Effects, cheap_only: bool) -> Iterator[fx.Node]:
+    order = {node: index for index, node in enumerate(before)}
+    found: set[fx.Node] = set()
+
+    def is_final(source: fx.Node, reader: fx.Node) -> bool:
+        writers = effects.writers.get(effects.root[source], ())
+        return all(order.get(writer, len(before)) < order[reader] for writer in writers)
+
+    for node in before:
+        if effects.must_stay(node) or effects.written_by(node):
+            continue
+        if cheap_only and isinstance(node.target, OpOverload) and not _is_cheap(node):
+            continue
+        # A value that is read again must be unchanged: nothing may write to it later, nor ever to the value itself.
+        if effects.root[node] in effects.writers and effects.root[node] is node:
+            continue
+        if node.target is operator.getitem and node.args[0] not in found:  # a part is there as long as the whole is
+            continue
+        if all(is_final(source, node) for source in node.all_input_nodes):
+            found.add(node)
+            yield node
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    assert isinstance(node.target, OpOverload)
+    return torch.Tag.pointwise in node.target.tags or is_view(node)
+
+
+def _minimum_cut(before: list[fx.Node], allowed: set[fx.Node], wanted: set[fx.Node]) -> set[fx.Node]:
+    """The values to keep."""
+    if not wanted:
+        return set()
+    # Half a second, which processes that recompute nothing need not spend.
+    import networkx  # type: ignore[import-untyped]
+
+    network = networkx.DiGraph()
+    network.add_node("source")
+    network.add_node("sink")
+    for node in before:
+        inner, outer = ("in", node), ("out", node)
+        network.add_edge(inner, outer, capacity=_weight(node))
+        if node not in allowed:
+            network.add_edge("source", inner, capacity=math.inf)
+        if node in wanted:
+            network.add_edge(outer, "sink", capacity=math.inf)
+        for reader in node.users:
+            if reader in allowed:
+                network.add_edge(outer, ("in", reader), capacity=math.inf)
+    _, (reached, _) = networkx.minimum_cut(network, "source", "sink")
+    return {node for node in before if ("in", node) in reached and ("out", node) not in reached}
+
+
+def _weight(node: fx.Node) -> float:
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return math.inf
+    size = storage_bytes(value)
+    return float(size) if isinstance(value, Tensor) and not is_view(node) else size + 1.0
+
+
+def _needed_again(wanted: set[fx.Node], kept: set[fx.Node], allowed: set[fx.Node]) -> set[fx.Node]:
+    again: set[fx.Node] = set()
+    waiting = [node for node in wanted if node not in kept]
+    while waiting:
+        node = waiting.pop()
+        if node in again or node in kept or node.op == "placeholder" or node not in allowed:
+            continue
+        again.add(node)
+        waiting.extend(node.all_input_nodes)
+    return again
+
+
+def _place(graph: Graph, after: list[fx.Node], again: set[fx.Node]) -> None:
+    """Computes each value again right before its first reader after the peak, and points later readers there."""
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def remade(node: fx.Node, reader: fx.Node) -> fx.Node:
+        if node not in again:
+            return node
+        if node not in copies:
+            for source in node.all_input_nodes:
+                remade(source, reader)
+            with graph.fx.inserting_before(reader):
+                copies[node] = graph.fx.node_copy(node, lambda source: copies.get(source, source))
+        return copies[node]
+
+    for reader in after:
+        for source in list(reader.all_input_nodes):
+            replacement = remade(source, reader)
+            if replacement is not source:
+                reader.replace_input_with(source, replacement)

@@ -1,0 +1,136 @@
+"""The state that graphs are bound to, and a check before every step that it is unchanged, in loops of C.
+
+Values that Python code reads are guarded by Dynamo. Checked here are the optimizers, which Dynamo does not read, the
+memory of parameters, and hooks on gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from anabranch.graph.trace.optimizer_code import OptimizerCode
+from anabranch.graph.trace.unseen_hooks import refuse_hooks
+
+__all__ = ["BoundState"]
+
+
+class BoundState:
+    """Parameters, optimizers and their state as they are now."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = list(optimizers)
+        self.parameters = dict(model.named_parameters())
+        self._tensors = [tensor for tensor in self.parameters.values() if tensor.layout is torch.strided]
+        self._forms = list(map(_form, self._tensors))
+        self._note_places()
+        self._lists = [optimizer.param_groups for optimizer in self._optimizers]
+        self._groups = list(chain.from_iterable(self._lists))
+        self._sizes = self._grouped()
+        self._steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        self._handles = -1
+        self._code: OptimizerCode | None = None
+        self.note_optimizer_state()
+
+    def note_optimizer_code(self) -> None:
+        """Records the optimizers' code, and what it reads, as they are now; called when an update is captured.
+
+        Raises:
+            CaptureError: a graph could not see what an optimizer reads.
+        """
+        self._code = OptimizerCode(self._optimizers)
+
+    def note_optimizer_state(self) -> None:
+        """Records the optimizers' state as it is now."""
+        self._states = [optimizer.state for optimizer in self._optimizers]
+        self._spaces = [kept for state in self._states for kept in state.values()]
+        self._held = list(chain.from_iterable(map(_contents, self._spaces)))
+
+    def intact(self, *, kept_by_optimizers: bool = True) -> bool:
+        """True if every object is identical to the recorded one.
+
+        Args:
+            kept_by_optimizers: check the optimizers' state too; false where they step by themselves.
+
+        Raises:
+            CaptureError: a hook was set that a graph would not call.
+        """
+        self._refuse_new_hooks()
+        same = operator.is_
+        for optimizer, state, groups, step in zip(
+            self._optimizers, self._states, self._lists, self._steps, strict=True
+        ):
+            if (
+                (kept_by_optimizers and optimizer.state is not state)
+                or optimizer.param_groups is not groups
+                or vars(optimizer).get("step") is not step
+            ):
+                return False
+        if kept_by_optimizers and not self._state_is_the_same():
+            return False
+        if kept_by_optimizers and self._code is not None and not self._code.unchanged():
+            return False
+        if len(self._groups) != sum(map(len, self._lists)) or self._grouped() != self._sizes:
+            return False
+        if not all(map(same, chain.from_iterable(self._lists), self._groups)):
+            return False
+        return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
+
+    def knows_state(self) -> bool:
+        """True if the optimizers' state is the recorded one: nobody has replaced any of it since."""
+        held = zip(self._optimizers, self._states, strict=True)
+        return all(optimizer.state is state for optimizer, state in held) and self._state_is_the_same()
+
+    def _state_is_the_same(self) -> bool:
+        same = operator.is_
+        if len(self._spaces) != sum(map(len, self._states)):
+            return False
+        if not all(map(same, chain.from_iterable(map(_values, self._states)), self._spaces)):
+            return False
+        held = list(chain.from_iterable(map(_contents, self._spaces)))
+        return len(held) == len(self._held) and all(map(same, held, self._held))
+
+    def _refuse_new_hooks(self) -> None:
+        """Looks for hooks, but only if any was registered, anywhere, since the last look."""
+        number = RemovableHandle.next_id
+        if number != self._handles:
+            modules = {module: name for name, module in self._model.named_modules()}
+            refuse_hooks(modules, self.parameters, self._optimizers)
+            self._handles = number
+
+    def _grouped(self) -> list[int]:
+        """The number of parameters in each group; ``add_param_group`` changes it."""
+        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _moved_alike(self) -> bool:
+        """True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""
+        if list(map(_form, self._tensors)) != self._forms:
+            return False
+        shared = self._shared
+        self._note_places()
+        return self._shared == shared
+
+    def _note_places(self) -> None:
+        self._places = list(map(Tensor.data_ptr, self._tensors))
+        first: dict[int, int] = {}
+        storages = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
+        self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
+
+
+_values = dict.values
+
+
+def _contents(kept: object) -> Iterable[object]:
+    """The values in an optimizer's state of one parameter; some keep a number under a name instead."""
+    return kept.values() if isinstance(kept, dict) else (kept,)
+
+
+def _form(tensor: Tensor) -> object:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.layout

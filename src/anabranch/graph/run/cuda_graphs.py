@@ -1,0 +1,113 @@
+"""CUDA: a program recorded as one CUDA graph, whose kernels are then launched all at once.
+
+On small steps a GPU waits for Python to launch the next kernel. The graph of one kind of batch has static shapes, so
+its kernels and their memory are the same at every run: recorded once, replayed with one call. Values that change
+between runs lie in tensors: inputs are copied into the recorded ones, state is the user's own, random numbers
+come from the generator that the recording has registered.
+
+The optimizers stay out of it: their learning rates and step counts are read by the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from anabranch.graph.graph import Graph
+from anabranch.graph.run.codegen import Program
+
+__all__ = ["Replayed", "can_replay"]
+
+_log = logging.getLogger("anabranch")
+
+_WARM_UP = 3
+"""Runs before the recording, in which kernels choose their algorithms and a kind of batch shows that it recurs."""
+
+_Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
+"""A function that replays, and the results, which it overwrites in place."""
+
+
+def can_replay(graph: Graph) -> bool:
+    """True if the whole graph runs on one CUDA device, in kernels that need no Python."""
+    devices: set[torch.device] = set()
+    for node in graph.fx.nodes:
+        if node.op == "output":
+            continue
+        value = node.meta.get("val")
+        if node.op == "call_function" and not _is_kernel(node):
+            return False
+        if node.op == "placeholder" and not isinstance(value, Tensor):
+            return False
+        tensors = value if isinstance(value, (tuple, list)) else [value]
+        devices.update(tensor.device for tensor in tensors if isinstance(tensor, Tensor))
+    devices.update(tensor.device for _, tensor in graph.shared())
+    return len(devices) == 1 and devices.pop().type == "cuda"
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    return node.target is not torch.ops.aten._local_scalar_dense.default
+
+
+class Replayed(Program):
+    """A program that is recorded once it has run a few times, and replayed from then on.
+
+    Args:
+        program: the program to record.
+        graph: its graph.
+        lent: the results that are read before the next run, so that they need not be copied out of recorded memory.
+    """
+
+    __slots__ = ("_bound", "_inputs", "_lent", "_program", "_recording", "_refused", "_runs", "_where")
+
+    def __init__(self, program: Program, graph: Graph, lent: Sequence[bool]) -> None:
+        super().__init__(program.source, self._run)
+        self._program = program
+        self._lent = list(lent)
+        self._bound = [tensor for _, tensor in graph.shared()]
+        self._where: list[int] = []
+        self._inputs: list[Tensor] = []
+        self._recording: _Recording | None = None
+        self._runs, self._refused = 0, False
+
+    def _run(self, *inputs: Tensor) -> tuple[object, ...]:
+        places = list(map(Tensor.data_ptr, self._bound))
+        if places != self._where:  # at first, and where ``parameter.data = ...`` has moved the memory
+            self._where, self._recording, self._runs = places, None, 0
+        if self._recording is None:
+            self._runs += 1
+            if self._runs <= _WARM_UP or self._refused:
+                return self._program.run(*inputs)
+            self._inputs = [value.clone() for value in inputs]
+            try:
+                self._recording = _record(self._program, self._inputs)
+            except RuntimeError as error:  # a kernel that waits for the device
+                self._refused = True
+                reason = str(error).strip().split("\n")[0]
+                _log.info("a step is no CUDA graph, and is launched kernel by kernel: %s", reason)
+                return self._program.run(*inputs)
+        for mine, given in zip(self._inputs, inputs, strict=True):
+            mine.copy_(given)
+        replay, results = self._recording
+        replay()
+        return tuple(
+            result if lent or not isinstance(result, Tensor) else result.clone()
+            for result, lent in zip(results, self._lent, strict=True)
+        )
+
+
+def _record(program: Program, inputs: Sequence[Tensor]) -> _Recording:
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (a loader's, a connection's) may use the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = program.run(*inputs)
+    return graph.replay, results

@@ -1,0 +1,323 @@
+"""One straight-line program of a step: for these tensors, these whole numbers, these numbers of the optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.calls import Binding, arrange
+from anabranch.graph.dynamo.front import TracedCall
+from anabranch.graph.graph import Graph
+from anabranch.graph.passes.collective_buckets import bucket_collectives, sink_waits
+from anabranch.graph.passes.duplicates import merge_duplicates
+from anabranch.graph.passes.fused_updates import join_fused_updates, spread_fused_updates
+from anabranch.graph.passes.join import join
+from anabranch.graph.passes.recompute import recompute_marked
+from anabranch.graph.run.codegen import Program
+from anabranch.graph.run.cuda_graphs import Replayed, can_replay
+from anabranch.graph.run.inductor import compiled
+from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
+from anabranch.graph.trace.build import build
+from anabranch.graph.trace.lookups import as_sparse_gradient
+from anabranch.graph.trace.make_fx import Recorder, Source
+from anabranch.graph.trace.update import has_state
+from anabranch.tensors import Structure, flatten, paths, unflatten
+
+if TYPE_CHECKING:
+    from anabranch.graph.step import StepProgram
+
+__all__ = ["Joint", "JointKey"]
+
+
+@dataclass(frozen=True, slots=True)
+class JointKey:
+    """The purpose of a program, beside the state that guards check.
+
+    Attributes:
+        whole: with the update; else forward and backward alone.
+        epoch: the binding of state.
+        numbers: the numbers in the optimizers' groups.
+        extra: the kind of the arguments given to ``between``.
+        gradients: the gradients asked for, as ``<parameter>.grad``.
+    """
+
+    whole: bool
+    epoch: object
+    numbers: object
+    extra: object
+    gradients: tuple[str, ...]
+
+
+class Joint:
+    """Forward, backward and, if the key says so, the update.
+
+    Attributes:
+        key: the program's purpose.
+        backward: the graph of forward and backward.
+        graph: the graph that runs.
+        confirmed: the tape has run a batch of this program and gave the same; see ``Prepared.confirm``.
+    """
+
+    def __init__(
+        self, step: StepProgram, call: TracedCall, args: Sequence[object], key: JointKey, extra: Structure
+    ) -> None:
+        self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
+        self.confirmed = False
+        self._outputs = output_names(call)
+        names = {"0": "", "1": "batch"}
+        arguments = arrange(call, args, step.tensors, names)
+        try:
+            self.backward = capture_backward(call, arguments, args, self._wanted())
+        except CaptureError:
+            if not call.numbers and not any(isinstance(value, int) for value in args):
+                raise
+            # An operation that looks at a number's value, as dropout does at its probability: a graph for each value.
+            arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
+            self.backward = capture_backward(call, arguments, args, self._wanted())
+        self._binding = Binding(call, arguments, args)
+        self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        self._between = self._trace_between(extra) if key.whole else None
+        self._program: Program | None = None
+        self._backward_program: Program | None = None
+        self._update_program: Program | None = None
+        self._front_outputs: Sequence[str] = ()
+        self.graph = self.backward.graph
+        if key.whole and self._ready():
+            self._join()
+
+    @property
+    def _step(self) -> StepProgram:
+        found = self._step_of()
+        assert found is not None
+        return found
+
+    def _wanted(self) -> list[str]:
+        step, asked = self._step, {name.removesuffix(".grad") for name in self.key.gradients}
+        every = not self.key.whole or step.between is not None
+        named = step.parameters.items()
+        return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
+
+    def fits(self, args: Sequence[object], key: JointKey) -> bool:
+        """True if this is the program for these arguments."""
+        if key is not self.key and key != self.key:
+            return False
+        return self._binding.fits(args)
+
+    @property
+    def added(self) -> list[str]:
+        """The results that ``between`` adds to those of the loss."""
+        if self._between is None:
+            return []
+        return [n for n in self._between.outputs if not n.endswith(".grad") and n not in self.backward.outputs]
+
+    @property
+    def captures_update(self) -> bool:
+        """True if a run of the whole step has the update in its graph, but for the rows of sparse tables."""
+        return self._program is not None
+
+    @property
+    def variants(self) -> bool:
+        """True if the program holds for one value of a Python float only."""
+        return self._binding.holds_numbers
+
+    def in_order(self, results: Mapping[str, object]) -> list[object]:
+        """The results as Dynamo's code expects them."""
+        return [results[name] for name in self._outputs]
+
+    # --- running
+
+    def run(
+        self,
+        args: Sequence[object],
+        extra: Sequence[object] = (),
+        begin: Callable[[Sequence[str]], None] | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> dict[str, object]:
+        """Runs the program; returns the results by name.
+
+        Args:
+            args: the values of Dynamo's placeholders.
+            extra: the tensors and floats that ``between`` takes.
+            begin: called with the names of the loss's results before the program runs.
+            arrivals: called with gradients while backward runs.
+        """
+        free = self._binding.free(args)
+        if begin is not None:
+            begin(self.backward.outputs)
+        if not self.key.whole:
+            return self._run_backward(free, arrivals)
+        if self._program is None and self._ready():
+            self._join()
+        if self._program is None:
+            return self._run_apart(free, extra)
+        free = [*free, *extra] if extra else free
+        results: dict[str, object]
+        if self._update_program is None:
+            results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
+        else:
+            results = dict(zip(self._front_outputs, self._program.run(*free), strict=True))
+            self._update_program.run(*(results[name] for name in self._updated))
+        return self._finish(results, stepped=False)
+
+    def run_backward(self, args: Sequence[object]) -> dict[str, object]:
+        """Runs forward and backward alone; returns the backward graph's results by name."""
+        return dict(zip(self.backward.graph.outputs, self._apart().run(*self._binding.free(args)), strict=True))
+
+    def _run_backward(self, free: Sequence[object], arrivals: Arrivals | None) -> dict[str, object]:
+        told = arrivals is not None and not self._step.compile
+        if arrivals is not None:
+            arrivals.begin(self.backward.outputs)
+        program = self.backward.telling(arrivals) if told and arrivals is not None else self._apart()
+        results = dict(zip(self.backward.graph.outputs, program.run(*free), strict=True))
+        if arrivals is not None and not told:
+            self.backward.tell(arrivals, results)
+        return results
+
+    def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
+        """Runs part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
+        step, backward = self._step, self.backward
+        results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
+        rows = {name: results.pop(name) for name in backward.rows}
+        if self._between is not None:
+            given = [results[b.name] for b in self._between.bindings if b.bound is None and b.name in results]
+            given += extra
+            results |= dict(zip(self._between.outputs, self._between.program().run(*given), strict=True))
+        gradients: dict[str, Tensor] = {}
+        for name in backward.dense:
+            gradient = results[f"{name}.grad"]
+            if step.parameters[name] in step.names:
+                assert isinstance(gradient, Tensor)
+                gradients[name] = gradient
+        step.step_eagerly(gradients, backward.take_sparse(dict(rows)))
+        self.take_state()
+        return self._finish(results | rows, stepped=True)
+
+    def take_state(self) -> None:
+        """Captures the update once there is optimizer state."""
+        if self.key.whole and self._program is None and self._ready():
+            self._join()
+
+    def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
+        """Steps the optimizers on the rows that the graph yields, and adds the gradients asked for, in final form."""
+        if self._step.leaves_gradients:
+            self._leave_gradients(results)
+        if not self.backward.lookups and not self.key.gradients:
+            return results
+        sparse = self.backward.take_sparse(results)
+        if sparse and not stepped:
+            self._step.step_eagerly({}, sparse)
+        for name in self.key.gradients:
+            if name not in results:
+                table = name.removesuffix(".grad")
+                found = sparse.get(table)
+                results[name] = as_sparse_gradient(found, self._step.parameters[table]) if found else None
+        return results
+
+    def _leave_gradients(self, results: Mapping[str, object]) -> None:
+        parameters = self._step.parameters
+        for name in self.backward.dense:
+            parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
+        for table, found in self.backward.take_sparse(dict(results)).items():
+            parameters[table].grad = as_sparse_gradient(found, parameters[table])
+
+    # --- making
+
+    def _ready(self) -> bool:
+        """True if the update can be captured: the optimizers' state exists, and no refusal was met."""
+        step = self._step
+        dense = [step.parameters[name] for name in self.backward.dense if step.parameters[name] in step.names]
+        return step.refused_update is None and has_state(step.optimizers, dense)
+
+    def _apart(self) -> Program:
+        if self._backward_program is None:
+            graph = self.backward.graph
+            self._backward_program = compiled(graph) if self._step.compile else graph.program()
+        return self._backward_program
+
+    def _join(self) -> None:
+        step, backward = self._step, self.backward
+        keep = {*backward.outputs, *self.key.gradients, *backward.rows}
+        if step.leaves_gradients:
+            keep |= {f"{name}.grad" for name in backward.dense}
+        graph = backward.graph
+        if self._between is not None:
+            sparse = [name for name in keep if name not in self._between.outputs]
+            graph = sink_waits(bucket_collectives(join(graph, self._between, sparse)))
+            keep |= {name for name in self._between.outputs if not name.endswith(".grad")}
+        front = graph
+        examples = dict(zip(graph.outputs, graph.examples(), strict=True))
+        dense: dict[str, Tensor] = {}
+        for name in backward.dense:
+            example = examples.get(f"{name}.grad")
+            if isinstance(example, Tensor) and step.parameters[name] in step.names:
+                dense[name] = example
+        try:
+            if not dense:
+                step.check_optimizers()  # which step on the rows of sparse tables
+            update = step.update_graph(dense) if dense else None
+        except CaptureError as error:
+            step.refused_update = error
+            self.key = replace(self.key, numbers=None)  # the optimizers read them by themselves
+            return
+        if update is not None:
+            graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
+        for improve in step.passes:
+            graph = improve(graph)
+        self.graph = graph
+        if step.compile or (can_replay(front) and not step.passes):
+            self._split(front, update, dense)
+        else:
+            self._program = graph.program()
+
+    def _split(self, front: Graph, update: Graph | None, dense: Mapping[str, Tensor]) -> None:
+        """Splits into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
+        names = [f"{name}.grad" for name in dense]
+        self._front_outputs, self._updated = front.outputs, names
+        if self._step.compile:
+            self._program = self._apart() if front is self.backward.graph else compiled(front)
+        else:
+            read_at_once = [name in names and name not in self.key.gradients for name in front.outputs]
+            self._program = Replayed(front.program(), front, read_at_once)
+        self._update_program = update.program() if update is not None else Program("", lambda: ())
+
+    def _trace_between(self, extra: Structure) -> Graph | None:
+        between, backward = self._step.between, self.backward
+        if between is None:
+            return None
+        if backward.lookups:
+            from anabranch.graph.step import SparseGradients
+
+            raise SparseGradients(
+                f"the table {backward.lookups[0][0]!r} has a sparse gradient, which between cannot see; use backward() "
+                "and update(), or sparse=False"
+            )
+        examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
+        leaves, structure = flatten(extra)
+        outputs = [name for name in backward.outputs if isinstance(examples[name], Tensor)]
+        names = [*outputs, *(f"{name}.grad" for name in backward.dense)]
+        sources = [Source(name, examples[name]) for name in names]  # type: ignore[arg-type]
+        sources += [
+            Source(f"extra.{path}" if path else "extra", leaf)
+            for path, leaf in zip(paths(extra), leaves, strict=True)
+            if isinstance(leaf, (Tensor, float))
+        ]
+        found: list[str] = []
+
+        def body(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+            recorder.phase = "between"
+            results = dict(zip(outputs, values, strict=False))
+            gradients = dict(zip(backward.dense, values[len(outputs) :], strict=False))
+            given = iter(values[len(names) :])
+            rebuilt = unflatten(structure, [next(given) if isinstance(v, (Tensor, float)) else v for v in leaves])
+            with torch.no_grad():
+                results, gradients = between(results, gradients, rebuilt)
+            found[:] = [*results, *(f"{name}.grad" for name in gradients)]
+            return [*results.values(), *gradients.values()]
+
+        return build(body, sources, found)

@@ -1,0 +1,87 @@
+"""Lifetimes of a run's values, and the number of bytes alive at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, fx
+
+from anabranch.graph.trace.make_fx import bytes_of
+
+if TYPE_CHECKING:
+    from anabranch.graph.graph import Graph
+
+__all__ = ["MemoryPlan", "plan_memory", "storage_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one run.
+
+    Attributes:
+        peak_bytes: most bytes that the run has allocated at once; inputs and state are the caller's and not counted.
+        peak: the operation during which the peak is reached.
+        intervals: for each value that owns memory, the indices of the operations that make it and that use it last; a
+            returned value is alive to the end.
+        bytes: how much memory each of these values owns.
+        reused: operations done in place, with the value whose memory they take over.
+    """
+
+    peak_bytes: int
+    peak: str
+    intervals: dict[str, tuple[int, int]]
+    bytes: dict[str, int]
+    reused: dict[str, str]
+
+
+def plan_memory(graph: Graph) -> MemoryPlan:
+    """The plan of the program that ``graph`` runs as."""
+    lowered = graph.lowered()
+    effects = lowered.effects()
+    nodes = [node for node in lowered.fx.nodes if node.op == "call_function"]
+    index = {node: position for position, node in enumerate(nodes)}
+    first: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    sizes: dict[fx.Node, int] = {}
+    for node in nodes:
+        _own(node, effects.root[node], index[node], first, sizes)
+        for source in (node, *node.all_input_nodes):
+            last[effects.root[source]] = index[node]
+    for result in lowered.fx.output_node().all_input_nodes:
+        last[effects.root[result]] = len(nodes)
+    change = [0] * (len(nodes) + 2)
+    for root, start in first.items():
+        change[start] += sizes[root]
+        change[last[root] + 1] -= sizes[root]
+    peak, at, alive = 0, 0, 0
+    for position, difference in enumerate(change):
+        alive += difference
+        if alive > peak:
+            peak, at = alive, position
+    return MemoryPlan(
+        peak_bytes=peak,
+        peak=nodes[min(at, len(nodes) - 1)].name if nodes else "",
+        intervals={root.name: (first[root], last[root]) for root in first},
+        bytes={root.name: sizes[root] for root in first},
+        reused={node.name: node.meta["reused"].name for node in nodes if "reused" in node.meta},
+    )
+
+
+def _own(node: fx.Node, root: fx.Node, position: int, first: dict[fx.Node, int], sizes: dict[fx.Node, int]) -> None:
+    """Counts the memory that ``node`` allocates, if it does."""
+    if root is not node:
+        return
+    size = storage_bytes(node.meta.get("val"))
+    if size:
+        first[node], sizes[node] = position, size
+
+
+def storage_bytes(value: object) -> int:
+    """The bytes that an operation allocates for this result."""
+    if isinstance(value, (tuple, list)):
+        return sum(map(storage_bytes, value))
+    if isinstance(value, Tensor) and value.layout.__str__() == "torch.strided" and value.numel():
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        return reach * value.element_size()
+    return bytes_of(value)

@@ -1,0 +1,250 @@
+"""Forward and backward of a step as one graph: batch in, loss, other results and gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.calls import Arguments, run_calls
+from anabranch.graph.dynamo.front import TracedCall
+from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.trace.build import build
+from anabranch.graph.trace.lookups import Lookup, SparseLookups, SparseRows
+from anabranch.graph.trace.make_fx import Recorder, Source, UserMistake
+
+if TYPE_CHECKING:
+    from anabranch.graph.run.codegen import Program
+
+__all__ = ["Arrivals", "Backward", "Gradients", "capture_backward", "check_loss", "output_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Results of the forward and backward of one batch.
+
+    Attributes:
+        outputs: ``"loss"``, the loss's further tensors, and the values that Python keeps.
+        dense: the gradient of each reached parameter, by name.
+        sparse: for each table looked up sparsely, its lookups in the order of the forward.
+    """
+
+    outputs: dict[str, object]
+    dense: dict[str, Tensor]
+    sparse: dict[str, tuple[SparseRows, ...]]
+
+
+class Arrivals(Protocol):
+    """Receives the results of a backward graph while it runs."""
+
+    def begin(self, outputs: Sequence[str]) -> None:
+        """Called before a run that yields these outputs."""
+        ...
+
+    def loss(self, value: Tensor) -> None:
+        """Called with the loss, before any gradient."""
+        ...
+
+    def gradient(self, name: str, value: Tensor) -> None:
+        """The gradient of the parameter ``name`` is final; it must not be changed in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The graph of forward and backward, and how its flat results are sorted into ``Gradients``."""
+
+    graph: Graph
+    outputs: tuple[str, ...]
+    dense: tuple[str, ...]
+    lookups: tuple[tuple[str, int], ...]
+    _told: list[Arrivals] = field(default_factory=list)
+    _programs: list[Program] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the results that are sparse rows and their ids."""
+        return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
+
+    def telling(self, arrivals: Arrivals) -> Program:
+        """The graph's program, telling ``arrivals`` of each result at the line where it is final."""
+        self._told[:] = [arrivals]
+        if not self._programs:
+            told = self._told
+
+            def tell(name: str) -> Callable[[object], None]:
+                if name == "loss":
+                    return lambda value: told[0].loss(cast(Tensor, value))
+                parameter = name.removesuffix(".grad")
+                return lambda value: told[0].gradient(parameter, cast(Tensor, value))
+
+            names = ["loss", *(f"{name}.grad" for name in self.dense)]
+            self._programs.append(self.graph.telling_program({name: tell(name) for name in names}))
+        return self._programs[0]
+
+    def tell(self, arrivals: Arrivals, results: Mapping[str, object]) -> None:
+        """Tells ``arrivals`` of results that are all available."""
+        arrivals.loss(cast(Tensor, results["loss"]))
+        for name in self.dense:
+            arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
+
+    def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
+        """This backward with ``improve`` applied to the graph."""
+        return replace(self, graph=improve(self.graph))
+
+    def sort(self, results: Mapping[str, object]) -> Gradients:
+        """Sort the graph's results into ``Gradients``."""
+        sparse = self.take_sparse(dict(results))
+        outputs = {name: results[name] for name in self.outputs}
+        return Gradients(
+            outputs,
+            {name: results[f"{name}.grad"] for name in self.dense},  # type: ignore[misc]
+            {table: tuple(found) for table, found in sparse.items()},
+        )
+
+    def take_sparse(self, results: dict[str, object]) -> dict[str, list[SparseRows]]:
+        """Remove the sparse lookups from ``results`` and return them by table."""
+        sparse: dict[str, list[SparseRows]] = {}
+        for index, (table, padding) in enumerate(self.lookups):
+            ids, rows = results.pop(f"{table}.ids.{index}"), results.pop(f"{table}.rows.{index}")
+            assert isinstance(ids, Tensor)
+            assert isinstance(rows, Tensor)
+            sparse.setdefault(table, []).append(SparseRows(ids, rows, padding))
+        return sparse
+
+
+def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
+    """The graph of a loss and its gradients with respect to the parameters ``wrt``.
+
+    Args:
+        call: Dynamo's calls for the loss, which is marked ``"loss"``.
+        arguments: the placeholders of ``call``, sorted.
+        args: their values in the run under way.
+        wrt: names of parameters, in the order in which gradients are wanted.
+
+    Raises:
+        CaptureError: for what a graph cannot represent faithfully.
+    """
+    outputs = output_names(call)
+    sources = arguments.sources
+    state = {source.name for source in sources if source.state}
+    known = {s.name for s in sources if s.name in state and _requires_grad(s)}
+    wanted = [name for name in wrt if name in known]  # in the model's order, in which gradients are clipped together
+    foreign = [s.name for s in sources if s.name not in state and _requires_grad(s)]
+    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
+    dense: list[str] = []
+    lookups: list[tuple[str, int]] = []
+    names: list[str] = []
+    cut = SparseLookups()
+
+    def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
+        standing = {source.name: value for source, value in zip(sources, values, strict=True)}
+        cut.tables = {id(standing[name]): name for name in wanted}
+        results, marked = run_calls(call, arguments.given(args, values), recorder)
+        loss = marked["loss"]
+        recorder.follow_backward(loss)
+        rows = [lookup.leaf for lookup in cut.found]
+        leaves = [standing[name] for name in [*wanted, *foreign]]
+        gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], allow_unused=True)
+        for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
+            if gradient is not None:
+                raise CaptureError(
+                    f"a gradient reaches {name!r}, which is no parameter of the model, and a graph would lose it; "
+                    "detach it, make it a parameter of the model, or use engine='tape'"
+                )
+        found = {
+            name: _laid_out_as(standing[name], gradient)
+            for name, gradient in zip(wanted, gradients, strict=False)
+            if gradient is not None
+        }
+        dense[:] = list(found)
+        lookups.clear()
+        flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
+        unique = dict(zip(outputs, results, strict=True))
+        sparse = [f"{table}.{part}.{i}" for i, (table, _) in enumerate(lookups) for part in ("ids", "rows")]
+        names[:] = [*unique, *(f"{name}.grad" for name in dense), *sparse]
+        return [*map(_detached, unique.values()), *found.values(), *flat]
+
+    graph = build(traced, sources, names, kinds=kinds, interceptors=[cut])
+    return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups))
+
+
+def output_names(call: TracedCall) -> list[str]:
+    """A name for each output of a call: the name that it was marked with, else its position."""
+    (results,) = call.module.graph.output_node().args
+    marks = {node: name for name, node in call.marks().items()}
+    names: list[str] = []
+    for index, result in enumerate(results):  # type: ignore[arg-type]
+        known = marks.get(_before_detach(result)) if isinstance(result, fx.Node) else None
+        names.append(known or f"result.{index}")
+    return names
+
+
+def _before_detach(node: fx.Node) -> fx.Node:
+    """The node before the ``detach`` that a marked result goes through, or ``node`` itself."""
+    source = node.args[0] if node.op == "call_method" and node.target == "detach" else node
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _requires_grad(source: Source) -> bool:
+    return isinstance(source.value, Tensor) and source.value.requires_grad
+
+
+def check_loss(call: TracedCall) -> None:
+    """Raise for a loss that has no backward; call it while Dynamo still knows the loss's shape.
+
+    Raises:
+        UserMistake: the user's mistake.
+    """
+    loss = call.marks().get("loss")
+    if loss is None:
+        raise UserMistake("the loss is no tensor that the model computes; nothing would be trained")
+    value = loss.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        return
+    if value.numel() != 1:
+        raise UserMistake(
+            f"the loss has shape {tuple(value.shape)}, and backward starts from one number; return loss.mean() with "
+            "reduction='mean', or loss.sum() with reduction='sum'"
+        )
+    if not value.requires_grad:
+        raise UserMistake(
+            "the loss does not depend on any parameter that requires a gradient; nothing would be trained"
+        )
+
+
+def _sparse(
+    found: Sequence[Lookup],
+    gradients: Sequence[Tensor | None],
+    dense: Mapping[str, Tensor],
+    lookups: list[tuple[str, int]],
+) -> list[Tensor]:
+    flat: list[Tensor] = []
+    for lookup, rows in zip(found, gradients, strict=True):
+        if rows is None:
+            continue
+        if lookup.table in dense:
+            raise CaptureError(
+                f"the table {lookup.table!r} is looked up sparsely and used densely too; make it sparse=False, or "
+                "use engine='tape'"
+            )
+        lookups.append((lookup.table, lookup.padding_idx))
+        flat += [lookup.ids, rows]
+    return flat
+
+
+def _detached(value: object) -> object:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """``gradient`` with the strides of ``parameter``, as ``.grad`` has them: else kernels round differently."""
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    with torch.no_grad():
+        return torch.empty_like(parameter).copy_(gradient)

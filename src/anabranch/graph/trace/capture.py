@@ -1,0 +1,262 @@
+"""``capture``: any function of tensors and numbers as a ``Graph``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from anabranch.autodiff.opaque import learn_forms
+from anabranch.errors import CaptureError
+from anabranch.graph.dynamo.calls import run_calls
+from anabranch.graph.dynamo.front import Front, TracedCall
+from anabranch.graph.graph import Graph, InputKind
+from anabranch.graph.trace.build import build
+from anabranch.graph.trace.make_fx import Recorder, Source, free_name
+from anabranch.graph.trace.unseen_hooks import refuse_hooks
+from anabranch.tensors import Structure, flatten, paths, unflatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["capture"]
+
+_SETTINGS = {"side_effect_replay_policy": "error"}
+
+
+def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
+    """Return the graph of the computation of ``fn`` on inputs like these.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    >>> graph = capture(model, torch.ones(4, 3))
+    >>> graph.inputs, graph.outputs
+    (['input', '0.weight', '0.bias'], ['output'])
+    >>> x = torch.randn(4, 3)
+    >>> bool((graph(x) == model(x)).all())
+    True
+
+    Args:
+        fn: a function, or a module. Modules it closes over keep their state: parameters and buffers become inputs that
+            are bound to the module's own tensors, under their qualified names (with the variable's name in front where
+            ``fn`` closes over several modules). Other tensors it closes over are bound inputs too.
+        example_inputs: nested structures of tensors, floats, ints and bools. The graph is for their shapes, dtypes and
+            strides; floats may differ from call to call; ints and bools are part of the graph.
+
+    Returns:
+        A graph that takes inputs as ``fn`` does and returns its structure. Inputs are named after ``fn``'s parameters,
+        nested leaves by path (``batch.ids``); a bare output is ``output``, others ``output.<path>``.
+
+    Raises:
+        TypeError: for an example input that is neither a tensor nor a number; names it.
+        CaptureError: for code that a graph cannot do faithfully, with its line: reading a value (``if tensor:``,
+            ``.item()``), hooks on gradients, changes of Python state.
+    """
+    leaves, structure = flatten(example_inputs)
+    names = _input_names(fn, example_inputs)
+    _check_examples(names, leaves)
+    for root in _reachable(fn).values():
+        if isinstance(root, nn.Module):
+            refuse_hooks({module: name for name, module in root.named_modules()}, {})
+            learn_forms(root.modules())
+    found: list[_Found] = []
+
+    def make(call: TracedCall) -> Callable[..., Sequence[object]]:
+        def run(*args: object) -> Sequence[object]:
+            found.append(_Found(call, args, _stand_ins(call)))
+            return found[-1].results
+
+        return run
+
+    given, seen = _numbers_as_tensors(fn, example_inputs)
+    settings = _SETTINGS if seen is fn else {**_SETTINGS, "capture_scalar_outputs": True}
+    result = Front(seen, make, what="the function", settings=settings).run((), *given)
+    if not found:
+        raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
+    graph, treedef = _Capture(fn, found[-1], given, leaves, names).graph(result)
+    fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
+    graph = graph.with_structure(structure, treedef, fixed)
+    graph.origin = _recapture(fn, example_inputs)
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Dynamo's findings, the values of its placeholders, and a tensor that stands for each result."""
+
+    call: TracedCall
+    args: tuple[object, ...]
+    results: Sequence[object]
+
+
+def _numbers_as_tensors(
+    fn: Callable[..., Structure], inputs: tuple[Structure, ...]
+) -> tuple[tuple[Structure, ...], Callable[..., Structure]]:
+    """The inputs with floats as tensors, and ``fn`` for them: Dynamo would take a float for a constant."""
+    leaves, structure = flatten(inputs)
+    if not any(isinstance(leaf, float) for leaf in leaves):
+        return inputs, fn
+    wrapped = [torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf for leaf in leaves]
+    templates = unflatten(structure, [isinstance(leaf, float) for leaf in leaves])
+
+    def with_numbers(*given: Structure) -> Structure:
+        return fn(*_unwrapped(given, templates))
+
+    return unflatten(structure, wrapped), with_numbers  # type: ignore[return-value]
+
+
+def _unwrapped(value: Any, template: Any) -> Any:
+    """``value`` with a number for each tensor that stands for one; Dynamo follows this."""
+    if template is True:
+        return value.item()
+    if isinstance(template, dict):
+        return {key: _unwrapped(value[key], part) for key, part in template.items()}
+    if isinstance(template, (list, tuple)):
+        parts = [_unwrapped(value[i], part) for i, part in enumerate(template)]
+        if isinstance(template, list):
+            return parts
+        return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+    return value
+
+
+def _stand_ins(call: TracedCall) -> list[object]:
+    """Placeholder objects for the results, found again by identity in the structure that the function returns."""
+    (results,) = call.module.graph.output_node().args
+    return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
+
+
+class _Capture:
+    """The sources of the trace: the function's own inputs, then the state that it reads, each tensor once."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Structure],
+        found: _Found,
+        given: tuple[Structure, ...],
+        leaves: Sequence[object],
+        names: Sequence[str],
+    ) -> None:
+        self._held = _named_state(fn)
+        self._sources = [Source(name, _as_source(leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        self._kinds: dict[str, InputKind] = {}
+        given_leaves, _ = flatten(given)
+        self._at = {id(leaf): index for index, leaf in enumerate(given_leaves) if isinstance(leaf, Tensor)}
+        numbers = {i for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        wanted = {id(value) for value in found.args}
+        for tensor in self._held:  # in the modules' own order
+            if id(tensor) in wanted:
+                self._source_of("", tensor)
+        self._place = [self._source_of(name, value) for name, value in zip(found.call.names, found.args, strict=True)]
+        self._call = replace(found.call, numbers=frozenset(i for i, at in enumerate(self._place) if at in numbers))
+        self._found = found
+        tensors = {source.name: source.value for source in self._sources if isinstance(source.value, Tensor)}
+        refuse_hooks({}, tensors)
+
+    def _source_of(self, shown: str, value: object) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._at:
+            name = free_name(self._held.get(value, shown), self._sources)
+            parameter = isinstance(value, nn.Parameter)
+            self._kinds[name] = "parameter" if parameter else "buffer" if value in self._held else "constant"
+            self._at[id(value)] = len(self._sources)
+            self._sources.append(Source(name, value, state=True))
+        return self._at[id(value)]
+
+    def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
+        """The graph, and the nesting of its outputs."""
+        call, args = self._call, self._found.args
+        order, treedef = flatten(result)
+        outputs = [f"output.{path}" if path else "output" for path in paths(result)]
+        of_result = {id(value): index for index, value in enumerate(self._found.results)}
+
+        def body(values: Sequence[Tensor | float], recorder: Recorder) -> Sequence[object]:
+            given = [args[i] if at is None else values[at] for i, at in enumerate(self._place)]
+            results, _ = run_calls(call, given, recorder)
+            found: list[object] = []
+            for leaf in order:
+                if id(leaf) in of_result:
+                    found.append(results[of_result[id(leaf)]])
+                else:  # an input that is returned as it came, or a constant
+                    at = self._at.get(id(leaf))
+                    found.append(leaf if at is None else values[at])
+            return found
+
+        return build(body, self._sources, outputs, kinds=self._kinds), treedef
+
+
+def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
+    """Parameters and buffers of the modules that ``fn`` names, by the names that a user knows."""
+    modules = {name: module for name, module in _reachable(fn).items() if isinstance(module, nn.Module)}
+    found: dict[Tensor, str] = {}
+    for variable, module in modules.items():
+        prefix = f"{variable}." if len({id(m) for m in modules.values()}) > 1 and variable else ""
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found.setdefault(tensor, prefix + name)
+    for name, value in _reachable(fn).items():
+        if isinstance(value, Tensor):
+            found.setdefault(value, name)
+    return found
+
+
+def _reachable(fn: object) -> dict[str, object]:
+    """The values that a function closes over, by their names in it; for a module, the module."""
+    if isinstance(fn, nn.Module):
+        return {"": fn}
+    if isinstance(fn, functools.partial):
+        given = {f"args.{i}": value for i, value in enumerate(fn.args)} | dict(fn.keywords)
+        return _reachable(fn.func) | given
+    if inspect.ismethod(fn):
+        return {"self": fn.__self__} | _reachable(fn.__func__)
+    if not inspect.isfunction(fn):
+        return {}
+    variables = inspect.getclosurevars(fn)
+    found: dict[str, object] = {**variables.globals, **variables.nonlocals}
+    for value in list(found.values()):
+        if inspect.isfunction(value) and not value.__module__.startswith("torch"):
+            found = {**inspect.getclosurevars(value).nonlocals, **found}
+    return found
+
+
+def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
+    """A function that captures ``fn`` for other shapes of its tensor inputs."""
+    leaves, structure = flatten(inputs)
+    forms = [torch.empty(0, dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in leaves]
+
+    def capture_for(shapes: Sequence[torch.Size]) -> Graph:
+        wanted = iter(shapes)
+        examples = [f.new_empty(next(wanted, f.shape)) if isinstance(f, Tensor) else f for f in forms]
+        return capture(fn, *unflatten(structure, examples))  # type: ignore[misc]
+
+    return capture_for
+
+
+def _as_source(leaf: object) -> Tensor | float:
+    return leaf if isinstance(leaf, Tensor) else float(leaf)  # type: ignore[arg-type]
+
+
+def _input_names(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> list[str]:
+    signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+    rest = next((n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    if len(inputs) > len(positional) and rest is None:
+        raise TypeError(f"capture got {len(inputs)} example inputs for a function of {len(positional)}: {signature}")
+    heads = [*positional[: len(inputs)], *(f"{rest}.{i}" for i in range(len(inputs) - len(positional)))]
+    return [
+        f"{head}.{path}" if path else head for head, value in zip(heads, inputs, strict=True) for path in paths(value)
+    ]
+
+
+def _check_examples(names: Sequence[str], leaves: Sequence[object]) -> None:
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, (Tensor, float, int)):
+            raise TypeError(
+                f"the example input {name} is a {type(leaf).__name__} ({leaf!r}), neither a tensor nor a number; close "
+                "over it instead of passing it"
+            )

@@ -1,0 +1,95 @@
+"""A graph as one self-contained page: blocks a module, boundaries coloured, shapes and bytes on the edges."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from anabranch.graph.crossings import crossing_of
+from anabranch.graph.effects import is_collective, is_wait
+from anabranch.graph.trace.make_fx import bytes_of
+
+if TYPE_CHECKING:
+    from anabranch.graph.graph import Graph
+
+__all__ = ["boundary_of", "to_html"]
+
+
+def to_html(graph: Graph, path: str | Path, title: str = "graph") -> None:
+    """See ``Graph.to_html``."""
+    records = _records(graph)
+    plan = graph.memory_plan()
+    operations = sum(record["phase"] not in ("input", "output") for record in records)
+    facts = f"{operations} operations, peak {plan.peak_bytes:,} bytes"
+    if graph.times:
+        facts += f", {1e3 * sum(graph.times.values()):.3f} ms"
+    # A closing tag inside the data would end the script element that carries it.
+    data = json.dumps({"nodes": records, "facts": facts}, separators=(",", ":")).replace("</", "<\\/")
+    template = resources.files("anabranch.graph.view").joinpath("page.html").read_text(encoding="utf-8")
+    page = template.replace("__TITLE__", html.escape(title)).replace("__DATA__", data)
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _records(graph: Graph) -> list[dict[str, object]]:
+    records: list[dict[str, object]] = []
+    index: dict[fx.Node, int] = {}
+    for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
+        index[node] = len(records)
+        kind = "inputs" if binding.kind == "argument" else f"{binding.kind} state"
+        records.append({**_look(node), "name": binding.name, "label": binding.name, "scope": kind, "phase": "input"})
+    for node in graph.fx.nodes:
+        if node.op == "call_function":
+            index[node] = len(records)
+            found = {**_look(node), "inputs": [index[source] for source in node.all_input_nodes]}
+            if node.name in graph.times:
+                found["time"] = graph.times[node.name]
+            records.append(found)
+    for name, result in zip(graph.outputs, graph.results, strict=True):
+        if isinstance(result, fx.Node):
+            look = {**_look(result), "inputs": [index[result]], "boundary": ""}
+            records.append({**look, "name": f"output {name}", "label": name, "scope": "outputs", "phase": "output"})
+    return records
+
+
+def _look(node: fx.Node) -> dict[str, object]:
+    value = node.meta.get("val")
+    tensor = value if isinstance(value, Tensor) else None
+    return {
+        "name": node.name,
+        "label": str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target))),
+        "scope": node.meta.get("scope", ""),
+        "phase": node.meta.get("phase", "forward"),
+        "shape": ("x".join(map(str, tensor.shape)) or "scalar") if tensor is not None else "",
+        "dtype": str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+        "bytes": bytes_of(value),
+        "boundary": boundary_of(node),
+        "inputs": [],
+    }
+
+
+def boundary_of(node: fx.Node) -> str:
+    """The label of the node's boundary if it leaves a device or process, else an empty string."""
+    if is_collective(node):
+        return "collective"
+    if is_wait(node):
+        return "wait"
+    crossing = crossing_of(node)
+    if crossing is not None:
+        return crossing.label
+    return _transfer(node)
+
+
+def _transfer(node: fx.Node) -> str:
+    """The devices of a copy that the captured function makes, as ``source -> target``; else an empty string."""
+    device = node.kwargs.get("device")
+    if node.target is not torch.ops.aten._to_copy.default or device is None:
+        return ""
+    assert isinstance(node.args[0], fx.Node)
+    source = node.args[0].meta.get("val")
+    return f"{source.device} -> {device}" if isinstance(source, Tensor) and source.device != device else ""

@@ -1,0 +1,479 @@
+"""The caches of all of a worker's tables: one by one, or tables of one kind in one call.
+
+A step's ids of all tables are known together, and a model has dozens of tables: a kernel's fixed cost is the same for
+ten rows and ten thousand, and a torch call's fixed cost is paid a dozen times a table. ``CacheGroup`` keeps the rows
+of tables of one width, dtype and rule in arrays of its own and does to them in one compiled call what ``RowCache`` does
+to one table, bit for bit except for squares, whose sums are taken in another order. ``CachesOneByOne`` is the simple
+form: for tables that no group can have, and without Numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.parameter_server.client.parameter_client import Pulled
+from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, RowCache, spare_of
+from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.optimizers.row_step import move_rows
+from anabranch.tables.table_group import side_by_side
+
+__all__ = ["CacheGroup", "Caches", "CachesOneByOne", "Question"]
+
+Array = NDArray[Any]
+Ids = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The request to the servers that a read needs before it can be answered.
+
+    Attributes:
+        ids: by table, the ids to ask about; tables without any may be missing.
+        known: by table, the cached version of each id.
+        leaving: by table, gradients of evicted rows, which go to the servers.
+        state: private data for ``answer``.
+    """
+
+    ids: dict[str, Tensor]
+    known: dict[str, Tensor]
+    leaving: dict[str, Due]
+    state: object = field(repr=False)
+
+
+class Caches(Protocol):
+    """The caches of several tables; ``RowCache`` describes each method for one."""
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        """The first half of ``read``: the request to make. No other call may come between it and ``answer``."""
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        """The second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
+
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        """The request to make during ``step`` so that the next one, which wants these ids, need not."""
+
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        """Takes in the rows that ``ahead`` asked about; returns the gradients evicted for them."""
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        """Takes the gradients of distinct ids; returns those that are due at the servers."""
+
+    def waiting(self) -> dict[str, Due]:
+        """All gradients that wait, which then count as pushed."""
+
+    def drop(self) -> None:
+        """Forgets all rows and gradients."""
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """Counters since each was made."""
+
+
+class _Far:
+    """The far side of one ``RowCache``, with rows fetched before the cache asks."""
+
+    def __init__(self) -> None:
+        self.answer: Pulled | None = None
+        self.leaving: list[Due] = []
+
+    def pull(self, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.answer is not None
+        return self.answer.positions, self.answer.versions, self.answer.rows
+
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None) -> None:
+        self.leaving.append((ids, grads, squares))
+
+    def left(self) -> Due | None:
+        """The gradients evicted since the last call; at most one set, because every call takes it."""
+        parts, self.leaving = self.leaving, []
+        assert len(parts) <= 1
+        return parts[0] if parts else None
+
+
+class CachesOneByOne:
+    """A ``RowCache`` for each table.
+
+    Args:
+        cache: policy, capacity and bounds of each.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._caches: dict[str, tuple[RowCache, _Far]] = {}
+
+    def add(
+        self,
+        name: str,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        rule: Callable[[], RowOptimizer],
+        step: Callable[[], int],
+        kind: Literal["compiled", "plain"] | None = None,
+    ) -> None:
+        """Adds a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
+        held = rule().row_width(width) if self._cache.push_bound else width
+        far = _Far()
+
+        def own(rows: Tensor, grads: Tensor, squares: Tensor | None) -> Tensor:
+            return move_rows(rows, grads, rule(), step() + 1, squares)
+
+        move = own if self._cache.push_bound else None
+        self._caches[name] = RowCache(self._cache, width, dtype, far, move=move, held=held, kind=kind), far
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        stale = {name: self._caches[name][0].stale(ids, step, training=training) for name, ids in wanted.items()}
+        asked = {name: some for name, some in stale.items() if len(some[0])}
+        return Question(
+            {name: ids for name, (ids, _) in asked.items()},
+            {name: known for name, (_, known) in asked.items()},
+            {},
+            (wanted, step, training),
+        )
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+        rows = {}
+        for name, ids in wanted.items():
+            cache, far = self._caches[name]
+            far.answer = found.get(name)
+            rows[name] = cache.read(ids, step, training=training)
+            far.answer = None
+        return rows, self._left(wanted)
+
+    def _left(self, names: Ids) -> dict[str, Due]:
+        left = {name: self._caches[name][1].left() for name in names}
+        return {name: due for name, due in left.items() if due is not None}
+
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        found = {name: self._caches[name][0].ahead(ids, step, training=training) for name, ids in wanted.items()}
+        asked = {name: some for name, some in found.items() if len(some[0])}
+        ids = {name: some for name, (some, _) in asked.items()}
+        return Question(ids, {name: known for name, (_, known) in asked.items()}, {}, (wanted, step, training))
+
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        wanted, step, training = cast("tuple[Ids, int, bool]", question.state)
+        nothing = torch.empty(0, dtype=torch.int64)
+        for name, ids in wanted.items():
+            cache = self._caches[name][0]
+            asked, known = question.ids.get(name, nothing), question.known.get(name, nothing)
+            came = found.get(name) or Pulled(nothing, nothing, torch.empty(0, cache.held))
+            cache.take_in(ids if training else asked, asked, known, came.positions, came.versions, came.rows, step)
+        return self._left(wanted)
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        due = {}
+        for name, (cache, _) in self._caches.items():
+            if name in given or self._cache.push_bound:
+                due[name] = cache.write(*(given.get(name) or cache.nothing()), step)
+        return due
+
+    def waiting(self) -> dict[str, Due]:
+        return {name: cache.waiting() for name, (cache, _) in self._caches.items()}
+
+    def drop(self) -> None:
+        for cache, _ in self._caches.values():
+            cache.drop()
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        return {name: cache.statistics() for name, (cache, _) in self._caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The state that ``CacheGroup.ask`` hands to ``answer``."""
+
+    names: list[str]
+    members: Array
+    starts: Array
+    step: int
+    slots: Array
+    known: Array
+    asks: Array
+    asked: Array
+    ask_starts: Array
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The state that ``CacheGroup.ahead`` hands to ``take_in``."""
+
+    names: list[str]
+    members: Array
+    wanted: Tensor
+    starts: Array
+    step: int
+    ids: Tensor
+    asked: Array
+    ask_starts: Array
+
+
+class CacheGroup:
+    """Caches of tables of one width and dtype and, if own writes wait, one kind of optimizer. Needs Numba.
+
+    Args:
+        names: of the tables.
+        cache: policy, capacity and bounds of each.
+        width, dtype: of their rows; float32 or float64.
+        rules: each table's optimizer, with the numbers of this step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        cache: Cache,
+        width: int,
+        dtype: torch.dtype,
+        rules: Sequence[Callable[[], RowOptimizer]],
+    ) -> None:
+        from anabranch.tables.kernels import _compiled_cache, _compiled_group
+
+        self._kernels = _compiled_cache
+        self.names = list(names)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._cache, self._width, self._dtype, self._rules = cache, width, dtype, list(rules)
+        self._spare = spare_of(cache)
+        rule = self._rules[0]()
+        self._wide = rule.row_width(width) if cache.push_bound else width
+        self._kind = _compiled_group.kind_of(rule.family, rule.states)
+        self._stateless = self._wide == width
+        self._policy = (cache.policy != "LRU", SETTLED if cache.policy == "LFUOpt" else 1 << 62)
+        self._counters = np.zeros((len(self.names), 5), np.int64)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets all rows."""
+        tables, capacity = len(self.names), self._cache.capacity
+        room = 1 << (2 * capacity).bit_length()
+        none = self._kernels.NEVER
+        whole = (tables, capacity)
+        numbers = torch.empty(0, dtype=self._dtype).numpy().dtype
+        waiting = capacity if self._cache.push_bound else 0
+        self._held = self._kernels.Held(
+            keys=np.zeros((tables, room), np.int64),
+            slots=np.full((tables, room), -1, np.int64),
+            ids_of=np.zeros(whole, np.int64),
+            uses=np.zeros(whole, np.int64),
+            last_use=np.zeros(whole, np.int64),
+            heap=np.zeros((*whole, 3), np.int64),
+            sizes=np.zeros((tables, 2), np.int64),
+            versions=np.full(whole, -1, np.int64),
+            checked=np.full(whole, self._kernels.LONG_AGO, np.int64),
+            due_at=np.full(whole, none, np.int64),
+            with_state=np.full(whole, self._stateless),
+            coming=np.zeros(whole, np.bool_),
+            rows=np.zeros((*whole, self._wide), numbers),
+            waiting=np.zeros((tables, waiting, self._width), numbers),
+            energy=np.zeros((tables, waiting), np.float32),
+            pushed=np.zeros(whole, np.bool_),
+            counters=self._counters,
+        )
+        self._sent: list[tuple[int, Array, Array, Array]] = []  # step, members, ids, starts: that were pushed lately
+        self._clock = 0  # of the last step that was asked about ahead, or written
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        names, members, starts = self._lookups(wanted)
+        ids = side_by_side([wanted[name] for name in names])
+        count = len(ids)
+        slots, known, asks, asked = (np.empty(count, np.int64) for _ in range(4))
+        ask_starts = np.zeros(len(names) + 1, np.int64)
+        rows, leaving = torch.empty(count, self._width, dtype=self._dtype), self._room(count, len(names))
+        self._kernels.ask(
+            self._held, *self._policy, self._width, members, ids.numpy(), starts, step,
+            self._cache.pull_bound if training else 0, training, slots, known, asks, asked, ask_starts, rows.numpy(),
+            leaving,
+        )  # fmt: skip
+        total = ask_starts[-1]
+        state = _Asked(names, members, starts, step, slots, known, asks[:total], asked[:total], ask_starts, rows)
+        questions = ids.index_select(0, torch.from_numpy(state.asks))
+        return Question(
+            _parts(names, questions, ask_starts),
+            _parts(names, torch.from_numpy(state.asked), ask_starts),
+            self._left(names, members, leaving, step),
+            state,
+        )
+
+    def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
+        asked = question.state
+        assert isinstance(asked, _Asked)
+        names = asked.names
+        if len(asked.asks):
+            came = self._side_by_side(names, found)
+            dirty = np.empty((len(came[-1]), 3), np.int64)
+            again = self._kernels.answer(
+                self._held, self._width, self._stateless, asked.members, asked.step, asked.slots, asked.known,
+                asked.asks, asked.asked, asked.ask_starts, *came, asked.rows.numpy(), dirty,
+            )  # fmt: skip
+            if again:
+                places, moved = self._apply_again(dirty[:again], asked.step)
+                asked.rows[places] = moved[:, : self._width]
+        return _parts(names, asked.rows, asked.starts, empty=True), {}
+
+    def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
+        """The received rows of all tables: their positions, where each table's begin, the versions and the rows."""
+        came = [found.get(name) for name in names]
+        starts = np.zeros(len(names) + 1, np.int64)
+        np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
+        there = [one for one in came if one is not None]
+        rows = side_by_side([_wide(one.rows.to(self._dtype), self._wide) for one in there])
+        positions, versions = (
+            side_by_side([getattr(one, of) for one in there]).numpy() for of in ("positions", "versions")
+        )
+        assert len(positions) == len(versions) == len(rows) == starts[-1]
+        return positions, starts, versions, rows.numpy()
+
+    def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
+        """Applies the gradients that still wait to received rows; returns their places and new values."""
+        tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
+        at = tables * self._cache.capacity + slots
+        rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
+        grads = torch.from_numpy(self._held.waiting).view(-1, self._width)[at]
+        energy = torch.from_numpy(self._held.energy).view(-1)[at]
+        squares = (energy / grads.float().square().sum(1)).nan_to_num(nan=1.0, posinf=1.0)
+        alike: dict[RowOptimizer, list[int]] = {}
+        for table in np.unique(dirty[:, 0]).tolist():
+            alike.setdefault(self._rules[table](), []).append(table)
+        moved = rows[at]
+        for rule, some in alike.items():
+            mine = torch.nonzero(torch.isin(tables, torch.tensor(some)))[:, 0]
+            moved[mine] = move_rows(moved[mine], grads[mine], rule, step + 1, squares[mine])
+        rows[at] = moved
+        return places, moved
+
+    # --- reading ahead ----------------------------------------------------------------------------------------------
+
+    def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
+        names, members, starts = self._lookups(wanted)
+        ids = side_by_side([wanted[name] for name in names])
+        asks, asked = (np.empty(len(ids), np.int64) for _ in range(2))
+        ask_starts = np.zeros(len(names) + 1, np.int64)
+        self._kernels.ahead(
+            self._held, members, ids.numpy(), starts, step, self._cache.pull_bound if training else 0,
+            self._cache.push_bound > 0, self._spare, asks, asked, ask_starts,
+        )  # fmt: skip
+        self._clock = step
+        total = ask_starts[-1]
+        some, known = ids.index_select(0, torch.from_numpy(asks[:total])), asked[:total]
+        if not training:  # evaluation does not count as a use of cached rows
+            ids, starts = some, ask_starts
+        state = _Ahead(names, members, ids, starts, step, some, known, ask_starts)
+        return Question(_parts(names, some, ask_starts), _parts(names, torch.from_numpy(known), ask_starts), {}, state)
+
+    def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
+        asked = question.state
+        assert isinstance(asked, _Ahead)
+        leaving = self._room(len(asked.wanted), len(asked.names))
+        self._kernels.admit(
+            self._held, *self._policy, self._width, asked.members, asked.wanted.numpy(), asked.starts, asked.step + 1,
+            leaving,
+        )  # fmt: skip
+        left = self._left(asked.names, asked.members, leaving, asked.step + 1)
+        if not len(asked.ids):
+            return left
+        self._held.pushed.fill(False)
+        for at, *pushed in self._sent:
+            if at >= asked.step:
+                self._kernels.mark(self._held, *pushed)
+        came = self._side_by_side(asked.names, found)
+        dirty = np.empty((len(came[-1]), 3), np.int64)
+        again = self._kernels.take_in(
+            self._held, self._width, self._stateless, asked.members, asked.step, asked.ids.numpy(), asked.asked,
+            asked.ask_starts, *came, dirty,
+        )  # fmt: skip
+        if again:
+            self._apply_again(dirty[:again], asked.step)
+        return left
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
+        """Takes the gradients of distinct ids; returns those that are due at the servers."""
+        none = torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
+        if self._cache.push_bound:
+            given = {name: given.get(name, none) for name in self.names}
+        if not given:
+            return {}
+        names, members, starts = self._lookups({name: ids for name, (ids, _) in given.items()})
+        ids = side_by_side([given[name][0] for name in names]).numpy()
+        self._clock = step
+        self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
+        if not self._cache.push_bound:
+            self._kernels.pass_on(self._held, members, ids, starts)
+            self._sent.append((step, members, ids, starts))
+            return {name: (*given[name], None) for name in names}
+        grads = side_by_side([given[name][1].to(self._dtype) for name in names])
+        room = self._room(ids.size + self._kernels.count_due(self._held.due_at, members, step), len(names))
+        rules = [self._rules[k]() for k in members.tolist()]
+        found = {rule: rule.constants(step + 1) for rule in dict.fromkeys(rules)}
+        constants = np.stack([found[rule] for rule in rules])
+        self._kernels.write(
+            self._kind, self._held, self._width, members, ids, starts, grads.numpy(), step, self._cache.push_bound,
+            self._spare, constants, room,
+        )  # fmt: skip
+        return self._left(names, members, room, step, empty=True)
+
+    def waiting(self) -> dict[str, Due]:
+        """All gradients that wait, which then count as pushed."""
+        if not self._cache.push_bound:
+            return {}
+        members = np.arange(len(self.names))
+        limit = self._kernels.NEVER - 1
+        room = self._room(self._kernels.count_due(self._held.due_at, members, limit), len(members))
+        self._kernels.take_due(self._held, self._width, members, limit, room)
+        return self._left(self.names, members, room, self._clock)
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """Counters since it was made."""
+        return {
+            name: CacheStatistics(*counts) for name, counts in zip(self.names, self._counters.tolist(), strict=True)
+        }
+
+    # --- layout of tables in the arrays -----------------------------------------------------------------------------
+
+    def _lookups(self, ids: Ids) -> tuple[list[str], Array, Array]:
+        """The tables' names and numbers, and where the ids of each begin."""
+        names = list(ids)
+        starts = np.zeros(len(names) + 1, np.int64)
+        np.cumsum([len(ids[name]) for name in names], out=starts[1:])
+        return names, np.array([self._numbers[name] for name in names]), starts
+
+    def _room(self, count: int, tables: int) -> Any:
+        """Room for ``count`` gradients that go to the servers."""
+        numbers = self._held.rows.dtype
+        return self._kernels.Due(
+            np.empty(count, np.int64),
+            np.empty((count, self._width), numbers),
+            np.empty(count, np.float32),
+            np.zeros(tables + 1, np.int64),
+        )
+
+    def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
+        """The gradients that go to the servers with the push of ``step``, by table."""
+        if room.starts[-1]:
+            self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
+        ids, grads, squares = (
+            _parts(names, torch.from_numpy(some[: room.starts[-1]]), room.starts, empty=empty)
+            for some in (room.ids, room.grads, room.squares)
+        )
+        return {name: (ids[name], grads[name], squares[name]) for name in ids}
+
+
+def _parts(names: list[str], whole: Tensor, starts: Array, *, empty: bool = False) -> dict[str, Tensor]:
+    """Split ``whole`` by table; tables without rows are left out unless ``empty``."""
+    parts = zip(names, torch.split(whole, np.diff(starts).tolist()), strict=True)
+    return {name: part for name, part in parts if empty or len(part)}
+
+
+def _wide(rows: Tensor, width: int) -> Tensor:
+    if rows.shape[1] != width:
+        raise ValueError(f"rows of {width} numbers expected, got {tuple(rows.shape)}")
+    return rows

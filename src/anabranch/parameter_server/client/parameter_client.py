@@ -1,0 +1,950 @@
+"""``ParameterClient``: tables and parameters on the shards, by name and id.
+
+A request that concerns several shards goes to all at once, in one message each. Rows are placed by
+``Placement``; a dense parameter lives whole on the shard that its name is hashed to. Changes are numbered and done
+exactly once, so a lost connection does not fail the call: the transport retries until the deadline.
+
+The file is long because it is the whole interface to the shards, call by call; ``row_messages.py`` turns rows into
+messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal, SupportsIndex, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch import checkpoint
+from anabranch.deadline import Deadline, check_seconds
+from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, RolledBack, SchemaError
+from anabranch.job import job
+from anabranch.parameter_server.client.plain_tensors import check_plain
+from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
+from anabranch.parameter_server.messages import (
+    BarrierMessage,
+    DropMessage,
+    ExportMessage,
+    InitMessage,
+    JoinMessage,
+    NormMessage,
+    Part,
+    PullMessage,
+    PullPart,
+    PullReply,
+    PushMessage,
+    ReleaseMessage,
+    RestoreMessage,
+)
+from anabranch.parameter_server.server.shard import ShardStatistics
+from anabranch.parameter_server.server.shard_server import ParameterServer
+from anabranch.parameter_server.standing import Ledger, Standing
+from anabranch.tables.initial import Constant, Initial, table_key
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, OptimizerFactory, RowOptimizer
+from anabranch.tables.optimizers.torch_state import ParameterState
+from anabranch.tables.row_versions import WITH_STATE
+from anabranch.tables.shard_placement import Placement
+from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.warming import compile_kernels
+from anabranch.tensors.packing import Compression, Share, all_finite, check_compression
+from anabranch.transport import Answer, Client, MemoryTransport, Request, Transport, pack, unpack
+
+__all__ = ["ParameterClient", "Pulled", "Traffic", "Worker"]
+
+_T = TypeVar("_T")
+_SGD: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.01)
+_CHUNK = 1 << 16  # rows of a whole table in one message
+_REMEMBERED = 64  # messages of different tables
+_AT_ONCE = 64 << 20  # bytes of a checkpoint's rows that are held at once, in one file
+_BLOCK = ("ids", "values", "stamps", "sums", "usage")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker of a job, for a client whose reads and pushes are ordered with those of the other workers.
+
+    Attributes:
+        rank, world: the worker's number, and the number of workers.
+        consistency: ``"bsp"``, ``"ssp:K"`` or ``"asp"``, the same for all.
+    """
+
+    rank: int
+    world: int
+    consistency: str = "bsp"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of one client's messages about one table or parameter.
+
+    Attributes:
+        pulls, pushes: messages that read and changed it; one to several shards at once counts as one.
+        bytes: of ids, versions, rows and gradients, both ways.
+        wait_seconds: time that the caller waited for answers; a message about several is shared between them.
+    """
+
+    pulls: int = 0
+    pushes: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """The client's record of one name: a table with its placement, or a dense parameter."""
+
+    placement: Placement | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole; of a table (rows or -1, *shape of a row)
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of one shard that a checkpoint takes in one message."""
+
+    shard: int
+    number: int
+    name: str
+    first: int
+    rows: int
+
+
+class ParameterClient:
+    """Reads and changes tables and parameters on the shards.
+
+    >>> with ParameterClient() as client:  # no servers in this job: a shard in this process
+    ...     client.init("users", (1000, 2), kind="rows", init=1.0)
+    ...     client.sparse_push("users", torch.tensor([7, 9, 7]), torch.ones(3, 2))
+    ...     client.sparse_pull("users", torch.tensor([[7], [8]]))
+    tensor([[[0.9800, 0.9800]],
+    <BLANKLINE>
+            [[1.0000, 1.0000]]])
+
+    Args:
+        endpoints: of all shards, in their order; by default those of the job, and if it has none a shard in this
+            process.
+        worker: orders this client's steps with those of the job's other workers; a bare client's push is applied at
+            once, and it reads the present values.
+        timeout: seconds that a call may take.
+        watch: called now and then while other workers are waited for; raises if one of them is known to be lost.
+        retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
+            started again is rejoined while there are retries and time.
+        compression: rounding of rows and their gradients on the way: ``None`` for none, ``"bfloat16"`` to half
+            their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids, versions, dense parameters and checkpoints are
+            exact.
+
+    Attributes:
+        in_process: true if the one shard is in this process, and ends with this client.
+        made: the tables that this client has made or found, and their optimizers.
+
+    Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
+    id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
+
+    Source: the push and pull of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), and
+    the fused forms of HET (Miao et al., 2022).
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str] | None = None,
+        *,
+        worker: Worker | None = None,
+        timeout: float = 60.0,
+        watch: Callable[[], None] | None = None,
+        retries: int = 60,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+        compression: Compression | None = None,
+    ) -> None:
+        self._compression = check_compression(compression)
+        check_seconds(timeout=timeout, heartbeat=heartbeat)
+        found = _checked_endpoints(job().servers if endpoints is None else endpoints, given=endpoints is not None)
+        self._stack = ExitStack()
+        self._timeout = timeout
+        self._worker = worker
+        self.in_process = False
+        self._barriers = 0
+        self._watch = watch
+        self._look_every = heartbeat
+        self._holdings: dict[str, _Holding] = {}
+        self.made: list[tuple[TableSpec, RowOptimizer]] = []
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._traffic: dict[str, Traffic] = {}
+        self._counting = threading.Lock()  # rows may be asked for ahead, in a thread
+        if not found:
+            transport = MemoryTransport()
+            found = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
+            self.in_process = True
+        self._endpoints = found
+        self._clocks = [VersionClock() for _ in found]
+        self._ledgers = {endpoint: Ledger() for endpoint in found}
+        self._client = self._stack.enter_context(
+            Client(
+                role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
+            )
+        )
+        if worker is not None:
+            self.join(0)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
+        return len(self._endpoints)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take."""
+        return self._timeout
+
+    @property
+    def worker(self) -> Worker | None:
+        """This worker of a job; ``None`` for a bare client."""
+        return self._worker
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank; 0 for a bare client, which is alone."""
+        return 0 if self._worker is None else self._worker.rank
+
+    # --- making -----------------------------------------------------------------------------------------------------
+
+    def init(
+        self,
+        name: str,
+        shape: Sequence[int],
+        kind: Literal["dense", "rows"] = "dense",
+        dtype: torch.dtype = torch.float32,
+        init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
+        optimizer: OptimizerFactory = _SGD,
+    ) -> None:
+        """Makes a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
+
+        Args:
+            name: letters, digits, ``_ - .``; never a path.
+            shape: of the whole.
+            kind: ``"dense"``: one tensor on one shard; ``"rows"``: rows over all shards, read and changed by id.
+            dtype: float32, float64 or bfloat16.
+            init: a number, a tensor, a function of the shape, or ``Constant``, ``Uniform`` or ``Normal``, which the
+                shards draw themselves, so that no worker ever holds the whole.
+            optimizer: makes the optimizer of a parameter; the shards run it.
+
+        Raises:
+            SchemaError: there is one of that name and another shape, dtype or optimizer.
+            ValueError, TypeError: an optimizer that shards cannot run, or an invalid name, shape, dtype or first value.
+        """
+        shape = _checked_shape(shape)
+        if not isinstance(name, str):
+            raise TypeError(f"name is a text, got {name!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is torch.float32, torch.float64 or torch.bfloat16, got {dtype!r}")
+        if not (isinstance(init, (int, float, Tensor, Initial)) or callable(init)):
+            raise TypeError(f"init is a number, a tensor, a function of the shape or an Initial, got {init!r}")
+        rule = RowOptimizer.from_factory(optimizer)
+        if kind == "rows":
+            self._init_rows(name, shape, dtype, init, rule)
+        elif kind == "dense":
+            self.init_dense(name, _first_value(init, shape, dtype), rule)
+        else:
+            raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
+
+    def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
+        """Makes the table that ``spec`` describes on every shard; an existing one stays unchanged."""
+        if self.in_process:
+            compile_kernels(spec.dtype)
+        message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
+        self._all([self._request(shard, "init", message) for shard in range(self.shards)])
+        self._hold(spec.name, self._holding_of(spec, row_shape))
+        self.made.append((spec, rule))
+
+    def _holding_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> _Holding:
+        placement = Placement(spec.rows, self.shards, table_key(spec.seed, spec.name))
+        rows = -1 if spec.rows is None else spec.rows
+        return _Holding(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+
+    def _init_rows(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor],
+        rule: RowOptimizer,
+    ) -> None:
+        if len(shape) < 2:
+            raise ValueError(f"a table of rows has at least 2 dimensions, got shape {shape}")
+        drawn = init if isinstance(init, Initial) else Constant(0.0)
+        if isinstance(init, (int, float)):
+            drawn = Constant(float(init))
+        spec = TableSpec(name, shape[0], int(np.prod(shape[1:], dtype=np.int64)), dtype, drawn)
+        self.init_table(spec, rule, row_shape=shape[1:])
+        if isinstance(init, Tensor) or (callable(init) and not isinstance(init, Initial)):
+            self.write_rows(name, _first_value(init, shape, dtype), rule)
+
+    def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
+        """Sets all rows of a fixed table that has not been trained here yet, a few at a time."""
+        holding = self._holding(name, rows=True)
+        there = next(table for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
+        if there["step"]:
+            return
+        if isinstance(kept, Tensor):
+            kept = ParameterState(kept)
+        # Every row is up to date, so earlier steps will not be replayed.
+        history = torch.zeros(kept.step if there["spec"]["every_row_moves"] else 0, CONSTANTS, dtype=torch.float64)
+        flat = kept.values.detach().reshape(len(kept.values), -1)
+        row_wise = rule.family is Family.ROW_WISE_ADAGRAD
+        kind = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        for first in range(0, len(flat), _CHUNK):
+            some = slice(first, first + _CHUNK)
+            count = len(flat[some])
+            block = torch.full((count, holding.width * (1 + rule.states)), rule.initial_state, dtype=flat.dtype)
+            block[:, : holding.width] = flat[some]
+            sums = torch.full((count if row_wise else 0,), rule.initial_state, dtype=kind)
+            for number, state in enumerate(kept.states):
+                if row_wise:
+                    sums = state[some].to("cpu", kind)
+                else:
+                    at = holding.width * (1 + number)
+                    block[:, at : at + holding.width] = state[some].reshape(count, -1)
+            parts = [
+                torch.arange(first, first + count), block, torch.full((count,), kept.step + 1), sums,
+                torch.empty(0, 2, dtype=torch.int64),
+            ]  # fmt: skip
+            self._restore_rows(name, parts, kept.step, history)
+
+    def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
+        """A fixed table or a dense parameter with its optimizer's state, every row brought up to the last step."""
+        holding = self._holding(name)
+        if holding.placement is None:
+            step, parts = self._export(self._home(name), ExportMessage(name))
+            return ParameterState(parts[0], list(parts[1:]), step)
+        rows, width, row_width = holding.shape[0], holding.width, rule.row_width(holding.width)
+        everything = torch.empty(rows, row_width, dtype=holding.dtype)
+        for first in range(0, rows, _CHUNK):
+            ids = torch.arange(first, min(first + _CHUNK, rows))
+            with_state = torch.full((len(ids),), WITH_STATE)
+            found = self.pull_many({name: ids}, known={name: with_state}, widths={name: row_width}, exact=True)[name]
+            everything[first + found.positions] = found.rows
+        step = next(table["step"] for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
+        values = everything[:, :width].reshape(holding.shape)
+        if rule.family is Family.ROW_WISE_ADAGRAD:
+            return ParameterState(values, [everything[:, width]], step)
+        states = [everything[:, width * k : width * (k + 1)] for k in range(1, 1 + rule.states)]
+        return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
+
+    def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
+        """Makes the dense parameter ``name`` from its kept state; an existing one is overwritten."""
+        self.init_dense(name, kept.values, rule)
+        if kept.step:
+            parts = [part.detach().cpu().contiguous() for part in (kept.values, *kept.states)]
+            message = pack(RestoreMessage(name, kept.step))
+            self._call(self._home(name), "restore", message, parts, once=True)
+
+    def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+        """Makes the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
+        check_plain(value, f"the first value of {name}")
+        message = pack(InitMessage(name, rule.to_dict()))
+        self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
+        self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
+
+    def expect_dense(self, name: str, like: Tensor) -> None:
+        """Registers a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        self._hold(name, _Holding(None, like.dtype, tuple(like.shape)))
+
+    def drop(self, names: Iterable[str] | None) -> None:
+        """Drops those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
+        wanted = None if names is None else set(names)
+        for shard, described in enumerate(self._describe()):
+            held = [entry["spec"]["name"] for entry in described["tables"]]
+            held += [entry["name"] for entry in described["dense"]]
+            for name in held:
+                if wanted is None or name in wanted:
+                    self._call(shard, "drop", pack(DropMessage(name)), once=True)
+
+    # --- whole tensors ----------------------------------------------------------------------------------------------
+
+    def pull(self, name: str) -> Tensor:
+        """The parameter, or the whole table of a fixed vocabulary."""
+        holding = self._holding(name)
+        if holding.placement is not None:
+            return self.sparse_pull(name, self._every_id(name, holding)).view(holding.shape)
+        return self.pull_many({name: torch.empty(0, dtype=torch.int64)})[name].rows
+
+    def push(self, name: str, grad: Tensor) -> None:
+        """One optimizer step with the gradient of the whole."""
+        holding = self._holding(name)
+        if holding.placement is not None:
+            self.sparse_push(name, self._every_id(name, holding), grad)
+        else:
+            self.push_many({name: (torch.empty(0, dtype=torch.int64), grad)})
+
+    def push_pull(self, name: str, grad: Tensor) -> Tensor:
+        """``push``, then ``pull``."""
+        self.push(name, grad)
+        return self.pull(name)
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
+        """The rows of ``ids``: ``[*ids.shape, *row]``."""
+        holding = self._holding(name, rows=True)
+        check_plain(ids, f"the ids of {name}")
+        found = self.pull_many({name: ids.reshape(-1)})[name].rows
+        return found.view(*ids.shape, *holding.shape[1:])
+
+    def sparse_push(self, name: str, ids: Tensor, rows: Tensor) -> None:
+        """One optimizer step with a gradient for each of ``ids``; those of one id are added up."""
+        self._holding(name, rows=True)
+        self.push_many({name: (ids, rows)})
+
+    def ss_push_pull(self, name: str, push_ids: Tensor, rows: Tensor, pull_ids: Tensor) -> Tensor:
+        """``sparse_push``, then ``sparse_pull`` of other ids."""
+        self.sparse_push(name, push_ids, rows)
+        return self.sparse_pull(name, pull_ids)
+
+    def sd_push_pull(self, name: str, ids: Tensor, rows: Tensor) -> Tensor:
+        """``sparse_push``, then ``pull`` of the whole table."""
+        self.sparse_push(name, ids, rows)
+        return self.pull(name)
+
+    # --- a step of several tables -----------------------------------------------------------------------------------
+
+    def pull_many(
+        self,
+        wanted: Mapping[str, Tensor],
+        *,
+        training: bool = False,
+        step: int | None = None,
+        known: Mapping[str, Tensor] | None = None,
+        widths: Mapping[str, int] | None = None,
+        ahead: bool = False,
+        exact: bool = False,
+    ) -> dict[str, Pulled]:
+        """Rows of several tables, and dense parameters (no ids), in one message a shard.
+
+        Args:
+            wanted: flat int64 ids by table; none for a dense parameter.
+            training: admits ids to dynamic tables.
+            step: the worker's step, whose turn is waited for; ``None`` reads the present values.
+            known: for each table the version held of each id, from ``Pulled``, -1 for none; a row with a version comes
+                only if it has changed since.
+            widths: rows known as ``WITH_STATE`` come with their optimizer's state, and this is the number of
+                numbers of such a row; the state of the others is left zero.
+            ahead: true if no caller waits for the answer yet.
+            exact: rows are not rounded on the way, whatever ``compression`` says.
+        """
+        for name, some in wanted.items():
+            check_plain(some, f"the ids of {name}")
+        compression = None if exact else self._compression
+        began = time.monotonic()
+        deadline = Deadline.after(self._timeout)
+        layout = self._layout(wanted)
+        with self._counting:
+            clocks = [(clock.generation, clock.base) for clock in self._clocks]
+        pull = Pull(
+            Routed(layout, [wanted[name] for name in layout.tables], self.shards),
+            None if known is None else [known[name] for name in layout.tables],
+            [(widths or {}).get(name) for name in layout.tables],
+            clocks,
+            compression,
+        )
+        requests: list[tuple[int, Request, dict[str, Share]]] = []
+        for shard in range(self.shards):
+            dense = self._dense_of(layout, shard)
+            parts = [*pull.parts(shard), *(PullPart(name) for name in dense)]
+            if parts:
+                message = PullMessage(parts, training, clocks[shard][0], *self._turn(step), compression)
+                request = self._request(shard, "pull", pack(message), pull.tensors(shard), step=step)
+                requests.append((shard, request, dense))
+        answers = self._in_turn([request for _, request, _ in requests], deadline)
+        for answer, (shard, _, dense) in zip(answers, requests, strict=True):
+            reply = unpack(answer.payload, PullReply)
+            with self._counting:
+                base = self._clocks[shard].read(reply.generation, reply.steps)
+            pull.take(shard, reply, answer.tensors, base, dense)
+        found = pull.pulled()
+        waited = 0.0 if ahead else (time.monotonic() - began) / max(len(wanted), 1)
+        sizes = dict(zip(layout.tables, pull.bytes(), strict=True))
+        sizes |= {name: share.bytes(compression) for _, _, dense in requests for name, share in dense.items()}
+        for name, size in sizes.items():
+            self._count(name, waited, size, pulls=1)
+        return {name: found[name] for name in wanted}
+
+    def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
+        """The parameters of a message that lie on this shard."""
+        mine = [name for name in layout.dense if self._home(name) == shard]
+        return {name: Share(self._holdings[name].dtype, self._holdings[name].shape) for name in mine}
+
+    def _count(self, name: str, waited: float, size: int, *, pulls: int = 0, pushes: int = 0) -> None:
+        with self._counting:
+            traffic = self._traffic.setdefault(name, Traffic())
+            traffic.pulls += pulls
+            traffic.pushes += pushes
+            traffic.bytes += size
+            traffic.wait_seconds += waited
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Counters of this client so far, by table and parameter."""
+        with self._counting:
+            return {name: replace(traffic) for name, traffic in self._traffic.items()}
+
+    def push_many(
+        self,
+        gradients: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        rules: Mapping[str, RowOptimizer] | None = None,
+        step: int | None = None,
+        weight: float = 1.0,
+        mean: bool = True,
+        hold: bool = False,
+        squares: Mapping[str, Tensor] | None = None,
+        beside: bool = False,
+        awaited: bool = True,
+    ) -> None:
+        """Gradients of several tables (ids, rows) and dense parameters (no ids, gradient), in one message a shard.
+
+        Args:
+            gradients: ids and a gradient for each by table; those of one id are added up.
+            rules: the optimizers with the numbers of this step; by default those that the shards have.
+            step: the step of the worker's push; without one the push is applied at once.
+            weight: the weight of this worker's gradients among the workers': its rows, if they are means over them.
+            mean: gradients are averaged by weight; else they are added up.
+            hold: the merged pushes wait until ``release``; under ``bsp`` only.
+            squares: of tables whose gradients are sums over several steps, as ``squares.py`` describes them.
+            beside: a worker's push, applied at once like a bare client's, but by the worker's share in the last step.
+            awaited: whether to count the wait in the statistics.
+        """
+        if hold and (self._worker is None or self._worker.consistency != "bsp"):
+            raise ValueError(
+                "only under bsp do the workers' gradients come to one whose norm can be taken before it counts"
+            )
+        deadline = Deadline.after(self._timeout)
+        kinds = {rule: number for number, rule in enumerate(dict.fromkeys((rules or {}).values()))}
+        for name, (some, grad) in gradients.items():
+            check_plain(some, f"the ids of {name}")
+            check_plain(grad, f"the gradient of {name}")
+            if not grad.is_floating_point():
+                raise SchemaError(f"the gradient of {name} is {grad.dtype}; gradients are floating: give grad.float()")
+        layout = self._layout(gradients)
+        routed = Routed(layout, [gradients[name][0] for name in layout.tables], self.shards)
+        squares = squares or {}
+        push = Push(
+            routed,
+            [gradients[name][1] for name in layout.tables],
+            [squares.get(name) for name in layout.tables],
+            self._compression,
+        )
+        rule_of = {name: kinds[rules[name]] if rules else 0 for name in gradients}
+        requests: list[Request] = []
+        refused: list[Request] = []
+        for shard in range(self.shards):
+            shares = self._dense_of(layout, shard)
+            values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
+            dense = [(value, Share(value.dtype, tuple(value.shape))) for value in values]
+            parts = push.parts(shard, [rule_of[name] for name in layout.tables])
+            parts += [Part(name, 0, rule_of[name]) for name in shares]
+            if parts or step is not None:
+                turn = (self.rank, -1) if beside and self._worker is not None else self._turn(step)
+                numbers = [rule.to_dict() for rule in kinds]
+                message = PushMessage(parts, numbers, *turn, weight, mean, hold, self._compression)
+                tensors = push.tensors(shard, dense)
+                requests.append(self._request(shard, "push", pack(message), tensors, step=step))
+                if not all_finite(tensors):
+                    refused.append(requests[-1])
+        # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
+        self._gather(refused or requests, deadline)
+        sizes = dict(zip(layout.tables, push.bytes(), strict=True))
+        sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
+        waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
+        for name, size in sizes.items():
+            self._count(name, waited, size, pushes=1)
+
+    def squared_norm(self, step: int) -> float:
+        """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
+        rank, _ = self._turn(step)
+        message = pack(NormMessage(rank, step))
+        requests = [self._request(shard, "norm", message, step=step) for shard in range(self.shards)]
+        answers = self._in_turn(requests, Deadline.after(self._timeout))
+        return sum(unpack(answer.payload, float) for answer in answers)
+
+    def release(self, step: int, scale: float) -> None:
+        """Applies the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
+        rank, _ = self._turn(step)
+        message = pack(ReleaseMessage(rank, step, scale))
+        self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
+
+    # --- the job ----------------------------------------------------------------------------------------------------
+
+    def join(self, step: int) -> None:
+        """Registers this worker with the shards; its next push is that of ``step``."""
+        assert self._worker is not None
+        worker = self._worker
+        for ledger in self._ledgers.values():
+            ledger.life = 0
+        lives = self._all([self._request(shard, "life", once=False) for shard in range(self.shards)])
+        for endpoint, life in zip(self._endpoints, lives, strict=True):
+            self._ledgers[endpoint].life = unpack(life.payload, int)
+        message = pack(JoinMessage(worker.rank, worker.world, worker.consistency, step))
+        self._all([self._request(shard, "join", message) for shard in range(self.shards)])
+
+    def wait_for_turn(self, step: int) -> None:
+        """Waits until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
+        message = pack(PullMessage([], False, 0, *self._turn(step)))
+        request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
+        self._in_turn([request], Deadline.after(self._timeout))
+
+    def barrier(self) -> None:
+        """Waits until every worker of the job has called it as often; a bare client does not wait."""
+        if self._worker is None:
+            return
+        self._barriers += 1
+        message = BarrierMessage(self._worker.rank, self._worker.world, self._barriers)
+        self._in_turn([self._request(0, "barrier", pack(message))], Deadline.after(self._timeout))
+
+    def statistics(self) -> list[ShardStatistics]:
+        """Statistics of each shard since it started."""
+        answers = self._all([self._request(shard, "statistics", once=False) for shard in range(self.shards)])
+        return [unpack(answer.payload, ShardStatistics) for answer in answers]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
+        """Writes all tables and parameters, states and versions included, into the directory ``path`` of this machine.
+
+        Rows are read from the shards and written a few at a time. No path crosses the wire.
+        """
+        state, groups = self.collect()
+        checkpoint.write(path, groups, state, step=step)
+
+    def collect(self, names: Iterable[str] | None = None) -> tuple[dict[str, object], dict[str, checkpoint.Group]]:
+        """Return what ``save`` writes: plain values, and groups of tensors; of ``names`` only, if given.
+
+        A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
+        """
+        wanted = None if names is None else set(names)
+        tables: dict[str, dict[str, Any]] = {}
+        blocks: dict[str, list[_Block]] = {}
+        dense: list[object] = []
+        groups: dict[str, checkpoint.Group] = {}
+        for shard, described in enumerate(self._describe()):
+            for table in described["tables"]:
+                name = table["spec"]["name"]
+                if wanted is None or name in wanted:
+                    tables.setdefault(name, table)
+                    each = _at_once(table)
+                    blocks.setdefault(name, []).extend(
+                        _Block(shard, number, name, first, min(each, table["rows"] - first))
+                        for number, first in enumerate(range(0, max(table["rows"], 1), each))
+                    )
+            for parameter in described["dense"]:
+                if wanted is None or parameter["name"] in wanted:
+                    groups[f"dense-{len(dense)}"] = functools.partial(self._read_parameter, shard, parameter["name"])
+                    dense.append({**parameter, "group": f"dense-{len(dense)}"})
+        for number, (name, table) in enumerate(tables.items()):
+            together = _in_files(blocks[name], _at_once(table))
+            table["groups"] = [f"table-{number}.{k}" for k in range(len(together))]
+            groups |= {
+                group: functools.partial(self._read_blocks, some)
+                for group, some in zip(table["groups"], together, strict=True)
+            }
+        return {"tables": list(tables.values()), "dense": dense}, groups
+
+    def _read_blocks(self, blocks: Sequence[_Block]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for block in blocks:
+            _, (*parts, history) = self._export(block.shard, ExportMessage(block.name, block.first, max(block.rows, 1)))
+            found |= {f"{block.shard}.{block.number}.{label}": part for label, part in zip(_BLOCK, parts, strict=True)}
+            found.setdefault("history", history)
+        return found
+
+    def _read_parameter(self, shard: int, name: str) -> dict[str, Tensor]:
+        return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replaces all tables and parameters by those of a checkpoint, written by any number of shards."""
+        found = checkpoint.read(path)
+        self.restore(cast(Mapping[str, Any], found.state), found.tensors)
+
+    def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Loads what ``collect`` gave, in place of everything on the shards."""
+        if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
+            raise CheckpointError("this checkpoint holds no tables and parameters of servers")
+        self.drop(None)
+        self.restore_some(state, groups)
+
+    def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """As ``restore``, but leaves other tables and parameters in place."""
+        for entry in state["tables"]:
+            self._restore_table(entry, groups)
+        for entry in state["dense"]:
+            tensors = groups(entry["group"])
+            parts = [tensors[str(k)] for k in range(len(tensors))]
+            self.init_dense(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"]))
+            message = pack(RestoreMessage(entry["name"], entry["step"]))
+            self._call(self._home(entry["name"]), "restore", message, parts, once=True)
+
+    def _restore_table(self, entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+        spec = TableSpec.from_dict(entry["spec"])
+        self.init_table(spec, RowOptimizer.from_dict(entry["rule"]))
+        for group in entry["groups"]:
+            tensors = groups(group)
+            blocks = sorted({tuple(map(int, name.split(".")[:2])) for name in tensors if name != "history"})
+            for shard, number in blocks:
+                parts = [tensors[f"{shard}.{number}.{label}"] for label in _BLOCK]
+                self._restore_rows(spec.name, parts, entry["step"], tensors["history"])
+
+    def _restore_rows(self, name: str, parts: Sequence[Tensor], step: int, history: Tensor) -> None:
+        routed = Routed(self._layout([name]), parts[:1], self.shards)
+        routed.arrange(np.zeros(routed.flat.size, np.int64), 1)
+        message = pack(RestoreMessage(name, step))
+        requests = []
+        for shard in range(self.shards):
+            where = torch.from_numpy(routed.order[routed.of(shard)])
+            mine = [part[where] if len(part) == len(parts[0]) else part for part in parts]
+            requests.append(self._request(shard, "restore", message, [*mine, history]))
+        self._all(requests)
+
+    def _export(self, shard: int, message: ExportMessage) -> tuple[int, Sequence[Tensor]]:
+        payload, parts = self._call(shard, "export", pack(message))
+        return unpack(payload, int), parts
+
+    def _describe(self) -> list[dict[str, Any]]:
+        answers = self._all([self._request(shard, "describe", once=False) for shard in range(self.shards)])
+        return [unpack(answer.payload, dict[str, Any]) for answer in answers]
+
+    # --- names and placements ---------------------------------------------------------------------------------------
+
+    def _holding(self, name: str, *, rows: bool = False) -> _Holding:
+        if name not in self._holdings:
+            self._learn()
+        holding = self._holdings.get(name)
+        if holding is None:
+            raise NotFound(f"no table or parameter {name!r}; there are: {', '.join(self._holdings) or 'none'}")
+        if rows and holding.placement is None:
+            raise SchemaError(f"{name} is a dense parameter; use pull and push")
+        return holding
+
+    def _hold(self, name: str, holding: _Holding) -> None:
+        self._holdings[name] = holding
+        self._layouts.clear()
+
+    def _layout(self, names: Iterable[str]) -> Layout:
+        """The layout of a message about ``names``."""
+        key = tuple(names)
+        found = self._layouts.get(key)
+        if found is None:
+            tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
+            for name in key:
+                holding = self._holding(name)
+                if holding.placement is not None:
+                    tables[name] = (holding.placement, holding.dtype, holding.width)
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            found = self._layouts[key] = Layout.of(tables, [name for name in key if name not in tables])
+        return found
+
+    def _learn(self) -> None:
+        for shard, described in enumerate(self._describe()):
+            for table in described["tables"]:
+                spec = TableSpec.from_dict(table["spec"])
+                self._holdings.setdefault(spec.name, self._holding_of(spec))
+            for parameter in described["dense"]:
+                if parameter["name"] not in self._holdings:
+                    _, parts = self._export(shard, ExportMessage(parameter["name"]))
+                    self._holdings[parameter["name"]] = _Holding(None, parts[0].dtype, tuple(parts[0].shape))
+
+    def _home(self, name: str) -> int:
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % self.shards
+
+    def _every_id(self, name: str, holding: _Holding) -> Tensor:
+        if holding.shape[0] < 0:
+            raise SchemaError(f"table {name} has a dynamic vocabulary; there is no whole of it to pull or push")
+        return torch.arange(holding.shape[0])
+
+    def _turn(self, step: int | None) -> tuple[int, int]:
+        if step is None:
+            return -1, -1
+        if self._worker is None:
+            raise ValueError("a bare client has no steps; give ParameterClient a worker")
+        return self._worker.rank, step
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        shard: int,
+        verb: str,
+        payload: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        *,
+        step: int | None = None,
+        once: bool | None = None,
+    ) -> Request:
+        numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
+        endpoint = self._endpoints[shard]
+        ledger = self._ledgers[endpoint]
+        standing = Standing(self._client.epoch, ledger.newest, ledger.life).encode()
+        return Request(
+            endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step,
+            role="parameters",
+        )  # fmt: skip
+
+    def _call(
+        self, shard: int, verb: str, payload: bytes = b"", tensors: Sequence[Tensor] = (), *, once: bool = False
+    ) -> tuple[bytes, Sequence[Tensor]]:
+        request = self._request(shard, verb, payload, tensors, once=once)
+        (answer,) = self._gather([request], Deadline.after(self._timeout))
+        return answer.payload, answer.tensors
+
+    def _all(self, requests: Sequence[Request]) -> list[Answer]:
+        return self._gather(requests, Deadline.after(self._timeout))
+
+    def _gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
+        answers: list[Answer] = []
+        failures: list[Exception] = []
+        asked = list(requests)
+        for request, outcome in zip(asked, self._client.gather(asked, deadline), strict=True):
+            if isinstance(outcome, Exception):
+                failures.append(self._told(request, outcome))
+                continue
+            assert outcome is not None
+            if request.verb == "push" and outcome.payload:
+                with self._counting:
+                    self._ledgers[request.endpoint].add(unpack(outcome.payload, int))
+            answers.append(outcome)
+        if failures:
+            raise failures[0]
+        return answers
+
+    def _told(self, request: Request, error: Exception) -> Exception:
+        """The error to raise; if a shard has lost pushes, forget their places."""
+        if isinstance(error, RolledBack):
+            said = Standing.decode(request.schema)
+            assert said is not None
+            with self._counting:
+                ledger = self._ledgers[request.endpoint]
+                error.lost = ledger.cut(said.pushes - error.lost)
+                ledger.life = 0
+        return error
+
+    def _in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
+        """As ``_gather``, for requests that may wait for other workers: checks in between that they are alive.
+
+        Each check costs the request anew, so they come at growing intervals: a slow request gets through.
+        """
+        if self._watch is None:
+            return self._gather(requests, deadline)
+        patience = self._look_every
+        while patience < deadline.remaining():
+            try:
+                return self._gather(requests, deadline.sooner(patience))
+            except DeadlineExceeded:
+                self._watch()
+                patience *= 2
+        return self._gather(requests, deadline)
+
+    def wait_for(self, future: Future[_T], operation: str, *, step: int | None = None) -> _T:
+        """Wait for a call of this client on another thread, checking meanwhile that all workers are alive.
+
+        Raises:
+            PeerLost: another worker is gone.
+            DeadlineExceeded: the call has overrun its own deadline.
+        """
+        deadline = Deadline.after(self._timeout + 2 * self._look_every)  # the call's own error comes first
+        while not wait([future], timeout=min(self._look_every, deadline.remaining())).done:
+            deadline.check(peer="the servers", operation=operation, step=step)
+            if self._watch is not None:
+                self._watch()
+        return future.result(timeout=0)
+
+    def close(self) -> None:
+        """Closes the connections, and the shard in this process if there is one."""
+        self._stack.close()
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _at_once(table: Mapping[str, Any]) -> int:
+    """The number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
+    spec = TableSpec.from_dict(table["spec"])
+    row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
+    return max(1, min(_CHUNK, _AT_ONCE // row))
+
+
+def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
+    """The blocks in their order, joined as long as they have at most ``rows`` rows."""
+    found: list[list[_Block]] = [[]]
+    for block in blocks:
+        if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:
+            found.append([])
+        found[-1].append(block)
+    return found
+
+
+def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
+    """The endpoints as a list; of what a caller gave, at least one."""
+    if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
+        raise TypeError(f"endpoints is a list of texts such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
+    for endpoint in endpoints:
+        if not isinstance(endpoint, str):
+            raise TypeError(f"an endpoint is a text such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
+    if given and not endpoints:
+        raise ValueError("endpoints is empty; name the shards, or leave it out for those of the job")
+    return list(endpoints)
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise TypeError(f"shape is a tuple of sizes, got {shape!r}")
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise TypeError(f"shape is a tuple of sizes, which are whole numbers, got {shape!r}")
+        if operator.index(size) < 0:
+            raise ValueError(f"shape is a tuple of sizes of at least 0, got {shape!r}")
+    return tuple(map(operator.index, shape))
+
+
+def _first_value(
+    init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    if isinstance(init, Initial):
+        if not isinstance(init, Constant):
+            raise ValueError("a dense parameter begins with a number, a tensor or a function of its shape")
+        init = init.value
+    if isinstance(init, (int, float)):
+        try:
+            return torch.full(shape, float(init), dtype=dtype)
+        except (RuntimeError, TypeError, OverflowError) as error:  # torch has no kind of its own for it
+            raise ValueError(
+                f"this process has no memory for a parameter of shape {shape}; kind='rows' with a Constant, Uniform "
+                "or Normal is made on the shards alone"
+            ) from error
+    value = init if isinstance(init, Tensor) else init(shape)
+    check_plain(value, "init")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"init has the shape {tuple(value.shape)}, not {shape}")
+    return value.detach().to("cpu", dtype)

@@ -1,0 +1,166 @@
+"""``RemoteEmbedding``: an embedding whose rows are created on the servers, and never all held by a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff import opaque
+from anabranch.parameter_server.client.distinct_ids import unique_of
+from anabranch.parameter_server.client.parameter_client import ParameterClient
+from anabranch.parameter_server.client.remote_weight import RowSource, Table, look_up, look_up_bags
+from anabranch.tables.initial import Constant, Initial, Normal
+from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, RowOptimizer
+from anabranch.tables.table_spec import Eviction, TableSpec
+
+__all__ = ["RemoteEmbedding"]
+
+_STANDARD_NORMAL = Normal()
+
+
+class RemoteEmbedding(nn.Module):
+    """Looks rows up on the servers, and pushes their gradients there.
+
+    >>> users = RemoteEmbedding("users", None, 2, init=0.5, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.5))
+    >>> users(torch.tensor([2**53 + 1, -7])).sum().backward()  # alone, its push is applied at once
+    >>> users(torch.tensor([2**53 + 1, 2**53])).detach()
+    tensor([[0.0000, 0.0000],
+            [0.5000, 0.5000]])
+    >>> users.close()
+
+    In the ``TrainStep`` of an executor the pushes of a step are ordered by its consistency. Only rows that were
+    looked up move, as under ``torch.optim.SparseAdam``.
+
+    Args:
+        name: of the table, for all workers and checkpoints; letters, digits, ``_ - .``.
+        num_embeddings: ids are ``range(num_embeddings)``; ``None`` takes any int64 as an id, and training admits it.
+        embedding_dim: numbers a row.
+        mode: ``None`` gives a row for each id, ``[*ids.shape, embedding_dim]``; ``"sum"``, ``"mean"`` and ``"max"``
+            reduce bags as ``torch.nn.EmbeddingBag`` does, with ``offsets`` and ``per_sample_weights``.
+        init: the first values of rows: a number, ``Constant``, ``Uniform`` or ``Normal``.
+        optimizer: makes the optimizer that moves the rows; ``None`` takes the ``TrainStep``'s.
+        capacity: most rows of a dynamic vocabulary, over all servers.
+        eviction: the row to evict from a full table: the one unused longest (``"age"``) or used in the fewest steps.
+        admission: probability that a training use admits a new id; until then it reads as its first values.
+        memory_map: the servers keep the table in a mapped file of theirs, for tables larger than memory.
+        dtype: float32, float64 or bfloat16.
+        seed: with the name, fixes the first values of all rows.
+
+    Raises:
+        ValueError: an invalid value, or in training no optimizer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        mode: Literal["sum", "mean", "max"] | None = None,
+        init: float | Initial = _STANDARD_NORMAL,
+        optimizer: OptimizerFactory | None = None,
+        capacity: int | None = None,
+        eviction: Eviction = "age",
+        admission: float = 1.0,
+        memory_map: bool | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if mode not in (None, "sum", "mean", "max"):
+            raise ValueError(f"mode={mode!r} is none of None, 'sum', 'mean' and 'max'")
+        initial = Constant(float(init)) if isinstance(init, (int, float)) else init
+        self.spec = TableSpec(
+            name, num_embeddings, embedding_dim, dtype, initial, seed, capacity=capacity, eviction=eviction,
+            admission=admission, memory_map=bool(memory_map),
+        )  # fmt: skip
+        self.name = name
+        self.mode = mode
+        self._rule = None if optimizer is None else RowOptimizer.from_factory(optimizer)
+        self._link = _Link()
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
+    @property
+    def rule(self) -> Callable[[], RowOptimizer] | None:
+        """The optimizer that it was given, if any."""
+        rule = self._rule
+        return None if rule is None else lambda: rule
+
+    def attach(self, source: RowSource) -> None:
+        """Reads from ``source`` from now on, and sends gradients there."""
+        self.close()
+        self._link.source = source
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Rows of ``ids``, or with a ``mode`` one row a bag."""
+        if torch.compiler.is_dynamo_compiling():
+            return opaque.call(self._handle, (ids, offsets, per_sample_weights), {})[0]
+        return self._look_up(ids, offsets, per_sample_weights)
+
+    def call_whole(self, *args: Tensor | None) -> list[Tensor]:
+        """``forward``, as one call that Dynamo leaves whole."""
+        ids, offsets, weights = args
+        assert ids is not None
+        return [self._look_up(ids, offsets, weights)]
+
+    def _look_up(self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
+        table = Table(self.name, self.spec.width, self.spec.dtype)
+        if self.mode is None:
+            return look_up(self._reach, table, ids)
+        return look_up_bags(self._reach, table, ids, offsets, per_sample_weights, mode=self.mode)
+
+    def _reach(self) -> RowSource:
+        return self._link.source or self._alone()
+
+    def _alone(self) -> RowSource:
+        if self._rule is None:
+            raise ValueError(
+                f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
+            )
+        client = self._link.own_client = ParameterClient()
+        client.init_table(self.spec, self._rule)
+        source = self._link.source = _Alone(self.name, client, self)
+        return source
+
+    def close(self) -> None:
+        """Closes the client that the module made for itself, if any."""
+        client, self._link.own_client = self._link.own_client, None
+        self._link.source = None
+        if client is not None:
+            client.close()
+
+    def extra_repr(self) -> str:
+        """The table, for ``repr``."""
+        return f"{self.name!r}, {self.spec.rows}, {self.spec.width}, mode={self.mode!r}"
+
+
+class _Link:
+    """The source that the module reads from; apart from the module, because connecting does not change the model."""
+
+    def __init__(self) -> None:
+        self.source: RowSource | None = None
+        self.own_client: ParameterClient | None = None
+
+
+class _Alone:
+    """The table of a module outside any step: reads the present values, pushes at once."""
+
+    def __init__(self, name: str, client: ParameterClient, module: nn.Module) -> None:
+        self.name, self._client, self._module = name, client, module
+
+    def read(self, ids: Tensor) -> Tensor:
+        training = self._module.training and torch.is_grad_enabled()
+        return self._client.pull_many({self.name: ids}, training=training)[self.name].rows
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return unique_of(ids)
+
+    def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
+        self._client.push_many({self.name: (ids, grads)})

@@ -1,0 +1,664 @@
+"""``RemoteTables``: the tables on the servers that a model's steps read and move, as one worker sees them.
+
+::
+
+    begin(step) ──> forward: lookups read rows, through the cache ──> backward: gradients are collected
+                ──> push(weight): all of the step's gradients, one message a shard
+
+With a cache whose gradients may wait (``push_bound``), a step waits for the servers only if it must: its push
+is sent while the next step runs, and the next step's rows are requested while this one runs::
+
+    step 5    read ─ forward ─ backward ─ push ┐      read ─ forward ─ backward ─ push ┐      step 6
+                  └ ahead of 6 ─────────────── │ ─────┘   └ ahead of 7 ─────           └ 6 ──────
+                                               └ 5 ──────────────
+
+All of it is one state machine, so it is one file: every call first handles the messages still on their way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.errors import NotFound
+from anabranch.events import report
+from anabranch.parameter_server.client.cache_group import CacheGroup, Caches, CachesOneByOne, Question
+from anabranch.parameter_server.client.distinct_ids import Distinct, distinct_ids, unique_of
+from anabranch.parameter_server.client.parameter_client import ParameterClient, Pulled
+from anabranch.parameter_server.client.remote_embedding import RemoteEmbedding
+from anabranch.parameter_server.client.remote_weight import RemoteWeight
+from anabranch.tables.cache import Cache, CacheStatistics, Due
+from anabranch.tables.kernels.selection import kernels
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.optimizers.torch_state import from_torch
+from anabranch.tables.table_spec import TableSpec
+from anabranch.tensors.packing import all_finite
+
+__all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
+
+_T = TypeVar("_T")
+# A push ends by its own deadline; on a busy machine its thread may be late by seconds.
+_LAST_WAIT = 30.0
+Use = tuple[nn.Module, str]
+"""A module that holds a parameter, and its name there."""
+Beside = Mapping[str, tuple[Tensor, Tensor, RowOptimizer]]
+"""Ids (none for a dense parameter), gradients and optimizers that a push carries beside the looked-up tables."""
+
+
+class RemoteTables:
+    """Moves a model's embedding tables to the servers, and runs its steps' lookups and updates there.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 2), nn.Flatten(), nn.Linear(4, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with ParameterClient() as client:
+    ...     tables = RemoteTables(client)
+    ...     tables.adopt(model, ["0.weight"], optimizer)
+    ...     for step in range(2):
+    ...         tables.begin(step)
+    ...         model(torch.tensor([[1, 2]])).sum().backward()
+    ...         tables.push()
+    ...         optimizer.step()  # moves what stayed here
+    ...     client.statistics()[0].tables["0.weight"].pushes
+    2
+
+    Args:
+        client: with a worker, whose steps are ordered with the other workers'; a bare client's are applied at once.
+        cache: how each table is cached here; ``None`` reads every row from the servers.
+    """
+
+    def __init__(self, client: ParameterClient, *, cache: Cache | None = None) -> None:
+        self._client = client
+        self._cache = cache
+        self._sources: dict[str, _Source] = {}
+        self._caches: list[tuple[Caches, list[str]]] = []
+        self._uncached: list[_Source] = []
+        self._ahead: dict[str, Distinct] = {}  # of the next step
+        self._taken: dict[str, tuple[nn.Parameter, list[Use]]] = {}
+        self._step = 0
+        self._weight, self._mean = 1.0, True  # of the last push that had rows
+        self._training = True
+        self._reads = self._usual_reads = 0
+        self._between: Callable[[], None] | None = None
+        self._fetcher: ThreadPoolExecutor | None = None
+        self._coming: tuple[list[tuple[Caches, Question]], Future[dict[str, Pulled]]] | None = None
+        self._leaves: _Push | None = None  # the push that is on its way, or has failed
+
+    @property
+    def names(self) -> list[str]:
+        """The tables, in the order in which they were adopted."""
+        return list(self._sources)
+
+    @property
+    def prefetching(self) -> bool:
+        """True if rows of the next step have been requested: they are on their way, or wait for it to begin."""
+        return self._coming is not None
+
+    def spec(self, name: str) -> TableSpec:
+        """The servers' spec of one table."""
+        return self._sources[name].spec
+
+    # --- adopting parameters ----------------------------------------------------------------------------------------
+
+    def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+        """Moves parameters of ``model`` to the servers, by their qualified names, and leaves stand-ins in their place.
+
+        Every module that shares such a parameter gets the stand-in. Rank 0's values are taken; the memory here is
+        freed. The optimizer, which must have the parameters, tells how the servers move them, with the numbers that it
+        has when a step is pushed; its own step skips them, because they have no gradient here. A table whose lookups
+        are dense (``sparse=False``) moves in every step as a dense optimizer moves it.
+
+        Raises:
+            NotFound: no such parameter.
+            ValueError: not a table of two dimensions, or an optimizer that tables cannot run.
+        """
+        parameters = dict(model.named_parameters())
+        found: dict[str, tuple[nn.Parameter, Callable[[], RowOptimizer]]] = {}
+        for name in names:
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise NotFound(f"the model has no parameter {name!r}; it has: {', '.join(parameters)}")
+            if parameter.ndim != 2:
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}; a table has rows and columns")
+            found[name] = (parameter, rule_of(optimizer, parameter, name))
+        for name, (parameter, rule) in found.items():
+            self.take_over(name, parameter, users_of(parameter, [model]), rule)
+        self._client.barrier()
+
+    def take_over(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        users: Sequence[Use],
+        rule: Callable[[], RowOptimizer],
+        state: Mapping[str, object] | None = None,
+    ) -> None:
+        """Moves one parameter to the servers, under ``name``: rank 0's values, available after a barrier.
+
+        Args:
+            name: of the table.
+            parameter: two-dimensional; its memory is freed.
+            users: the modules that hold it, and its name in each; each gets the stand-in.
+            rule: its optimizer, with the numbers that it has at the time of the call.
+            state: its optimizer's state so far, as torch names it.
+        """
+        touched_only = rule().family is Family.SPARSE_ADAM or all(
+            getattr(module, "sparse", False) is True for module, _ in users
+        )
+        rows, width = parameter.shape
+        spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not touched_only)
+        source = self._add(spec, rule)
+        if self._client.rank == 0:
+            self._client.write_rows(name, from_torch(rule(), parameter.detach(), state or {}), rule())
+        for module, label in users:
+            del module._parameters[label]
+            setattr(module, label, RemoteWeight(source, parameter.shape, parameter.dtype))
+        parameter.data = parameter.data.new_empty(0)
+        parameter.grad = None
+        self._taken[name] = (parameter, list(users))
+
+    def give_back(self, name: str, values: Tensor) -> None:
+        """Puts the parameter that was taken over as ``name`` back where it was, with these values."""
+        parameter, users = self._taken.pop(name)
+        parameter.data = values.to(parameter.device)
+        for module, label in users:
+            delattr(module, label)
+            module.register_parameter(label, parameter)
+
+    def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Connects all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` moves those without one."""
+        for module in model.modules():
+            if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
+                rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
+                if rule is None:
+                    raise ValueError(f"RemoteEmbedding {module.name} has no optimizer; give it one with optimizer=")
+                module.attach(self._add(module.spec, rule))
+
+    def _add(self, spec: TableSpec, rule: Callable[[], RowOptimizer]) -> _Source:
+        self._client.init_table(spec, rule())
+        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
+        if self._cache is not None:
+            self._uncached.append(source)
+        return source
+
+    def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
+        """The caches of all tables, and the tables of each; new tables since the last call get theirs."""
+        coming, self._uncached = self._uncached, []
+        alike: dict[tuple[object, ...], list[_Source]] = {}
+        for source in coming:
+            rule, spec = source.rule(), source.spec
+            grouped = spec.dtype in (torch.float32, torch.float64) and kernels() is not kernels("plain")
+            kind = (rule.family, rule.states) if cache.push_bound else None
+            alike.setdefault((spec.width, spec.dtype, kind) if grouped else (), []).append(source)
+        for key, some in alike.items():
+            names, rules = [source.name for source in some], [source.rule for source in some]
+            if key:
+                group: Caches = CacheGroup(names, cache, some[0].spec.width, some[0].spec.dtype, rules)
+            else:
+                group = single = CachesOneByOne(cache)
+                for source in some:
+                    single.add(
+                        source.name, source.spec.width, source.spec.dtype, rule=source.rule, step=lambda: self._step
+                    )
+            self._caches.append((group, names))
+        return self._caches
+
+    def _by_cache(self, some: Mapping[str, _T]) -> list[tuple[Caches, dict[str, _T]]]:
+        """Split ``some``, by table, into each cache's part; empty without caches."""
+        if self._cache is None:
+            return []
+        parts = [
+            (caches, {name: some[name] for name in names if name in some})
+            for caches, names in self._all_caches(self._cache)
+        ]
+        return [(caches, part) for caches, part in parts if part]
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, *, training: bool = True, between: Callable[[], None] | None = None) -> None:
+        """Begin ``step``.
+
+        Args:
+            step: counts pushes.
+            training: false if it only reads, and admits no ids.
+            between: called once the step has read as often as the one before it: a good time to ``prefetch``.
+        """
+        self._collect()
+        self._step = step
+        if self._training:
+            self._usual_reads = self._reads
+        self._training = training
+        self._between = between
+        self._reads = 0
+        for source in self._sources.values():
+            source.at_hand = None
+            if training:
+                source.gradients.clear()
+
+    def expect(self, wanted: Mapping[str, Tensor]) -> None:
+        """Reads the rows that this step's lookups are expected to need, of all tables together: one message a shard.
+
+        A lookup of other ids reads them itself, so a wrong expectation only costs time. Ids of
+        dynamic vocabularies are left to the lookups, because reading them admits them.
+
+        Args:
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
+        """
+        found = self._distinct(wanted)
+        if found:
+            for name, rows in self._read({name: some.ids for name, some in found.items()}).items():
+                self._sources[name].at_hand = found[name], rows
+
+    def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
+        """The distinct ids of fixed tables, unless they are known from asking ahead."""
+        known, self._ahead = self._ahead, {}
+        found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
+        rows = {name: self._sources[name].spec.rows for name in wanted}
+        fixed = {name: count for name, count in rows.items() if count is not None and name not in found}
+        return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
+
+    def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of distinct ids of several tables, through the caches: one message a shard."""
+        if self._cache is None:
+            return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
+        questions: list[tuple[Caches, Question]] = []
+        left = {name: _all_due(self._sources[name].leaving) for name in ids if self._sources[name].leaving}
+        for caches, some in self._by_cache(ids):
+            questions.append((caches, caches.ask(some, self._step, training=self._training)))
+            self._leave(questions[-1][1].leaving)
+        asked = {name: some for _, question in questions for name, some in question.ids.items()}
+        known = {name: some for _, question in questions for name, some in question.known.items()}
+        # A row evicted by an earlier read of this step comes back with the gradients evicted with it.
+        back = [name for name, due in left.items() if name in asked and torch.isin(asked[name], due[0]).any()]
+        self._push_at_once({name: _all_due(self._sources[name].leaving) for name in back})
+        found = self._pull_many(asked, known) if asked else {}
+        rows: dict[str, Tensor] = {}
+        for caches, question in questions:
+            came, leaving = caches.answer(question, found)
+            self._leave(leaving)
+            rows |= came
+        return rows
+
+    def _leave(self, leaving: Mapping[str, Due]) -> None:
+        """Send gradients evicted from the caches with the rest of the step, so that a step stays one message."""
+        for name, due in leaving.items():
+            self._sources[name].leaving.append(due)
+
+    def prefetch(self, wanted: Mapping[str, Tensor]) -> None:
+        """Asks for the rows that the next step's lookups will miss, while this step goes on; needs a cache.
+
+        They are read as of this step, before its pushes, and are cached rows when the next step begins: as old as that,
+        so with a ``pull_bound`` of 0 they are asked about again by version, and sent again if they changed. With a
+        larger one cached rows that will be too old by then are asked about as well.
+
+        Args:
+            wanted: ids by table; ids outside a table are left to the lookup that names them.
+
+        Raises:
+            ValueError: there is no cache.
+        """
+        if self._cache is None:
+            raise ValueError("prefetched rows are cached rows; give RemoteTables a cache")
+        self._collect()
+        self._ahead = self._distinct(wanted)
+        distinct = {
+            name: self._ahead[name].ids if name in self._ahead else torch.unique(ids.detach().cpu().long().reshape(-1))
+            for name, ids in wanted.items()
+        }
+        questions = [
+            (caches, caches.ahead(some, self._step, training=self._training))
+            for caches, some in self._by_cache(distinct)
+        ]
+        asked = {name: ids for _, question in questions for name, ids in question.ids.items()}
+        known = {name: versions for _, question in questions for name, versions in question.known.items()}
+        if asked:
+            if self._fetcher is None:
+                self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="anabranch-prefetch")
+            self._coming = (questions, self._fetcher.submit(self._fetch, asked, known))
+
+    def _fetch(self, asked: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Pulled]:
+        report("tables.prefetch", tables=list(asked))
+        return self._pull_many(asked, known, ahead=True)
+
+    def _collect(self) -> None:
+        """Puts prefetched rows into the caches."""
+        if self._coming is None:
+            return
+        (questions, future), self._coming = self._coming, None
+        came = self._client.wait_for(future, "pull", step=self._step)
+        for caches, question in questions:
+            self._leave(caches.take_in(question, came))
+        # Evicted rows may be read again this step: push their gradients now.
+        self._push_at_once({name: _all_due(source.leaving) for name, source in self._sources.items() if source.leaving})
+
+    def _count_read(self) -> None:
+        self._reads += 1
+        if self._between is not None and self._reads == self._usual_reads:
+            self._between()
+
+    def close(self) -> None:
+        """Pushes waiting gradients, and ends the thread that prefetches."""
+        try:
+            self._collect()
+            self.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the threads that prefetch and push, and drops waiting gradients: after a failure."""
+        self._coming = None
+        if self._fetcher is not None:
+            self._fetcher.shutdown()
+            self._fetcher = None
+        if self._leaves is not None:
+            self._leaves.end(max(self._client.timeout, _LAST_WAIT))
+            self._leaves = None
+
+    def __enter__(self) -> RemoteTables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def take(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if none."""
+        taken = {name: source.take() for name, source in self._sources.items()}
+        return {name: given for name, given in taken.items() if given is not None}
+
+    def push(
+        self,
+        weight: float = 1.0,
+        *,
+        mean: bool = True,
+        hold: bool = False,
+        given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        """Sends the step's gradients to the servers, in one message for each.
+
+        With a cache whose gradients wait it returns while they are on their way; if they do not arrive, the next call
+        that needs them there raises the error.
+
+        Args:
+            weight: the rows of this worker's batch, if its loss is a mean over them.
+            mean: gradients of the workers are averaged by weight; else they are added up.
+            hold: wait for ``release``, so that ``squared_norm`` can be taken first; under ``bsp`` only.
+            given: the result of ``take``, if it was taken already.
+            beside: ids, gradients and the optimizer of other parameters on the servers.
+
+        Raises:
+            ValueError: ``hold`` under another consistency, or with a cache whose gradients wait.
+        """
+        if hold and self._cache is not None and self._cache.push_bound:
+            raise ValueError(f"push_bound={self._cache.push_bound} keeps gradients back, so a step has no norm; use 0")
+        self._weight, self._mean = weight or self._weight, mean
+        given = self.take() if given is None else given
+        self._arrive()
+        due: dict[str, Due] = {}
+        waits = self._cache is not None and self._cache.push_bound > 0
+        numbers = [grads for _, grads in given.values()] + [grads for _, grads, _ in (beside or {}).values()]
+        if waits and not all_finite(numbers):
+            refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
+            self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
+            return
+        if self._cache is None:
+            due = {name: (*some, None) for name, some in given.items()}
+        else:
+            for caches, names in self._all_caches(self._cache):
+                due |= caches.write({name: given[name] for name in names if name in given}, self._step)
+        for name in due:
+            source = self._sources[name]
+            if source.leaving:
+                due[name] = _all_due([due[name], *source.leaving])
+                source.leaving.clear()
+        waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
+        if mean and not weight and waited:  # waiting gradients have weight though this step's batch has none
+            self._push_at_once(waited)
+            due |= {name: (*self._sources[name].nothing(), None) for name in waited}
+        # A sum may overflow though no gradient did: if it were refused a step late, this worker would wait for the
+        # others in that step, and they for its push.
+        leaves = waits and not beside and all_finite([grads for _, grads, _ in due.values()])
+        send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
+        if leaves:
+            self._leaves = _Push(send)
+        else:
+            send()
+
+    def _arrive(self) -> None:
+        """Waits until the last step's push has arrived, or raises its error."""
+        if self._leaves is not None:
+            self._client.wait_for(self._leaves.arrived, "push", step=self._step)
+            self._leaves.end(_LAST_WAIT)
+
+    def squared_norm(self) -> float:
+        """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
+        return self._client.squared_norm(self._step)
+
+    def release(self, scale: float = 1.0) -> None:
+        """Applies the step's held gradients, times ``scale``, the same on all workers."""
+        self._client.release(self._step, scale)
+
+    def flush(self) -> None:
+        """Pushes gradients waiting in the caches, at once and outside the order of steps: before saving and closing."""
+        self._arrive()
+        waiting: dict[str, Due] = {}
+        for caches, _ in self._caches:
+            waiting |= caches.waiting()
+        for name, source in self._sources.items():
+            parts = [waiting[name]] if name in waiting else []
+            if parts or source.leaving:
+                waiting[name] = _all_due([*parts, *source.leaving])
+        self._push_at_once({name: due for name, due in waiting.items() if len(due[0])})
+
+    def _push_at_once(self, due: Mapping[str, Due]) -> None:
+        if due:
+            self._arrive()
+            rules = {name: self._sources[name].rule() for name in due}
+            # Under bsp the push waits for the other workers, which may be lost meanwhile: await it like any other.
+            self._leaves = _Push(
+                partial(
+                    self._client.push_many, _without_squares(due), rules=rules, squares=_squares_of(due),
+                    weight=self._weight, mean=self._mean, beside=True,
+                )
+            )  # fmt: skip
+            self._arrive()
+        for name in due:
+            self._sources[name].leaving.clear()
+
+    def drop_caches(self) -> None:
+        """Forgets all cached and prefetched rows and messages on their way: the servers' rows have been replaced."""
+        self.come_to_rest()
+        self._leaves = self._coming = None
+        for caches, _ in self._caches:
+            caches.drop()
+        for source in self._sources.values():
+            source.leaving.clear()
+
+    def come_to_rest(self) -> None:
+        """Waits until no message is on its way, whatever its outcome: before the servers' rows are replaced."""
+        ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
+        ways += [] if self._coming is None else [self._coming[1]]
+        for future in ways:
+            with suppress(Exception):  # raised again where the result is needed
+                self._client.wait_for(future, "come to rest", step=self._step)
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """Statistics of each table's cache; empty without caches."""
+        return {name: counts for caches, _ in self._caches for name, counts in caches.statistics().items()}
+
+    def _sender(
+        self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
+    ) -> Callable[[], None]:
+        """A function that sends the gradients, with the optimizers' hyperparameters of this moment."""
+        rules = {name: self._sources[name].rule() for name in due}
+        rules |= {name: rule for name, (_, _, rule) in beside.items()}
+        given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
+        step = self._step if self._client.worker is not None else None
+        return partial(
+            self._client.push_many, given, rules=rules, step=step, weight=weight, mean=mean, hold=hold,
+            squares=_squares_of(due), awaited=awaited,
+        )  # fmt: skip
+
+    def _widths(self, names: Iterable[str]) -> dict[str, int] | None:
+        """Numbers a row with its state, which a cache with own writes needs; else ``None``."""
+        if self._cache is None or not self._cache.push_bound:
+            return None
+        return {name: self._sources[name].held for name in names}
+
+    def _pull_many(
+        self, ids: Mapping[str, Tensor], known: Mapping[str, Tensor] | None, *, ahead: bool = False
+    ) -> dict[str, Pulled]:
+        worker = self._client.worker
+        if not ahead or worker is None or worker.consistency != "bsp":
+            self._arrive()  # own writes must be read; bsp's servers ensure it for reads ahead of a step
+        return self._client.pull_many(
+            ids,
+            training=self._training,
+            step=None if worker is None else self._step,
+            known=known,
+            widths=None if known is None else self._widths(ids),
+            ahead=ahead,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One table: the source of lookups' rows, and the receiver of their gradients."""
+
+    name: str
+    tables: RemoteTables
+    rule: Callable[[], RowOptimizer]
+    spec: TableSpec
+    held: int  # numbers a row with its state
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    leaving: list[Due] = field(default_factory=list)
+    at_hand: tuple[Distinct, Tensor] | None = None  # ids and rows that this step was expected to look up
+
+    def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.at_hand is not None and ids.device.type == "cpu":
+            inverse = self.at_hand[0].of(ids)
+            if inverse is not None:
+                return self.at_hand[0].ids, inverse
+        return unique_of(ids)
+
+    def read(self, ids: Tensor) -> Tensor:
+        expected = self._expected(ids)
+        rows = self.tables._read({self.name: ids})[self.name] if expected is None else expected
+        self.tables._count_read()
+        return rows
+
+    def _expected(self, ids: Tensor) -> Tensor | None:
+        """The rows of ``ids``, if the step has read them all."""
+        if self.at_hand is None:
+            return None
+        known, rows = self.at_hand[0].ids, self.at_hand[1]
+        if ids is known:
+            return rows
+        if not len(known):
+            return None
+        places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+        return rows[places] if torch.equal(known[places], ids) else None
+
+    def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
+        if self.tables._training:
+            self.gradients.append((ids, grads))
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """The step's gradients, one for each row; ``None`` if backward reached none."""
+        given, self.gradients = self.gradients, []
+        if not given:
+            return None
+        return given[0] if len(given) == 1 else merge_rows(given)
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, self.spec.width, dtype=self.spec.dtype)
+
+
+class _Push:
+    """A push on a separate thread, which ends with it: so tables that are never closed leave no thread behind."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.arrived: Future[None] = Future()
+        self._send = send
+        self._thread = threading.Thread(target=self._run, name="anabranch-push")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            self.arrived.set_exception(error)
+        else:
+            self.arrived.set_result(None)
+
+    def end(self, seconds: float) -> None:
+        """Waits until the thread has ended, whatever the push's outcome; it has a deadline of its own."""
+        self._thread.join(timeout=seconds)
+        if self._thread.is_alive():
+            report("tables.thread_left_behind", thread=self._thread.name)
+
+
+def merge_rows(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Distinct ids and the sums of their gradients."""
+    ids, grads = _together(parts)
+    distinct, inverse = torch.unique(ids, return_inverse=True)
+    return distinct, torch.zeros(len(distinct), grads.shape[1], dtype=grads.dtype).index_add_(0, inverse, grads)
+
+
+def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
+
+
+def _all_due(parts: Sequence[Due]) -> Due:
+    ids, grads, squares = zip(*parts, strict=True)
+    if len(parts) == 1:
+        return parts[0]
+    known = [torch.ones(len(some)) if own is None else own for some, own in zip(ids, squares, strict=True)]
+    return torch.cat(ids), torch.cat(grads), torch.cat(known)
+
+
+def _without_squares(due: Mapping[str, Due]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (ids, grads) for name, (ids, grads, _) in due.items()}
+
+
+def _squares_of(due: Mapping[str, Due]) -> dict[str, Tensor]:
+    return {name: squares for name, (_, _, squares) in due.items() if squares is not None}
+
+
+def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
+    """All modules that hold ``parameter``, and its name in each."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    return [(module, label) for module in modules for label, held in module._parameters.items() if held is parameter]
+
+
+def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
+    """The numbers by which ``optimizer`` moves ``parameter``, read anew at each call.
+
+    Raises:
+        ValueError: it does not have the parameter, or servers cannot run it.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if any(held is parameter for held in group["params"]):
+            RowOptimizer.from_torch(optimizer, number)
+            return lambda: RowOptimizer.from_torch(optimizer, number)
+    raise ValueError(f"the optimizer does not have {name}; give it the parameters before they move to the servers")
+
+
+def _first_numbers_of(optimizer: torch.optim.Optimizer) -> Callable[[], RowOptimizer]:
+    RowOptimizer.from_torch(optimizer)
+    return lambda: RowOptimizer.from_torch(optimizer)

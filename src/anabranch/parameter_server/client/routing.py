@@ -1,0 +1,108 @@
+"""Routing of a message's ids to shards, and their order in it: for all tables at once.
+
+::
+
+    ids of all tables ──owners──> the shard of each ──arrange──> shard by shard, table by table, kind by kind
+
+A message has dozens of tables, so costs that do not depend on the number of ids are paid once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.tables.kernels.selection import kernels
+from anabranch.tables.shard_placement import Placement
+
+__all__ = ["Placements", "arrange", "owners_of"]
+
+Array = NDArray[Any]
+_Kind = Literal["compiled", "plain"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Placements of the rows of several tables, as arrays.
+
+    Attributes:
+        each: the placement of each table.
+        limits: its rows, -1 where any int64 is an id.
+        halves, keys: as ``Placement`` has them.
+    """
+
+    each: Sequence[Placement]
+    limits: Array
+    halves: Array
+    keys: Array
+
+    @classmethod
+    def of(cls, each: Sequence[Placement]) -> Placements:
+        """The arrays of ``each``, placements over the same shards."""
+        rows = [-1 if one.rows is None else one.rows for one in each]
+        halves = [0 if one.rows is None else one.half for one in each]
+        return cls(
+            each, np.array(rows, np.int64), np.array(halves, np.int64), np.array([o.key for o in each], np.uint64)
+        )
+
+
+def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: _Kind = None) -> tuple[Array, int]:
+    """The shard of each id, and the position of the first id outside its table, or -1.
+
+    >>> tables = Placements.of([Placement(10, 1, 7), Placement(None, 1, 8)])
+    >>> owners_of(np.array([3, 10, 10]), np.array([0, 2, 3]), tables, 1)[1]
+    1
+    """
+    out = np.empty_like(ids)
+    if not _is_plain(kind):
+        from anabranch.tables.kernels import _compiled_routing
+
+        return out, _compiled_routing.owners(ids, starts, tables.limits, tables.halves, tables.keys, shards, out)
+    for placement, first, last in zip(tables.each, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        some = ids[first:last]
+        if placement.rows is not None:
+            bad = placement.kernels.first_outside(some, placement.rows)
+            if bad >= 0:
+                return out, first + bad
+        out[first:last] = placement.owners(some)
+    return out, -1
+
+
+def arrange(
+    owners: Array, kinds: Array, starts: Array, shards: int, count: int, kind: _Kind = None
+) -> tuple[Array, Array]:
+    """The order of ids by shard, by table, by kind, and else as they come; and the number of each.
+
+    >>> arrange(np.array([1, 0, 1]), np.array([1, 0, 0]), np.array([0, 1, 3]), 2, 2)[0]
+    array([1, 0, 2])
+
+    Args:
+        owners: the shard of each id.
+        kinds: the kind of each, below ``count``.
+        starts: the start of each table's ids, and their end.
+        shards: the number of shards.
+        count: the number of kinds.
+        kind: compiled or plain; by default compiled if Numba is there.
+
+    Returns:
+        Places of the ids, int64; and counts ``[shards, tables, count]``.
+    """
+    tables = len(starts) - 1
+    if not _is_plain(kind):
+        from anabranch.tables.kernels import _compiled_routing
+
+        counts, order = np.zeros((shards, tables, count), np.int64), np.empty(owners.size, np.int64)
+        _compiled_routing.arrange(owners, kinds, starts, counts, np.empty_like(counts), order)
+        return order, counts
+    which = np.repeat(np.arange(tables), np.diff(starts))
+    keys = (owners * tables + which) * count + kinds
+    counts = np.bincount(keys, minlength=shards * tables * count).reshape(shards, tables, count)
+    return np.argsort(keys, kind="stable"), counts
+
+
+def _is_plain(kind: _Kind) -> bool:
+    return kind == "plain" or (kind is None and kernels() is kernels("plain"))

@@ -1,0 +1,124 @@
+"""Parameters on the servers of which every worker holds a copy: read whole, before a step begins.
+
+Dense parameters are always held so; a table is if the worker prefers to refresh all of it over asking for the rows of
+each batch. Of a table only the rows with a gradient are pushed: the servers move the others as the optimizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.parameter_server.client.parameter_client import ParameterClient
+from anabranch.parameter_server.client.remote_tables import Beside
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.optimizers.torch_state import from_torch
+from anabranch.tables.table_spec import TableSpec
+
+__all__ = ["WholeParameters"]
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    parameter: nn.Parameter
+    rule: Callable[[], RowOptimizer]
+    spec: TableSpec | None
+
+    @property
+    def rows(self) -> bool:
+        return self.spec is not None
+
+
+class WholeParameters:
+    """The copies that one worker holds.
+
+    >>> bias = nn.Parameter(torch.ones(2))
+    >>> with ParameterClient() as client:
+    ...     whole = WholeParameters(client)
+    ...     whole.take_over("bias", bias, lambda: RowOptimizer(Family.SGD, lr=0.5))
+    ...     client.push_many({"bias": (torch.empty(0, dtype=torch.int64), torch.ones(2))})
+    ...     whole.refresh(None)
+    ...     bias.data
+    tensor([0.5000, 0.5000])
+    """
+
+    def __init__(self, client: ParameterClient) -> None:
+        self._client = client
+        self._held: dict[str, _Held] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, in the order in which they were taken over."""
+        return list(self._held)
+
+    def take_over(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rule: Callable[[], RowOptimizer],
+        state: Mapping[str, object] | None = None,
+        *,
+        sparse: bool | None = None,
+    ) -> None:
+        """Puts rank 0's values on the servers, under ``name``; they are available after a barrier.
+
+        Args:
+            name: its name on the servers.
+            parameter: stays here as a copy.
+            rule: its optimizer, with the numbers that it has at the time of the call.
+            state: its optimizer's state so far, as torch names it.
+            sparse: for a table, whether its lookups have sparse gradients; ``None`` for any other parameter.
+        """
+        numbers = rule()
+        kept = from_torch(numbers, parameter.detach(), state or {})
+        spec = None
+        if sparse is not None:
+            rows, width = parameter.shape
+            quiet = sparse or numbers.family is Family.SPARSE_ADAM
+            spec = TableSpec(name, rows, width, parameter.dtype, every_row_moves=not quiet)
+            self._client.init_table(spec, numbers)
+            if self._client.rank == 0:
+                self._client.write_rows(name, kept, numbers)
+        elif self._client.rank == 0:
+            self._client.write_dense(name, kept, numbers)
+        else:
+            self._client.expect_dense(name, parameter)
+        self._held[name] = _Held(parameter, rule, spec)
+
+    def spec(self, name: str) -> TableSpec:
+        """The servers' spec of one table."""
+        spec = self._held[name].spec
+        assert spec is not None
+        return spec
+
+    def refresh(self, step: int | None) -> None:
+        """Reads all of them, in one message a shard, once it is the turn of ``step``."""
+        wanted = {
+            name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
+        }
+        if not wanted:
+            return
+        found = self._client.pull_many(wanted, step=step)
+        with torch.no_grad():
+            for name, pulled in found.items():
+                self._held[name].parameter.copy_(pulled.rows)
+
+    def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
+        """The contents of a push for these gradients, dense or sparse ones."""
+        return {
+            name: (*self._as_pushed(name, gradient), self._held[name].rule()) for name, gradient in gradients.items()
+        }
+
+    def _as_pushed(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._held[name].rows:
+            return _NO_IDS, gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.is_sparse:
+            merged = gradient.coalesce()
+            return merged._indices()[0].cpu(), merged._values()
+        ids = torch.nonzero((gradient != 0).any(1))[:, 0]
+        return ids.cpu(), gradient[ids]

@@ -1,0 +1,283 @@
+"""The bytes of a push log's files: the frame of a record, and a reader's diagnosis of a file that cannot be read on.
+
+::
+
+    log-00000003
+    +------------------------------------------------------------+
+    | ABLOG2 | file | first record | chain | server epoch | crc32 |   40 bytes: which file it is, what it goes on from
+    +------------------------------------------------------------+
+    | mark | length | record number | chain | crc32 | body        |   one frame after the other
+    +------------------------------------------------------------+
+
+Records are numbered over all files, and each frame holds the checksum of the one before (its *chain*), so that a record
+that is missing, repeated or of another log is found. The mark can be searched for: behind an unreadable frame,
+valid frames mean damage, and none mean the tail of a write that a crash cut short.
+
+Older files had frames of length, checksum and body alone; they are still read. Their records are counted, and the next
+file goes on from that count.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
+from anabranch.errors import CheckpointError
+from anabranch.tables.kernels.selection import as_array
+
+__all__ = [
+    "Frames",
+    "Preamble",
+    "Record",
+    "encode_record",
+    "frame_of",
+    "is_numbered",
+    "log_numbers",
+    "log_path",
+    "write_all",
+]
+
+_MAGIC = b"ABLOG2\r\n"
+_PREAMBLE = struct.Struct("<8sQQIQI")
+_MARK = b"\xabrec"
+_FRAME = struct.Struct("<4sQQII")
+_OLD_FRAME = struct.Struct("<QI")
+_LONGEST = 4 << 30
+_SHORTEST = 4  # bytes of a body; zeros in the place of an older file would be frames of empty ones, checksums and all
+# All dtypes that a shard's changes may carry; rounded rows are int8 with scales of uint8.
+_DTYPES = {
+    "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """One change that was done: its verb, its message, and the client and number of the request."""
+
+    verb: str
+    payload: bytes
+    epoch: bytes = b""
+    sequence: int = 0
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The beginning of a log file.
+
+    Attributes:
+        file: its number, which is also in its name.
+        first: the number of its first record, counted from 0 over all files.
+        chain: the checksum of the record before that; without one a random number, which names the log, and 0 if
+            it was written without numbers.
+        epoch: of the server that wrote it: the number of starts so far.
+    """
+
+    file: int
+    first: int
+    chain: int
+    epoch: int
+
+    def encode(self) -> bytes:
+        """The preamble as bytes."""
+        start = _PREAMBLE.pack(_MAGIC, self.file, self.first, self.chain, self.epoch, 0)[:-4]
+        return start + zlib.crc32(start).to_bytes(4, "little")
+
+    @classmethod
+    def read(cls, path: Path) -> Preamble | None:
+        """The preamble of the file at ``path``; ``None`` for an older file, which has none.
+
+        Raises:
+            ValueError: the file is too short to have one, or it is damaged.
+            CheckpointError: it cannot be opened; ``Unreadable`` if it may be whole.
+        """
+        with open_regular(path) as file:
+            start = file.read(_PREAMBLE.size)
+        # The file is of either kind; an older one begins with a length below 2^32, or is empty.
+        if len(start) >= _OLD_FRAME.size and start[4:8] == b"\0\0\0\0":
+            return None
+        if len(start) < _PREAMBLE.size:
+            raise ValueError("it is empty" if not start else f"it ends after {len(start)} bytes")
+        magic, number, first, chain, epoch, checksum = _PREAMBLE.unpack(start)
+        if magic != _MAGIC or zlib.crc32(start[:-4]) != checksum:
+            raise ValueError("its first bytes are damaged")
+        return cls(number, first, chain, epoch)
+
+
+def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
+    """The body of a frame."""
+    described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+    header = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
+    parts = [struct.pack("<I", len(header)), header]
+    parts += [as_array(tensor.contiguous()).tobytes() for tensor in tensors]
+    return b"".join(parts)
+
+
+def frame_of(body: bytes, number: int, chain: int) -> tuple[bytes, int]:
+    """The frame before a body, and its checksum, which is the next frame's chain."""
+    start = _FRAME.pack(_MARK, len(body), number, chain, 0)[:-4]
+    checksum = zlib.crc32(body, zlib.crc32(start))
+    return start + checksum.to_bytes(4, "little"), checksum
+
+
+class Frames:
+    """The frames of one file, read in their order up to the end or to the first unreadable one.
+
+    Attributes:
+        at: the byte behind the last frame that was read.
+        count: the number of the next record.
+        chain: the checksum of the last record.
+        fault: the damage found at ``at``; ``None`` at the end of the file.
+        old: true if the file was written before records were numbered.
+    """
+
+    def __init__(self, path: Path, preamble: Preamble | None, count: int, chain: int) -> None:
+        self.path = path
+        self.count = count
+        self.chain = chain
+        self.fault: str | None = None
+        self.old = preamble is None
+        self.at = 0 if self.old else _PREAMBLE.size
+
+    def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
+        """The records; only those below number ``until``, if it is given."""
+        size = _OLD_FRAME.size if self.old else _FRAME.size
+        with open_regular(self.path) as file:
+            file.seek(self.at)
+            end = os.fstat(file.fileno()).st_size
+            while self.at < end and (until is None or self.count < until):
+                frame = file.read(size)
+                found = self._old_length(frame) if self.old else self._length(frame)
+                if isinstance(found, str):
+                    self.fault = found
+                    return
+                length, start, checksum = found
+                body = file.read(length) if length <= min(_LONGEST, end - self.at) else b""
+                if len(body) < length:
+                    self.fault = f"a record of {length} bytes ends after {end - self.at - len(frame)}"
+                    return
+                if length < _SHORTEST or zlib.crc32(body, start) != checksum:
+                    self.fault = "a record does not match its checksum"
+                    return
+                yield _decode(body)
+                self.at += len(frame) + length
+                self.count += 1
+                self.chain = 0 if self.old else checksum
+
+    def _length(self, frame: bytes) -> tuple[int, int, int] | str:
+        """The body's length, the checksum so far and the expected one; or a description of the damage."""
+        if len(frame) < _FRAME.size:
+            return f"a record's frame ends after {len(frame)} bytes"
+        mark, length, number, chain, checksum = _FRAME.unpack(frame)
+        if mark != _MARK:
+            return "these bytes begin no record"
+        if number != self.count or chain != self.chain:
+            start = zlib.crc32(frame[:-4])
+            whole = self._is_whole(length, start, checksum)
+            return f"record {number} stands where record {self.count} belongs" if whole else "a frame is damaged"
+        return length, zlib.crc32(frame[:-4]), checksum
+
+    def _is_whole(self, length: int, start: int, checksum: int) -> bool:
+        with open_regular(self.path) as file:
+            file.seek(self.at + _FRAME.size)
+            body = file.read(min(length, _LONGEST))
+        return len(body) == length and zlib.crc32(body, start) == checksum
+
+    def _old_length(self, frame: bytes) -> tuple[int, int, int] | str:
+        if len(frame) < _OLD_FRAME.size:
+            return f"a record's frame ends after {len(frame)} bytes"
+        length, checksum = _OLD_FRAME.unpack(frame)
+        return length, 0, checksum
+
+    def behind(self) -> int:
+        """The number of whole records in the rest of the file, after the one that cannot be read."""
+        if os.path.getsize(self.path) <= self.at:
+            return 0
+        with open_regular(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            return self._old_behind(memory) if self.old else _whole_frames(memory, self.at)
+
+    def _old_behind(self, memory: mmap.mmap) -> int:
+        """Without marks only the length in the damaged frame leads to the next one."""
+        found, at = 0, self.at
+        while at + _OLD_FRAME.size <= len(memory):
+            length, checksum = _OLD_FRAME.unpack_from(memory, at)
+            body = memory[at + _OLD_FRAME.size : at + _OLD_FRAME.size + length] if length <= _LONGEST else b""
+            if len(body) < length:
+                break
+            found += length >= _SHORTEST and zlib.crc32(body) == checksum
+            at += _OLD_FRAME.size + length
+        return found
+
+
+def _whole_frames(memory: mmap.mmap, at: int) -> int:
+    found = 0
+    while (at := memory.find(_MARK, at + 1)) >= 0 and at + _FRAME.size <= len(memory):
+        _, length, _, _, checksum = _FRAME.unpack_from(memory, at)
+        end = at + _FRAME.size + length
+        if end <= len(memory):
+            start = zlib.crc32(memory[at : at + _FRAME.size - 4])
+            if zlib.crc32(memory[at + _FRAME.size : end], start) == checksum:
+                found += 1
+                at = end - 1
+    return found
+
+
+# Built at import: constructing a msgspec decoder is not thread-safe.
+_RECORDS = msgspec.msgpack.Decoder(Record)
+
+
+def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
+    (size,) = struct.unpack_from("<I", body)
+    record = _RECORDS.decode(body[4 : 4 + size])
+    tensors, at = [], 4 + size
+    for name, shape in record.tensors:
+        dtype = _DTYPES[name]
+        count = 1
+        for extent in shape:
+            count *= extent
+        nbytes = count * dtype.itemsize
+        memory = bytearray(body[at : at + nbytes])
+        tensors.append(torch.frombuffer(memory, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype))
+        at += nbytes
+    return record, tensors
+
+
+def log_path(directory: Path, number: int) -> Path:
+    """The path of log file ``number``."""
+    return directory / f"log-{number:08d}"
+
+
+def is_numbered(path: Path) -> bool:
+    """True unless the file can have been written before records were numbered; those may be empty, or cut anywhere."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(_MAGIC))
+    except Unreadable:
+        raise
+    except CheckpointError:  # reported when it is to be read
+        return True
+    if len(start) < len(_MAGIC):
+        return bool(start) and _MAGIC.startswith(start)
+    return start[4:8] != b"\0\0\0\0"
+
+
+def log_numbers(directory: Path) -> list[int]:
+    """The numbers of the log files in the directory, ascending."""
+    return sorted(int(path.name[4:]) for path in directory.glob("log-*") if path.name[4:].isdigit())
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Writes all of ``data``, in as many calls as it takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,307 @@
+"""``Ownership``: one server for each directory, and a record of what its files must hold at least.
+
+::
+
+    the directory itself    locked with flock: the kernel lets go when the process dies, however it does
+    owner                   epoch | log file, records, chain | checkpoint | changes | pid: two slots, in turn
+
+The *epoch* counts the servers that have owned the directory. A server raises it before it reads anything; a server that
+was frozen so long that its lock was lost (network file systems do that) finds a higher one before it acknowledges
+anything, and stops writing. The *position* is the durable end of the log when it was written, after each sync of
+the log and without a sync of its own: it is never ahead of the log, and after the death of a process it is exact.
+So a log that was cut, emptied or removed since is detected.
+
+The file is durable before there is a log or a checkpoint beside it. So beside one that is damaged, emptied or removed a
+log cannot be known to be whole; only directories written before there was such a file are taken without one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from anabranch import checkpoint
+from anabranch.checkpoint.generations import complete_generations, set_aside
+from anabranch.checkpoint.regular_file import Unreadable, open_regular
+from anabranch.errors import CheckpointError
+from anabranch.parameter_server.server.log_format import is_numbered, log_numbers, log_path
+
+__all__ = ["Ownership", "Position"]
+
+_SLOT = struct.Struct("<8sQQQQIQQQI")
+_MAGIC = b"ABOWNER\n"
+_APART = 512  # bytes; a sector each, which a disk writes whole
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The known contents of a directory.
+
+    Attributes:
+        file: the number of the newest log file; 0 without one.
+        records: the number of durable records of the log, counted over all its files.
+        chain: the checksum of the last one.
+        saved: the number of changes in the newest durable checkpoint; -1 as long as there is none.
+        changes: the number of changes that the shard had acknowledged, logged or not.
+    """
+
+    file: int = 0
+    records: int = 0
+    chain: int = 0
+    saved: int = -1
+    changes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    turn: int
+    epoch: int
+    pid: int
+    position: Position
+
+    def encode(self) -> bytes:
+        here = self.position
+        log = (here.file, here.records, here.chain)
+        start = _SLOT.pack(_MAGIC, self.epoch, self.turn, *log, here.saved + 1, here.changes, self.pid, 0)[:-4]
+        return start + zlib.crc32(start).to_bytes(4, "little")
+
+
+class Ownership:
+    """Makes this the one server that may write into a directory, as long as it lives.
+
+    >>> import tempfile
+    >>> directory = Path(tempfile.mkdtemp())
+    >>> first = Ownership(directory)
+    >>> try:
+    ...     Ownership(directory)
+    ... except CheckpointError as error:
+    ...     print(str(error).partition(": ")[2].partition(" (")[0])
+    another server has it
+    >>> first.close()
+    >>> with Ownership(directory) as second:
+    ...     second.epoch
+    2
+
+    Args:
+        directory: made if it does not exist.
+
+    Attributes:
+        epoch: the number of servers that have owned it, this one included.
+        found: the contents recorded by the server before; ``None`` if none has recorded any.
+        lost: the damage to what the server before had recorded, under ``repair``; else ``None``.
+
+    Raises:
+        CheckpointError: another server has the directory, or its ``owner`` file is damaged, or there is none beside a
+            log or a checkpoint that had one, or one of these may not be read.
+    """
+
+    def __init__(self, directory: Path, *, repair: bool = False) -> None:
+        self._path = directory / "owner"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unusable(directory, error, "give a directory that can be made") from error
+        self._file = -1
+        self._lock = threading.Lock()
+        self.lost: str | None = None
+        _open.add(self)
+        try:
+            self._claim(directory)
+            self._check_file(directory, repair=repair)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            before = self._read(repair=repair)
+            self.found = None if before is None else before.position
+            self.epoch = 1 if before is None else before.epoch + 1
+            self._slot = _Slot(0 if before is None else before.turn, self.epoch, os.getpid(), self.found or Position())
+            self.note(durable=True)
+        except OSError as error:
+            self.close()
+            raise _unusable(directory, error, "give one that can be written to") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def position(self) -> Position:
+        """The known contents of the directory."""
+        return self._slot.position
+
+    def note(self, *, durable: bool = False, **known: int) -> None:
+        """Records the directory's contents from now on, by the names of ``Position``; safe from several threads.
+
+        ``durable``: returns once that is on the disk.
+        """
+        with self._lock:
+            position = replace(self._slot.position, **known)
+            self._slot = _Slot(self._slot.turn + 1, self.epoch, os.getpid(), position)
+            os.pwrite(self._file, self._slot.encode(), self._slot.turn % 2 * _APART)
+        if durable:
+            os.fsync(self._file)
+            os.fsync(self._directory)
+
+    def check(self) -> None:
+        """Raises if another server has taken the directory over, or it has been moved.
+
+        Raises:
+            CheckpointError: changes written by this server would not be found at its next start.
+        """
+        if not self._is_in_place():
+            raise CheckpointError(
+                f"{self._path.parent} was moved, removed or replaced while this server wrote to it; nothing more is "
+                "acknowledged here: put it back, and start the server again"
+            )
+        newest = max((slot.epoch for slot in self._slots()), default=self.epoch)
+        if newest > self.epoch:
+            raise CheckpointError(
+                f"{self._path.parent}: another server has taken this directory over (its epoch is {newest}, this "
+                f"one's {self.epoch}); nothing more is written or acknowledged here"
+            )
+
+    def _is_in_place(self) -> bool:
+        ours = os.fstat(self._file)
+        try:
+            there = os.stat(self._path)
+        except OSError:
+            return False
+        return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+    def close(self) -> None:
+        """Gives the directory up to another server."""
+        _open.discard(self)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            # Closing alone would leave it to a process that was forked meanwhile.
+            fcntl.flock(directory, fcntl.LOCK_UN)
+            os.close(directory)
+
+    def _claim(self, directory: Path) -> None:
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder()
+            raise CheckpointError(
+                f"{directory}: another server has it (process {holder}); two servers of one directory would each lose "
+                "what the other acknowledged: give each its own --checkpoint-dir or --shard, or stop that one"
+            ) from None
+        except OSError:
+            # Network file systems that lock only what is open for writing.
+            self._claim_file(directory)
+
+    def _claim_file(self, directory: Path) -> None:
+        os.close(self._directory)
+        self._directory = os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{directory}: another server has it (process {self._holder()})") from None
+
+    def _holder(self) -> str:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            slots = self._slots()
+        except OSError:
+            return "unknown"
+        return str(max(slots, key=_newest).pid) if slots else "unknown"
+
+    def _check_file(self, directory: Path, *, repair: bool) -> None:
+        """Gives up what cannot be the ``owner`` file that was here, and under ``repair`` makes room for a new one."""
+        if not os.path.lexists(self._path):
+            if _had_owner(directory):
+                self._give_up("is missing", repair=repair)
+            return
+        try:
+            open_regular(self._path).close()
+        except Unreadable:
+            raise
+        except CheckpointError as error:
+            self._give_up(str(error).removeprefix(f"{self._path.name} "), repair=repair)
+            set_aside(self._path)
+
+    def _read(self, *, repair: bool) -> _Slot | None:
+        slots = self._slots()
+        if slots:
+            return max(slots, key=_newest)
+        # A start that was killed, or a power cut soon after it, leaves an empty file, or zeros, and nothing beside it.
+        if any(os.pread(self._file, 2 * _APART, 0)):
+            self._give_up("is damaged", repair=repair)
+        elif self.lost is None and _had_owner(self._path.parent):
+            self._give_up("is empty", repair=repair)
+        return None
+
+    def _give_up(self, what: str, *, repair: bool) -> None:
+        self.lost = f"{self._path} {what}, so nobody can tell whether the log beside it is whole"
+        if not repair:
+            raise CheckpointError(
+                f"the push log is damaged: {self.lost}. Put back the file from a copy, or start with --repair, which "
+                "takes the log as it is"
+            )
+
+    def _slots(self) -> list[_Slot]:
+        found = []
+        memory = os.pread(self._file, 2 * _APART, 0)
+        for at in (0, _APART):
+            if at + _SLOT.size > len(memory):
+                continue
+            magic, epoch, turn, file, records, chain, saved, changes, pid, checksum = _SLOT.unpack_from(memory, at)
+            if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
+                found.append(_Slot(turn, epoch, pid, Position(file, records, chain, saved - 1, changes)))
+        return found
+
+    def __enter__(self) -> Ownership:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _had_owner(directory: Path) -> bool:
+    """True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
+    if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
+        return True
+    for generation in complete_generations(directory):
+        try:
+            state = checkpoint.read(directory, generation=generation).state
+        except Unreadable:
+            raise
+        except CheckpointError:  # reported when it is to be loaded
+            continue
+        if isinstance(state, Mapping) and "life" in state:
+            return True
+    return False
+
+
+def _unusable(directory: Path, error: OSError, cure: str) -> CheckpointError:
+    if isinstance(error, PermissionError):
+        cure = f"let user {os.geteuid()} read and write it, with chown or chmod"
+    return CheckpointError(f"{directory} cannot be used: {error}; {cure}")
+
+
+def _newest(slot: _Slot) -> tuple[int, int]:
+    return slot.epoch, slot.turn
+
+
+_open: weakref.WeakSet[Ownership] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child holds the lock as well, and would keep the directory when its parent dies."""
+    for owner in list(_open):
+        for descriptor in (owner._file, owner._directory):
+            if descriptor >= 0:
+                os.close(descriptor)
+        owner._file = owner._directory = -1
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

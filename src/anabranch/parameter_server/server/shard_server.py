@@ -1,0 +1,358 @@
+"""``ParameterServer``: a shard behind an endpoint.
+
+Every verb is checked against the shard's tables before memory is taken for its tensors. Changes to the shard are
+numbered by their client and done exactly once, and under ``durability="log"`` they are acknowledged only when they
+are on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from anabranch.checkpoint.generations import check_path
+from anabranch.deadline import check_seconds
+from anabranch.errors import BoundaryError, NonFinite, NotFound, Overloaded, SchemaError
+from anabranch.events import report
+from anabranch.parameter_server.messages import (
+    BarrierMessage,
+    DropMessage,
+    ExportMessage,
+    InitMessage,
+    JoinMessage,
+    NormMessage,
+    PullMessage,
+    PushMessage,
+    ReleaseMessage,
+    RestoreMessage,
+    check_kinds,
+)
+from anabranch.parameter_server.server.announcing import Announces, ServedDirectory
+from anabranch.parameter_server.server.durability import Durability, Keeper
+from anabranch.parameter_server.server.shard import Shard, ShardStatistics
+from anabranch.parameter_server.standing import Standing
+from anabranch.tables.kernels.selection import KernelThreads
+from anabranch.tables.warming import compile_kernels
+from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
+
+__all__ = ["ParameterServer"]
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+_Check = Callable[[RequestHeader], None]
+_WORKERS = frozenset({"worker"})
+_TTL = 30.0  # seconds that an announcement holds
+_log = logging.getLogger("anabranch.parameter_server")
+
+
+class ParameterServer:
+    """One shard of the tables and parameters, served while its ``with`` block runs.
+
+    >>> from anabranch.parameter_server import ParameterClient
+    >>> with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
+    ...     client.init("bias", (2,), init=1.0)
+    ...     client.pull("bias")
+    tensor([1., 1.])
+
+    Args:
+        shard, shards: the shard's number, and the number of shards; clients name the endpoints in this order.
+        listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
+        durability: ``"none"``: the state dies with the shard; ``"checkpoint"``: it comes back as last written;
+            ``"log"``: with every push that was acknowledged.
+        checkpoint_dir: the directory for it; required unless ``"none"``. Each shard uses its own subdirectory.
+        directory: where to announce the shard as ``parameters.I``: an ``anabranch.Directory``, or the endpoint of a
+            ``DirectoryServer``.
+        checkpoint_seconds: seconds between checkpoints; another is written on leaving the block.
+        threads: threads that share the work of one request.
+        memory_map_dir: the directory for rows of tables with ``memory_map`` while the shard runs; by default
+            ``checkpoint_dir``, or the system's directory for temporary files. The files have no names and go with the
+            process: only the checkpoint and the log outlive it.
+        repair: use the readable part of a damaged log or checkpoint, and set the rest aside; clients learn of
+            their lost pushes (``RolledBack``).
+        keys, insecure, heartbeat, transport: as ``anabranch.transport.Server`` takes them.
+
+    Raises:
+        ValueError: a shard outside its shards, or durability without a directory.
+        CheckpointError: another server has the directory, or its files are damaged; gives the damage, its place, and
+            the choices.
+    """
+
+    def __init__(
+        self,
+        shard: int = 0,
+        shards: int = 1,
+        listen: str | None = None,
+        durability: Durability = "none",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        directory: Announces | str | None = None,
+        *,
+        checkpoint_seconds: float = 300.0,
+        threads: int = 1,
+        memory_map_dir: str | os.PathLike[str] | None = None,
+        repair: bool = False,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        heartbeat: float = 1.0,
+        transport: Transport | None = None,
+    ) -> None:
+        if durability not in ("none", "checkpoint", "log"):
+            raise ValueError(f"durability={durability!r} is none of 'none', 'checkpoint' and 'log'")
+        if durability != "none" and checkpoint_dir is None:
+            raise ValueError(f"durability={durability!r} needs a checkpoint_dir to keep its files in")
+        for name, number in {"shard": shard, "shards": shards, "threads": threads}.items():
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} is a whole number, got {number!r}")
+        check_seconds(checkpoint_seconds=checkpoint_seconds, heartbeat=heartbeat)
+        if checkpoint_dir is not None:
+            checkpoint_dir = check_path(checkpoint_dir, "checkpoint_dir")
+        own = None
+        if durability != "none" and checkpoint_dir is not None:
+            own = checkpoint_dir / f"shard-{shard}-of-{shards}"
+        self._stack = ExitStack()
+        if isinstance(directory, str):
+            served = ServedDirectory(directory, keys=keys, insecure=insecure, transport=transport)
+            self._stack.callback(served.close)
+            directory = served
+        self._directory = directory
+        self._uids = [f"parameters.{shard}"]
+        self._checkpoint_seconds = checkpoint_seconds
+        self._pool = KernelThreads(threads)
+        self._keeper = Keeper(durability, own, repair=repair)
+        # If anything fails before the block is entered, the directory is given back.
+        self._giving_back = ExitStack()
+        self._giving_back.callback(self._keeper.close)
+        with self._giving_back:
+            self._start(shard, shards, listen, memory_map_dir, checkpoint_dir, keys, insecure, heartbeat, transport)
+            self._giving_back = self._giving_back.pop_all()
+
+    def _start(
+        self,
+        shard: int,
+        shards: int,
+        listen: str | None,
+        memory_map_dir: str | os.PathLike[str] | None,
+        checkpoint_dir: str | os.PathLike[str] | None,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+        heartbeat: float,
+        transport: Transport | None,
+    ) -> None:
+        scratch = memory_map_dir if memory_map_dir is not None else checkpoint_dir
+        if scratch is not None:
+            Path(scratch).mkdir(parents=True, exist_ok=True)
+        self._shard = Shard(
+            shard, shards, pool=self._pool, journal=self._keeper.journal, take_back=self._keeper.take_back,
+            scratch=scratch,
+        )  # fmt: skip
+        self._done = self._keeper.start(self._shard)
+        compile_kernels()
+        self._server = Server(
+            self._verbs(), listen=listen, role="parameters", keys=keys, insecure=insecure, heartbeat=heartbeat,
+            transport=transport, one_job=True,
+        )  # fmt: skip
+        self._server.once.restore(self._done)
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def endpoint(self) -> str:
+        """The address at which clients find this shard."""
+        return self._server.endpoint
+
+    def statistics(self) -> ShardStatistics:
+        """Statistics of the shard since it started."""
+        return self._shard.statistics()
+
+    def transport_statistics(self) -> ServerStatistics:
+        """Requests, errors and bytes since the shard started."""
+        return self._server.statistics()
+
+    def checkpoint(self) -> None:
+        """Writes the shard's state now, if ``durability`` keeps any."""
+        self._keeper.checkpoint()
+
+    def __enter__(self) -> ParameterServer:
+        try:
+            self._open()
+        except BaseException as error:  # a directory that cannot be reached: nothing stays open
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _open(self) -> None:
+        self._stack.callback(self._pool.close)
+        self._stack.enter_context(self._giving_back)
+        if not self._keeper.has_checkpoint:
+            self._keeper.checkpoint()
+        self._stack.enter_context(self._server)
+        jobs = {"saver": self._save_now_and_then}
+        if self._directory is not None:
+            self._directory.announce(self._uids, self.endpoint, _TTL)
+            jobs["announcer"] = self._announce_now_and_then
+        for name, body in jobs.items():
+            self._threads.append(threading.Thread(target=body, name=f"anabranch-shard-{name}", daemon=True))
+            self._threads[-1].start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=600.0)
+        try:
+            if self._directory is not None:
+                self._try("withdraw", lambda directory: directory.withdraw(self._uids, self.endpoint))
+            if kind is None:
+                self._server.drain(self._server.drain_seconds)
+                self._keeper.checkpoint()
+        finally:
+            self._stack.__exit__(kind, error, trace)
+
+    def _save_now_and_then(self) -> None:
+        said = ""
+        while not self._stop.wait(timeout=self._checkpoint_seconds):
+            try:
+                self._keeper.checkpoint()
+                said = ""
+            except Exception as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
+                report("parameter_server.checkpoint_failed", error=str(error))
+                if str(error) != said:
+                    _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
+                said = str(error)
+
+    def _announce_now_and_then(self) -> None:
+        while not self._stop.wait(timeout=_TTL / 3):
+            self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
+
+    def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
+        assert self._directory is not None
+        try:
+            ask(self._directory)
+        except BoundaryError as error:  # the shard serves on, to clients that know its endpoint
+            report(f"parameter_server.{what}_failed", error=str(error))
+
+    # --- verbs ------------------------------------------------------------------------------------------------------
+
+    def _verbs(self) -> list[Verb]:
+        def done(call: Call) -> None:
+            call.reply(payload=pack(self._keeper.place(call.identity)))
+
+        def changing(name: str, kind: type[_M], run: Callable[[_M, Call], object]) -> Verb:
+            check = self._standing(self._checks(name))
+            return Verb(name, self._changing(kind, run), check=check, once=True, again=done, roles=_WORKERS)
+
+        def asking(name: str, handler: Callable[[Call], None], check: _Check = _no_tensors) -> Verb:
+            return Verb(name, handler, check=self._standing(check), roles=_WORKERS)
+
+        shard = self._shard
+
+        def push(message: PushMessage, call: Call) -> None:
+            shard.push(message, call.tensors, peer=call.peer.name, deadline=call.deadline)
+
+        return [
+            changing("init", InitMessage, lambda message, call: shard.init(message, call.tensors)),
+            changing("join", JoinMessage, lambda message, call: shard.join(message)),
+            changing("push", PushMessage, push),
+            changing("restore", RestoreMessage, lambda message, call: shard.restore(message, call.tensors)),
+            changing("drop", DropMessage, lambda message, call: shard.drop(message)),
+            changing("release", ReleaseMessage, lambda message, call: shard.release(message)),
+            asking("norm", self._norm),
+            asking("pull", self._pull, self._checks("pull")),
+            asking("export", self._export),
+            asking("barrier", self._barrier),
+            asking("describe", self._describe),
+            asking("life", self._life),
+            asking("statistics", self._statistics),
+        ]
+
+    def _standing(self, check: _Check) -> _Check:
+        """The check, after verifying that the shard still holds the pushes that the client was told of."""
+
+        def checks(header: RequestHeader) -> None:
+            standing = Standing.decode(header.schema)
+            if standing is not None:
+                self._keeper.check(standing)
+            check(header)
+
+        return checks
+
+    def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
+        def handle(call: Call) -> None:
+            message = unpack(call.payload, kind)
+            try:
+                with self._keeper.asked_by(call.identity):
+                    run(message, call)
+                    place = self._keeper.place()
+            except (NotFound, NonFinite, SchemaError):
+                raise
+            except (ValueError, TypeError, KeyError) as error:  # an invalid spec or optimizer
+                raise SchemaError(f"{call.verb}: {error}") from error
+            except (MemoryError, OverflowError) as error:
+                raise Overloaded(f"{call.verb}: this shard has no memory for it: {error}") from error
+            self._keeper.commit(call.deadline)
+            call.reply(payload=pack(place))
+
+        return handle
+
+    def _checks(self, verb: str) -> Callable[[RequestHeader], None]:
+        kinds: dict[str, type[Any]] = {"push": PushMessage, "pull": PullMessage}
+
+        def check(header: RequestHeader) -> None:
+            if verb not in kinds:
+                return
+            message = unpack(header.payload, kinds[verb])
+            check_kinds(message)
+            count = sum(part.count for part in message.parts)
+            expected = [(torch.int64, count)]
+            if verb == "push":
+                sums = message.sums()
+                expected += [(torch.bfloat16, sums)] * (sums > 0)
+                expected += self._shard.numbers_of(message)
+            else:
+                known = message.knows()
+                expected += [(torch.int16, known)] * (known > 0)
+            came = [(tensor.dtype, tensor.shape) for tensor in header.tensors]
+            if came[:1] == [(torch.int32, (count,))]:  # ids that fit
+                expected[0] = (torch.int32, count)
+            if came != [(dtype, (size,)) for dtype, size in expected]:
+                raise SchemaError(f"{verb}: tensors of {expected} expected, got {came}")
+
+        return check
+
+    def _pull(self, call: Call) -> None:
+        message = unpack(call.payload, PullMessage)
+        reply, tensors = self._shard.pull(message, call.tensors, call.deadline)
+        call.reply(tensors, pack(reply))
+
+    def _norm(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.squared_norm(unpack(call.payload, NormMessage), call.deadline)))
+
+    def _export(self, call: Call) -> None:
+        step, tensors = self._shard.export(unpack(call.payload, ExportMessage))
+        call.reply(tensors, pack(step))
+
+    def _barrier(self, call: Call) -> None:
+        self._shard.barrier(unpack(call.payload, BarrierMessage), call.deadline)
+        call.reply()
+
+    def _describe(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.describe()))
+
+    def _life(self, call: Call) -> None:
+        call.reply(payload=pack(self._keeper.life))
+
+    def _statistics(self, call: Call) -> None:
+        call.reply(payload=pack(self._shard.statistics()))
+
+
+def _no_tensors(header: RequestHeader) -> None:
+    if header.tensors:
+        raise SchemaError(f"{header.verb} takes no tensors, got {len(header.tensors)}")

@@ -1,0 +1,6 @@
+"""How stages hand each other tensors: between threads, over shared memory, over gloo.
+
+Open ``exchange.py`` for one process, ``inbox.py`` for ranks; ``packet_codec.py`` is the form in which tensors travel.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,144 @@
+"""Messages over ``torch.distributed`` point-to-point, to ranks on any host.
+
+gloo never ends a waiting receive early, so no thread that must go on waits in one: each peer has a thread that receives
+and one that sends. gloo reads straight into the received tensors' memory, which is used again when they are freed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.pipeline.links.inbox import Inbox
+from anabranch.pipeline.links.packet_codec import HEADER_BYTES, Header, bytes_of, decode_header, encode_header
+from anabranch.pipeline.links.receive_buffers import Buffers
+
+__all__ = ["GlooChannel"]
+
+_IDLE_SECONDS = 60.0
+_FAREWELL_SECONDS = 0.5
+
+_Outgoing = list[Tensor] | threading.Event | None
+"""An item for a sending thread: a message's tensors, an event to set on reaching it, or ``None`` to end the thread."""
+
+
+class GlooChannel:
+    """Two threads a peer.
+
+    Args:
+        group: the ranks; its backend must carry CPU tensors.
+        tag: separates this pipe's messages from another's on the same group.
+        inbox: receives the messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._outgoing: dict[int, queue.SimpleQueue[_Outgoing]] = {peer: queue.SimpleQueue() for peer in inbox.owed}
+        self._threads = []
+        for peer, outgoing in self._outgoing.items():
+            send = (group, peer, tag, inbox, outgoing)
+            receive = (group, peer, tag, inbox)
+            self._threads += [
+                threading.Thread(target=_send_all, args=send, name=f"anabranch-to-{peer}", daemon=True),
+                threading.Thread(target=_receive_all, args=receive, name=f"anabranch-from-{peer}", daemon=True),
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Hands a message to the thread that sends to ``peer``."""
+        self._outgoing[peer].put([*encode_header(header), *tensors])
+
+    def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
+        """Waits for messages that the receiving threads bring."""
+        with self._inbox.changed:
+            self._inbox.changed.wait_for(found, seconds)
+
+    def look(self) -> None:
+        """Does nothing: the threads take in messages as they arrive."""
+
+    def flush(self, seconds: float) -> None:
+        """Waits until the sending threads have sent all messages handed to them."""
+        until = monotonic() + seconds
+        for peer, outgoing in self._outgoing.items():
+            sent = threading.Event()
+            outgoing.put(sent)
+            while peer not in self._inbox.lost and monotonic() < until:
+                if sent.wait(min(0.05, seconds)):
+                    break
+
+    def is_stuck(self) -> bool:
+        """True if a thread waits for a peer, which gloo lets nobody interrupt."""
+        return bool(self._inbox.lost) or any(self._inbox.owed.values())
+
+    def settle(self, seconds: float) -> None:
+        """Waits for the messages that peers still owe of a failed turn, so that no thread is left in gloo for them."""
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
+
+    def close(self) -> None:
+        """Ends the threads, and waits for those not stuck on a peer: they must not outlive the process group."""
+        self.settle(_FAREWELL_SECONDS)
+        self._inbox.close()
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+        if not self.is_stuck():
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(timeout=_FAREWELL_SECONDS)
+
+
+def _send_all(
+    group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox, outgoing: queue.SimpleQueue[_Outgoing]
+) -> None:
+    while True:
+        try:
+            tensors = outgoing.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            continue
+        if tensors is None:
+            return
+        if isinstance(tensors, threading.Event):
+            tensors.set()
+            continue
+        try:
+            for tensor in tensors:
+                dist.send(tensor, group=group, group_dst=peer, tag=tag)
+        except Exception as error:  # noqa: BLE001 - raised as PeerLost in the thread that waits for this peer
+            inbox.lose(peer, f"sending to it failed: {error}")
+            return
+        del tensors
+
+
+def _receive_all(group: dist.ProcessGroup, peer: int, tag: int, inbox: Inbox) -> None:
+    def receive(into: Tensor) -> None:
+        dist.recv(into, group=group, group_src=peer, tag=tag)
+
+    buffers = Buffers()
+    while True:
+        with inbox.changed:
+            inbox.changed.wait_for(lambda: inbox.owed[peer] > 0 or inbox.closed, _IDLE_SECONDS)
+            if inbox.closed:
+                return
+            if not inbox.owed[peer]:
+                continue
+        try:
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            receive(first)
+            header = decode_header(first, receive)
+            tensors = [buffers.empty(name, shape) for name, shape in header.tensors]
+            for part in bytes_of(tensors):
+                receive(part)
+                del part
+            inbox.deliver(peer, header, tensors)
+            del tensors
+        except Exception as error:  # noqa: BLE001 - as above
+            inbox.lose(peer, f"receiving from it failed: {error}")
+            return

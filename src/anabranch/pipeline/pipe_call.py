@@ -1,0 +1,365 @@
+"""One call of a pipeline: its inputs cut into microbatches, its halves run, its outputs and gradients put together.
+
+``Portal`` makes a call one differentiable operation of the caller's graph::
+
+    x, keyword inputs, parameters ──> Portal ──> outputs
+                                        │
+                   forward: the F half of the schedule; backward: its B and W half
+
+``deliver`` gives the gradients of a scheduled step to parameters and inputs the same way: as an operation's backward,
+so that hooks, accumulation and graphs before ``x`` see what they would see of the unsplit module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from anabranch.pipeline.description import Observed
+from anabranch.pipeline.links.exchange import Message
+from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.microbatch import gather
+from anabranch.pipeline.schedule.actions import Action, Kind
+from anabranch.pipeline.stage.packet import Gradients, Packet
+from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
+from anabranch.tensors import Structure, flatten, unflatten
+
+__all__ = ["Inputs", "Outcome", "PipeCall", "Turn", "TurnEngine", "deliver", "open_portal"]
+
+
+class Inputs:
+    """The caller's inputs: the batch for the first stage and keyword inputs, cut into microbatches."""
+
+    def __init__(self, value: Structure, keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self._given: dict[str | None, Structure] = {None: value}
+        self._given.update(keywords)
+        self._packets = {name: _cut_up(structure, sizes) for name, structure in self._given.items()}
+        leaves = (leaf for structure in self._given.values() for leaf in flatten(structure)[0])
+        self.leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
+        """For each microbatch the packets of ``routes``."""
+        return [[self._packets[route][i] for route in routes] for i in range(len(self.sizes))]
+
+    def gradients(self, answers: Mapping[int, Mapping[int, Mapping[str | None, Gradients]]]) -> list[Tensor | None]:
+        """The gradient of each of ``leaves``, from those that stages (by number) returned by microbatch and route."""
+        found = []
+        for name, structure in self._given.items():
+            for index, leaf in enumerate(flatten(structure)[0]):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    by_stage = [
+                        [by_route[i][name][index] for i in range(len(self.sizes))]
+                        for _, by_route in sorted(answers.items())
+                        if name in by_route[0]
+                    ]
+                    found.append(_sum([self._join(leaf, pieces) for pieces in by_stage]))
+        return found
+
+    def _join(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
+        if all(piece is None for piece in pieces):
+            return None
+        if leaf.ndim == 0:
+            return _sum(pieces)
+        whole = [
+            leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
+            for size, piece in zip(self.sizes, pieces, strict=True)
+        ]
+        return torch.cat(whole)
+
+
+def _cut_up(structure: Structure, sizes: Sequence[int]) -> list[Packet]:
+    leaves, treedef = flatten(structure)
+    needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    rows = [
+        torch.split(leaf.detach(), list(sizes))
+        if isinstance(leaf, Tensor) and leaf.ndim
+        else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [Packet(treedef, [row[i] for row in rows], needs_grad) for i in range(len(sizes))]
+
+
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
+    total: Tensor | None = None
+    for part in parts:
+        if part is not None and total is not None:
+            part = part.to(total.device)
+            total = part + total if total.is_sparse else total + part  # to a dense one a sparse one can be added
+        elif part is not None:
+            total = part
+    return total
+
+
+class Outcome:
+    """Results of a run of actions: output packets, gradients for the inputs, and measurements."""
+
+    def __init__(self) -> None:
+        self.observed = Observed()
+        self.outputs: dict[int, Message] = {}
+        self.input_gradients: dict[tuple[int, int], Message] = {}
+
+
+class Turn(Protocol):
+    """A forward, its backward or a step: what all ranks of a pipeline do together."""
+
+    def agree(self, make: Callable[[], Facts]) -> Facts:
+        """The facts of the call, made on the first stage's rank."""
+
+    def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
+        """The tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
+
+    def run(
+        self,
+        runs: Mapping[int, StageRun],
+        actions: Sequence[Sequence[Action]],
+        outside: Mapping[int, Sequence[Message]],
+        *,
+        keep: bool = False,
+    ) -> Outcome:
+        """Carries out the actions of this process's ranks; returns their results, or raises the error of a stage."""
+
+    def spread(self, value: Structure, source: int) -> Structure:
+        """The value that rank ``source`` gives, on every rank."""
+
+    def say(self, word: object) -> None:
+        """Leaves a plain value for all ranks, sent with the end of the turn."""
+
+    def heard(self) -> dict[int, object]:
+        """The word that each rank said, once the turn has ended."""
+
+
+class TurnEngine(Protocol):
+    """Takes the turns of a pipeline, on threads or with other processes.
+
+    Attributes:
+        observed: measurements of all stages in the last turns.
+    """
+
+    observed: Observed
+
+    def turn(self, operation: str, step: int) -> AbstractContextManager[Turn]:
+        """Begins a turn of call number ``step``, which ends, on all ranks alike, with the block."""
+
+    def close(self) -> None:
+        """Ends the threads and connections started for it."""
+
+
+class PipeCall:
+    """One call: the stages' runs, its inputs, and the actions to run.
+
+    Args:
+        engine: takes the turn of its backward.
+        runs: the stages of this process, by number.
+        actions: of each rank.
+        step: the call's number.
+        inputs: the caller's; only those parts that these stages take are used.
+        records: true if a backward may follow.
+        ties: parameters that other ranks train too, and the ranks that do.
+        anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
+    """
+
+    def __init__(
+        self,
+        engine: TurnEngine,
+        runs: Mapping[int, StageRun],
+        actions: Sequence[Sequence[Action]],
+        step: int,
+        inputs: Inputs,
+        records: bool,
+        *,
+        ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
+        anchor: Tensor | None = None,
+    ) -> None:
+        self._engine = engine
+        self._runs = runs
+        self._actions = actions
+        self._step = step
+        self.inputs = inputs
+        self.records = records
+        self._ties = ties
+        self._anchor = [] if anchor is None else [anchor]
+        trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
+        self._parameters = list({id(parameter): parameter for parameter in trained}.values())
+        self._open = True
+        self._outputs: list[list[int]] = []
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The call's differentiable inputs: the inputs that require grad, the parameters, and the anchor."""
+        return [*self.inputs.leaves, *self._parameters, *self._anchor]
+
+    @property
+    def differentiable(self) -> bool:
+        """True if a gradient can reach anything through the call."""
+        return self.records and bool(self.leaves)
+
+    @property
+    def has_output(self) -> bool:
+        """True if the last stage is in this process."""
+        return any(OUTSIDE in run.stage.targets for run in self._runs.values())
+
+    def loss(self) -> Tensor | None:
+        """The sum of the microbatches' losses; ``None`` without a loss here."""
+        losses = [run.losses[i] for run in self._runs.values() if run.head for i in range(len(self.inputs.sizes))]
+        return _sum(losses)
+
+    def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
+        """Runs the F half. Returns the output, and for each of its leaves whether it is differentiable."""
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
+        packets = self._collect(turn.run(self._runs, half, self._outside()))
+        if not packets:
+            return None, []
+        self._outputs = [[_rows(leaf) for leaf in packet.leaves] for packet in packets]
+        needs_grad = [any(needs) for needs in zip(*(packet.needs_grad for packet in packets), strict=True)]
+        return gather([packet.structure() for packet in packets]), needs_grad
+
+    def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
+        """Runs the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
+        if not self._open:
+            raise RuntimeError(
+                "backward through the pipeline a second time: its activations are freed; say retain_graph=True the "
+                "first time"
+            )
+        self._open = keep
+        half = [[action for action in actions if action.kind not in _FORWARD] for actions in self._actions]
+        with self._engine.turn("backward", self._step) as turn:
+            outcome = turn.run(self._runs, half, self._output_gradients(grads), keep=keep)
+            return self._gradients(turn, outcome)
+
+    def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
+        """Runs the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
+        outcome = turn.run(self._runs, self._actions, self._outside())
+        packets = self._collect(outcome)
+        return [packet.structure() for packet in packets], self._gradients(turn, outcome)
+
+    def outputs(self, turn: Turn) -> list[Structure]:
+        """Runs the F half, loss included. Returns the microbatches' outputs."""
+        half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
+        return [packet.structure() for packet in self._collect(turn.run(self._runs, half, self._outside()))]
+
+    def _outside(self) -> dict[int, Sequence[Message]]:
+        return {
+            j: self.inputs.messages(_caller_routes(run))
+            for j, run in self._runs.items()
+            if OUTSIDE in run.stage.sources
+        }
+
+    def _collect(self, outcome: Outcome) -> list[Packet]:
+        if not outcome.outputs:
+            return []
+        return [outcome.outputs[i][0] for i in range(len(self.inputs.sizes))]  # type: ignore[misc]
+
+    def _output_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Sequence[Message]]:
+        if not self.has_output:
+            return {}
+        last = [j for j, run in self._runs.items() if OUTSIDE in run.stage.targets]
+        cut_up = [
+            [None] * len(self._outputs) if grad is None
+            else [grad] if len(self._outputs) == 1
+            else torch.split(grad, [rows[index] for rows in self._outputs])
+            for index, grad in enumerate(grads)
+        ]  # fmt: skip
+        return {last[0]: [[[pieces[i] for pieces in cut_up]] for i in range(len(self._outputs))]}
+
+    def _gradients(self, turn: Turn, outcome: Outcome) -> list[Tensor | None]:
+        answers: dict[int, dict[int, dict[str | None, Gradients]]] = {}
+        for (j, i), message in outcome.input_gradients.items():
+            routes = _caller_routes(self._runs[j])
+            answers.setdefault(j, {})[i] = dict(zip(routes, message, strict=True))  # type: ignore[arg-type]
+        gathered: dict[int, list[Tensor | None]] = {}
+        for _, run in sorted(self._runs.items()):
+            for parameter, grad in run.take_gradients():
+                gathered.setdefault(id(parameter), []).append(grad)
+        grads = {key: _sum(parts) for key, parts in gathered.items()}
+        for index, (parameter, ranks) in enumerate(self._ties):
+            grads[id(parameter)] = _sum(turn.share(index, grads.get(id(parameter)), ranks))
+        # A tied parameter lies on one of its stages' devices.
+        found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
+        on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
+        return [*self.inputs.gradients(answers), *on_device, *(None for _ in self._anchor)]
+
+
+_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+
+
+def _caller_routes(run: StageRun) -> list[str | None]:
+    return list(run.stage.sources[OUTSIDE])  # type: ignore[arg-type]
+
+
+def _rows(leaf: object) -> int:
+    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else 0
+
+
+class _Portal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, call: PipeCall, turn: Turn, box: list[Structure], *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        output, needs_grad = call.forward(turn)
+        if not call.has_output:
+            output, needs_grad = torch.empty(0), [True]
+        leaves, treedef = flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if isinstance(leaf, Tensor) and not needs]
+        ctx.mark_non_differentiable(*plain)
+        ctx.set_materialize_grads(False)
+        ctx.call = call  # type: ignore[attr-defined]
+        ctx.places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]  # type: ignore[attr-defined]
+        ctx.count = len(leaves)  # type: ignore[attr-defined]
+        box += [treedef, leaves]
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Not once_differentiable: that would let results of gradients that need none pass as constants.
+            raise RuntimeError(
+                "a pipeline gives no gradients of gradients: backward through it goes without create_graph=True; run "
+                "the unsplit module where you need them"
+            )
+        by_leaf: list[Tensor | None] = [None] * ctx.count  # type: ignore[attr-defined]
+        for index, grad in zip(ctx.places, grads, strict=True):  # type: ignore[attr-defined]
+            by_leaf[index] = grad
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, *ctx.call.backward(by_leaf, keep=keep)  # type: ignore[attr-defined]
+
+
+def open_portal(call: PipeCall, turn: Turn) -> Structure:
+    """Runs the call's forward half now, and its backward half in the backward of the returned tensors."""
+    box: list[Structure] = []
+    tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
+    treedef, leaves = box
+    assert isinstance(leaves, list)
+    return unflatten(treedef, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])  # type: ignore[arg-type]
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, grads: list[Tensor], *_: Tensor) -> Tensor:
+        ctx.grads = grads  # type: ignore[attr-defined]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = tuple(ctx.grads)  # type: ignore[attr-defined]
+        ctx.grads.clear()  # type: ignore[attr-defined]
+        return None, *grads
+
+
+def deliver(leaves: Sequence[Tensor], grads: list[Tensor | None]) -> None:
+    """Accumulates ``grads`` into ``leaves`` as a backward would, hooks and graphs before them included.
+
+    The list is emptied: a gradient without another reference becomes ``.grad`` itself, without a copy.
+    """
+    reached = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    grads.clear()
+    if reached:
+        with torch.enable_grad():
+            done: Tensor = _Deliver.apply(given, *reached)  # type: ignore[no-untyped-call]
+            done.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,6 @@
+"""The order of a pipeline's actions as plain data: made, checked, simulated and drawn without running a model.
+
+Open ``actions.py`` and ``schedule.py`` first; ``orders.py`` has the well-known schedules.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,114 @@
+"""Schedules as text and as a picture: time to the right, a row a rank, a colour a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+
+from anabranch.pipeline.schedule.actions import Action, Kind
+from anabranch.pipeline.schedule.schedule import Lowered, Schedule
+from anabranch.pipeline.schedule.simulator import Simulation, simulate
+
+__all__ = ["draw", "save_picture"]
+
+Costs = Mapping[Kind, float] | Callable[[Action], float] | None
+
+
+def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None = None) -> str:
+    """The schedule as text: a letter and a microbatch each unit of time, dots where a rank is idle.
+
+    >>> from anabranch.pipeline import make_schedule
+    >>> print(draw(make_schedule("1F1B", 2, 2)))
+    1F1B: 2 stages, 2 microbatches, 33 % bubble
+    rank 0   F0 F1 .. .. B0 B0 .. B1 B1   holds 2
+    rank 1   .. F0 B0 B0 F1 B1 B1 .. ..   holds 1
+
+    With several stages a rank the stage comes first: ``2F0``. Times that are no whole numbers are rounded; where some
+    action takes less than one, the shortest is the unit. Lines longer than ``width`` go on below, all ranks together.
+    """
+    simulation = simulate(schedule, costs)
+    unit = _unit(simulation)
+    plain = _plain(schedule)
+    several = plain.stages > plain.ranks
+    longest = max(len(_label(interval.action, several)) for row in simulation.intervals for interval in row)
+    heads = [f"rank {rank}   " for rank in range(plain.ranks)]
+    tails = [f"   holds {held}" for held in simulation.peak_activations]
+    rows = []
+    for row in simulation.intervals:
+        cells = ["." * longest] * round(simulation.makespan / unit)
+        for interval in row:
+            for column in range(round(interval.start / unit), round(interval.end / unit)):
+                cells[column] = _label(interval.action, several).ljust(longest)
+        rows.append(cells)
+    fitting = max(1, len(rows[0]))
+    if width is not None:
+        fitting = max(1, (width - max(map(len, heads)) - max(map(len, tails)) + 1) // (longest + 1))
+    blocks = []
+    for first in range(0, max(1, len(rows[0])), fitting):
+        last = first + fitting >= len(rows[0])
+        blocks.append(
+            "\n".join(
+                f"{head.ljust(max(map(len, heads)))}{' '.join(cells[first : first + fitting])}{tail if last else ''}"
+                for head, cells, tail in zip(heads, rows, tails, strict=True)
+            )
+        )
+    return "\n".join([_title(plain, simulation), "\n\n".join(blocks)])
+
+
+def _unit(simulation: Simulation) -> float:
+    lengths = [interval.end - interval.start for row in simulation.intervals for interval in row]
+    return min([1.0, *(length for length in lengths if length > 0)])
+
+
+def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:
+    """Writes the schedule to ``path`` as an SVG picture, which any browser shows.
+
+    Forwards are light, backwards darker, weights darkest; hovering over an action names it and its time.
+    """
+    Path(path).write_text(_svg(_plain(schedule), simulate(schedule, costs)))
+
+
+def _plain(schedule: Schedule | Lowered) -> Schedule:
+    return schedule.schedule if isinstance(schedule, Lowered) else schedule
+
+
+def _title(schedule: Schedule, simulation: Simulation) -> str:
+    return (
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, "
+        f"{100 * simulation.bubble:.0f} % bubble"
+    )
+
+
+def _label(action: Action, several: bool) -> str:
+    return f"{action.stage if several else ''}{action.kind.value}{action.microbatch}"
+
+
+_ROW, _BAR, _LEFT, _TOP, _WIDTH = 34, 26, 70, 34, 1100
+_LIGHTNESS = {Kind.F: 78, Kind.B: 60, Kind.W: 44, Kind.R: 88}
+
+
+def _svg(schedule: Schedule, simulation: Simulation) -> str:
+    scale = _WIDTH / (simulation.makespan or 1.0)
+    height = _TOP + _ROW * schedule.ranks + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" '
+        'font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="10" y="20">{escape(_title(schedule, simulation))}</text>',
+    ]
+    for rank, row in enumerate(simulation.intervals):
+        y = _TOP + _ROW * rank
+        parts.append(f'<text x="10" y="{y + 18}">rank {rank}</text>')
+        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_BAR}" fill="#f2f2f2"/>')
+        for interval in row:
+            x, width = _LEFT + interval.start * scale, (interval.end - interval.start) * scale
+            hue = 360 * interval.action.stage // schedule.stages
+            label = _label(interval.action, several=False) if width > 20 else ""
+            parts.append(
+                f"<g><title>{interval.action}: {interval.start:g} to {interval.end:g}</title>"
+                f'<rect x="{x:.2f}" y="{y}" width="{max(width - 0.5, 0.5):.2f}" height="{_BAR}" '
+                f'fill="hsl({hue},65%,{_LIGHTNESS[interval.action.kind]}%)"/>'
+                f'<text x="{x + width / 2:.2f}" y="{y + 18}" text-anchor="middle">{label}</text></g>'
+            )
+    return "\n".join([*parts, "</svg>", ""])

@@ -1,0 +1,266 @@
+"""The well-known schedules: each a function from (stages, microbatches, ranks) to every rank's actions.
+
+They run with any number of microbatches from 1, because the last batch of an epoch may be of any length. GPipe and
+1F1B are written down; the interleaved one follows Megatron's order; the zero-bubble ones are arranged: a clock ticks,
+and each idle rank takes the first of its ready actions by a rule that gives its preferences and the most
+activations it may hold.
+
+::
+
+    1F1B, 3 ranks, 4 microbatches (B takes twice as long as F)
+
+    rank 0  F F F . . B B F B B . B B . B B      fills, alternates, drains
+    rank 1    F F B B F B B F B B . ...
+    rank 2      F B B F B B F B B F B B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from anabranch.pipeline.schedule.actions import Action, Kind
+from anabranch.pipeline.schedule.schedule import Schedule
+
+__all__ = ["SCHEDULES", "default_ranks", "make_schedule"]
+
+
+def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | None = None) -> Schedule:
+    """The schedule called ``name``.
+
+    >>> schedule = make_schedule("GPipe", stages=2, microbatches=2)
+    >>> [[str(action) for action in rank] for rank in schedule.actions]
+    [['F0.0', 'F0.1', 'B0.1', 'B0.0'], ['F1.0', 'F1.1', 'B1.1', 'B1.0']]
+
+    Args:
+        name: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"`` or ``"ZBV"``.
+        stages: the number of stages, from 1.
+        microbatches: the number of microbatches, from 1.
+        ranks: the number of ranks (or devices) for the stages. By default one for each stage; two stages a rank for
+            Interleaved1F1B with an even number of stages, and for ZBV.
+
+    Raises:
+        ValueError: an unknown name, or numbers that the schedule cannot run with; names numbers that would work.
+
+    Source: GPipe (Huang et al., 2019); 1F1B (Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021, for the
+    interleaved one); ZB1P and ZBV (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+    """
+    make = SCHEDULES.get(name)
+    if make is None:
+        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(map(repr, SCHEDULES))}")
+    for what, number in (("stages", stages), ("microbatches", microbatches)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} needs a whole number of {what}, got {number!r}")
+        if number < 1:
+            raise ValueError(f"{name} needs {what} of at least 1, got {number}")
+    if ranks is None:
+        ranks = default_ranks(name, stages)
+    _check_ranks(name, stages, ranks)
+    rank_of, actions = make(stages, microbatches, ranks)
+    return Schedule(name, stages, microbatches, tuple(rank_of), tuple(map(tuple, actions)))
+
+
+def default_ranks(name: str, stages: int) -> int:
+    """The default number of ranks for ``stages`` stages."""
+    return stages // 2 if name == "ZBV" or (name == "Interleaved1F1B" and stages % 2 == 0) else stages
+
+
+def _check_ranks(name: str, stages: int, ranks: int) -> None:
+    if name == "ZBV":
+        if ranks < 1 or stages != 2 * ranks:
+            raise ValueError(
+                f"ZBV lays two stages on every rank, so {stages} stages do not fit {ranks} ranks; "
+                f"make {2 * max(ranks, 1)} stages, or use {stages // 2 or 1} ranks"
+            )
+    elif name == "Interleaved1F1B":
+        if ranks < 1 or stages % ranks:
+            fitting = [count for count in range(1, stages + 1) if stages % count == 0]
+            raise ValueError(f"{name} lays the same number of stages on every rank, but {stages} is no multiple of "
+                             f"{ranks} ranks; use one of {fitting} ranks")  # fmt: skip
+    elif ranks != stages:
+        raise ValueError(
+            f"{name} lays one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
+            "or use Interleaved1F1B or ZBV"
+        )
+
+
+_Made = tuple[list[int], list[list[Action]]]
+
+
+def _gpipe(n: int, m: int, p: int) -> _Made:
+    # Backward runs from the last microbatch to the first: its activations are the newest, and the last of all need
+    # no second forward under checkpoint="except_last".
+    forward, backward = range(m), range(m - 1, -1, -1)
+    return list(range(n)), [
+        [*(Action(Kind.F, j, i) for i in forward), *(Action(Kind.B, j, i) for i in backward)] for j in range(n)
+    ]
+
+
+def _one_f_one_b(n: int, m: int, p: int) -> _Made:
+    return list(range(n)), [
+        _alternate([Action(Kind.F, j, i) for i in range(m)], [Action(Kind.B, j, i) for i in range(m)], warmup=n - j - 1)
+        for j in range(n)
+    ]
+
+
+def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    warmup = min(warmup, len(forward))
+    steady = len(forward) - warmup
+    actions = forward[:warmup]
+    for f, b in zip(forward[warmup:], backward[:steady], strict=True):
+        actions += [f, b]
+    return actions + backward[steady:]
+
+
+def _interleaved(n: int, m: int, p: int) -> _Made:
+    """Rank ``r`` has stages ``r, r + p, ...``; microbatches go through in groups of ``p``, the last one shorter."""
+    v = n // p
+    if v == 1:
+        return _one_f_one_b(n, m, p)
+    groups = [range(first, min(first + p, m)) for first in range(0, m, p)]
+    forward, backward, warmup = [], [], []
+    for r in range(p):
+        stages = range(r, n, p)
+        forward.append([Action(Kind.F, j, i) for group in groups for j in stages for i in group])
+        backward.append([Action(Kind.B, j, i) for group in groups for j in reversed(stages) for i in group])
+        warmup.append((v - 1) * len(groups[0]) + 2 * (p - r - 1))
+    rank_of = [j % p for j in range(n)]
+    if m % p == 0:
+        return rank_of, list(map(_alternate, forward, backward, warmup))
+
+    # Strict alternation may deadlock around a shorter group: there a rank goes on as soon as it can.
+    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
+        backwards = backward[rank.index][rank.backwards : rank.backwards + 1]
+        forwards = forward[rank.index][rank.forwards : rank.forwards + 1]
+        room = warmup[rank.index] + 1 + extra - (rank.forwards - rank.backwards)
+        wanted = [*backwards, *(forwards if room > 0 else ())]
+        return next((action for action in wanted if action in ready), None)
+
+    return rank_of, _arrange(m, rank_of, rule, (Kind.B, Kind.F))
+
+
+def _zb1p(n: int, m: int, p: int) -> _Made:
+    """One stage a rank; weights wait until nothing else can run, or until holding more would exceed 1F1B's memory."""
+
+    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
+        forward_allowed = rank.forwards - rank.backwards < n - rank.index and rank.held < n + extra
+        return (_first(ready, Kind.F) if forward_allowed else None) or _first(ready, Kind.B) or _first(ready, Kind.W)
+
+    return list(range(n)), _arrange(m, list(range(n)), rule)
+
+
+def _zbv(n: int, m: int, p: int) -> _Made:
+    """Rank ``r`` has stages ``r`` and ``n - 1 - r``: the two sides of a V."""
+
+    def rule(rank: _Rank, ready: list[Action], extra: int) -> Action | None:
+        going = [action for action in ready if action.kind is Kind.F and action.stage < p]
+        coming = [action for action in ready if action.kind is Kind.F and action.stage >= p]
+        room = 2 * p + extra - rank.held
+        return (
+            _first(ready, Kind.B)
+            or (coming[0] if coming and room > 0 else None)
+            # The second side of microbatches under way needs room too, or nothing would ever be freed.
+            or (going[0] if going and room > 1 else None)
+            or _first(ready, Kind.W)
+        )
+
+    rank_of = [min(j, n - 1 - j) for j in range(n)]
+    return rank_of, _arrange(m, rank_of, rule)
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], _Made]] = {
+    "GPipe": _gpipe,
+    "1F1B": _one_f_one_b,
+    "Interleaved1F1B": _interleaved,
+    "ZB1P": _zb1p,
+    "ZBV": _zbv,
+}
+"""Every schedule by its name: a function from (stages, microbatches, ranks) to the stages' ranks and the actions."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """An arranged rank's actions so far, counted by kind."""
+
+    index: int
+    forwards: int = 0
+    backwards: int = 0
+    weights: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.forwards - self.weights
+
+    def count(self, action: Action) -> None:
+        if action.kind is Kind.F:
+            self.forwards += 1
+        elif action.kind is Kind.B:
+            self.backwards += 1
+        else:
+            self.weights += 1
+
+
+_Rule = Callable[[_Rank, list[Action], int], Action | None]
+
+
+def _first(ready: list[Action], kind: Kind) -> Action | None:
+    return next((action for action in ready if action.kind is kind), None)
+
+
+def _arrange(
+    m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind] = (Kind.B, Kind.F, Kind.W)
+) -> list[list[Action]]:
+    """Builds lists of actions of one tick each; if the rule is too strict to end, allows one more activation."""
+    for extra in range(m * len(rank_of) + 1):
+        arranged = _try_to_arrange(m, rank_of, rule, kinds, extra)
+        if arranged is not None:
+            return arranged
+    raise AssertionError("with room for everything some action can always run")
+
+
+def _try_to_arrange(
+    m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind], extra: int
+) -> list[list[Action]] | None:
+    n = len(rank_of)
+    ranks = [_Rank(r) for r in range(max(rank_of) + 1)]
+    lists: list[list[Action]] = [[] for _ in ranks]
+    done: set[tuple[Kind, int, int]] = set()
+    # A stage takes microbatches in order, so of each kind only the next one can be ready.
+    nexts = [
+        {(kind, j): 0 for kind in kinds for j in range(n - 1, -1, -1) if rank_of[j] == rank.index} for rank in ranks
+    ]
+    while any(nexts):
+        chosen = []
+        for rank in ranks:
+            following = [Action(kind, j, i) for (kind, j), i in nexts[rank.index].items()]
+            following.sort(key=lambda action: action.microbatch)
+            ready = [action for action in following if all(need in done for need in _needs(action, n))]
+            action = rule(rank, ready, extra)
+            if action is not None:
+                chosen.append((rank, action))
+        if not chosen:
+            return None
+        for rank, action in chosen:
+            rank.count(action)
+            lists[rank.index].append(action)
+            key = (action.kind, action.stage)
+            if action.microbatch + 1 < m:
+                nexts[rank.index][key] += 1
+            else:
+                del nexts[rank.index][key]
+            done.add((*key, action.microbatch))
+    return lists
+
+
+def _needs(action: Action, n: int) -> Iterator[tuple[Kind, int, int]]:
+    j, i = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        if j > 0:
+            yield Kind.F, j - 1, i
+    elif action.kind is Kind.B:
+        yield Kind.F, j, i
+        if j < n - 1:
+            yield Kind.B, j + 1, i
+    else:
+        yield Kind.B, j, i

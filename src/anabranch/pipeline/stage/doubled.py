@@ -1,0 +1,66 @@
+"""Tensors that leave a stage by two routes: no stage that receives one may change it in place.
+
+::
+
+    stage 0   x ── stash "long" ───────────────────────> stage 2   pops x, or x changed by stage 1?
+              └───────────────> stage 1   relu_(x) ────>
+
+In the unsplit module a change in place reaches both routes, and so do gradients. A stage's graph knows one route only,
+and on another rank the two are not even the same memory. So the stage that sends them marks such tensors, the marks are
+kept when a stage passes one on, and a stage that changes one gets an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from anabranch.pipeline.stage.packet import Packet
+from anabranch.tensors import Structure, flatten
+
+__all__ = ["Watch", "mark_doubled"]
+
+
+def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Collection[int]) -> dict[int, list[Packet]]:
+    """The packets for each target, tensors marked whose memory goes out twice or starts at a ``known`` address."""
+    addresses = [packet.addresses() for packets in outputs.values() for packet in packets]
+    count = Counter(address for row in addresses for address in row)
+    doubled = {address for address, times in count.items() if address and (times > 1 or address in known)}
+    if not doubled:
+        return {target: list(packets) for target, packets in outputs.items()}
+    return {target: [_marked(packet, doubled) for packet in packets] for target, packets in outputs.items()}
+
+
+def _marked(packet: Packet, doubled: Collection[int]) -> Packet:
+    where = [index for index, address in enumerate(packet.addresses()) if address in doubled]
+    return dataclasses.replace(packet, doubled=tuple(where))
+
+
+class Watch:
+    """The tensors that one stage must not change, for one microbatch."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, Tensor, int]] = []
+
+    def over(self, what: str, value: Structure, packet: Packet) -> None:
+        """Watches the leaves of ``value`` that are marked in ``packet``; the stage made ``value`` of it."""
+        if packet.doubled:
+            leaves = flatten(value)[0]
+            tensors = [leaves[index] for index in packet.doubled]
+            self._watched += [(what, t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+    def addresses(self) -> set[int]:
+        """Start addresses of the watched tensors' memory."""
+        return {tensor.data_ptr() for _, tensor, _ in self._watched}
+
+    def check(self, stage: int) -> None:
+        """Raises ``RuntimeError`` if one of them has been changed."""
+        for what, tensor, version in self._watched:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"stage {stage} changes {what} in place, which is on its way to another stage too: the unsplit "
+                    "module changes both, a split one cannot; make the operation out of place, or stash a clone"
+                )

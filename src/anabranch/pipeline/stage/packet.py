@@ -1,0 +1,110 @@
+"""A value at a stage's boundary: detached from the graph that made it, and made the start of the next one.
+
+::
+
+    stage j                                     stage k
+    ... ── grad_fn ──> tensor ──(cut)──> detached ──(enter)──> tensor ── ...
+              ^ 1                                     ^ 2
+    1  an edge, kept by stage j: backward starts here with the gradient that stage k sends
+    2  a node of k's graph whose backward puts the gradient into a box, to be sent to stage j
+
+Neither end keeps the tensor itself. ``enter`` does not return a leaf, so the stage may change it in place, and its
+memory is freed when the stage's own operations do not need it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from anabranch.pipeline.stage.device_copies import brought
+from anabranch.tensors import Structure, flatten, unflatten
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+__all__ = ["Gradients", "Packet", "cut", "enter"]
+
+Gradients = list[Tensor | None]
+"""A gradient for each leaf of a packet; ``None`` for a leaf without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A structure of detached tensors and plain values, and for each whether it awaits a gradient.
+
+    ``doubled`` are the leaves sent by another route too (the same memory): a receiving stage must not change them.
+    """
+
+    treedef: PyTreeSpec
+    leaves: list[object]
+    needs_grad: tuple[bool, ...]
+    doubled: tuple[int, ...] = ()
+
+    def structure(self) -> Structure:
+        """The value as it was, without its graph."""
+        return unflatten(self.treedef, self.leaves)
+
+    def versions(self) -> list[int]:
+        """A number for each tensor that changes when the tensor is changed in place."""
+        return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+    def cloned(self, only: Collection[int] | None = None) -> Packet:
+        """A copy that shares no memory with it, or none that starts at one of ``only`` these addresses."""
+        leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) and (only is None or address in only) else leaf
+            for leaf, address in zip(self.leaves, self.addresses(), strict=True)
+        ]
+        return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
+
+    def addresses(self) -> list[int]:
+        """For each leaf the address of its memory; 0 for a leaf without any."""
+        return [
+            leaf.data_ptr() if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel() else 0
+            for leaf in self.leaves
+        ]
+
+
+def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:
+    """``value`` detached from its graph, and for each leaf the place in that graph where its gradient enters."""
+    leaves, treedef = flatten(value)
+    edges = [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Packet(treedef, detached, tuple(edge is not None for edge in edges)), edges
+
+
+def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[Structure, Gradients]:
+    """The value as the start of a graph on ``device``, and the box into which its backward puts the gradients.
+
+    ``phony`` is a leaf that requires grad: it makes the entering nodes part of the graph, and is the common leaf where
+    backward stops at the boundary. In no-grad mode no graph starts and the box stays empty.
+    """
+    box: Gradients = [None] * len(packet.leaves)
+    leaves: list[object] = []
+    for index, (leaf, needs_grad) in enumerate(zip(packet.leaves, packet.needs_grad, strict=True)):
+        if isinstance(leaf, Tensor):
+            leaf = brought(leaf, device)
+            if needs_grad:
+                leaf = _Enter.apply(box, index, phony, leaf)  # type: ignore[no-untyped-call]
+        leaves.append(leaf)
+    return unflatten(packet.treedef, leaves), box
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, box: Gradients, index: int, _: Tensor, leaf: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.box, ctx.index = box, index  # type: ignore[attr-defined]
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.box[ctx.index] = grad  # type: ignore[attr-defined]
+        return None, None, None, None

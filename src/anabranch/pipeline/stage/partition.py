@@ -1,0 +1,150 @@
+"""Assignment of layers to stages, and the skips that cross from stage to stage.
+
+A model is a ``nn.Sequential``; nested ones count as the layers inside them, since they only run those in order.
+Layers keep their qualified names, so a state dict does not depend on the split.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from anabranch.pipeline.stage.skips import SkipName, declaration_of
+
+__all__ = ["Layer", "Route", "Routes", "flatten_layers", "route_skips", "shared_skips", "split_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One module of the flattened sequence, under its name in the unsplit model."""
+
+    name: str
+    module: nn.Module
+
+
+def flatten_layers(module: nn.Module) -> list[Layer]:
+    """The layers of ``module`` in the order they run, nested ``nn.Sequential`` opened.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    >>> [layer.name for layer in flatten_layers(model)]
+    ['0', '1.0', '1.1']
+
+    Raises:
+        TypeError: ``module`` is not a ``nn.Sequential``, or overrides its ``forward``.
+        ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
+    """
+    if not isinstance(module, nn.Sequential) or not _is_plain(module):
+        raise TypeError(
+            f"a pipeline splits a nn.Sequential, got {type(module).__name__}; make its layers the children of a "
+            "nn.Sequential with neither a forward nor hooks of its own (long skips by stash and pop)"
+        )
+    layers = list(_open(module, ""))
+    if not layers:
+        raise ValueError("the nn.Sequential is empty; there is nothing to split")
+    _refuse_duplicates(layers)
+    _refuse_lazy(layers)
+    return layers
+
+
+def _is_plain(module: nn.Sequential) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module).forward is nn.Sequential.forward and not any(hooks)
+
+
+def _open(module: nn.Sequential, prefix: str) -> Iterable[Layer]:
+    # Not named_children(), which leaves out the second of two equal children.
+    for name, child in module._modules.items():
+        assert child is not None
+        if isinstance(child, nn.Sequential) and _is_plain(child):
+            yield from _open(child, f"{prefix}{name}.")
+        else:
+            yield Layer(prefix + name, child)
+
+
+def _refuse_duplicates(layers: list[Layer]) -> None:
+    first: dict[nn.Module, str] = {}
+    for layer in layers:
+        for path, child in layer.module.named_modules(prefix=layer.name):
+            earlier = first.setdefault(child, path)
+            stateful = bool(child._parameters or child._buffers) or declaration_of(child) is not None
+            if stateful and earlier != path:
+                raise ValueError(
+                    f"{earlier!r} and {path!r} are the same {type(child).__name__}, which two stages would run at "
+                    "once; make two modules, and tie what they share: b.weight = a.weight"
+                )
+
+
+def _refuse_lazy(layers: list[Layer]) -> None:
+    for layer in layers:
+        for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{layer.name}.{name} has no shape yet; run the module once, so that its lazy parameters "
+                    "exist, before it is split"
+                )
+
+
+def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[int]) -> list[list[Layer]]:
+    """The layers of each stage.
+
+    ``balance`` counts the children of ``module`` or the flattened layers, whichever number its sum equals.
+
+    Raises:
+        ValueError: an entry below 1, or a sum that equals neither number.
+    """
+    try:
+        balance = [operator.index(size) for size in balance]
+    except TypeError:
+        raise TypeError(
+            f"balance={balance!r} is no list of the number of layers of each stage, like [2, 3], nor 'time' or 'size'"
+        ) from None
+    if not balance or min(balance) < 1:
+        raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")
+    children = [name for name, _ in module.named_children()]
+    units = [[layer] for layer in layers]
+    if sum(balance) != len(layers) and sum(balance) == len(children):
+        units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
+    if sum(balance) != len(units):
+        inside = f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
+        raise ValueError(
+            f"balance={balance!r} sums to {sum(balance)}, but the module has {len(children)} children{inside}"
+        )
+    ends = list(accumulate(balance))
+    return [
+        [layer for unit in units[end - size : end] for layer in unit] for end, size in zip(ends, balance, strict=True)
+    ]
+
+
+Route = SkipName | str | None
+"""A value that travels to a stage: the boundary's (``None``), a skip, or a keyword input from the caller."""
+
+Routes = dict[tuple[int, int], tuple[Route, ...]]
+"""For each pair of stages the values that travel from the first to the second, in a fixed order."""
+
+
+def route_skips(stages: Sequence[Sequence[Layer]]) -> Routes:
+    """Routes between stages: boundaries to the next stage, skips straight to the stages that pop them."""
+    routes: dict[tuple[int, int], list[Route]] = {(j, j + 1): [None] for j in range(len(stages) - 1)}
+    source: dict[SkipName, int] = {}
+    for j, layers in enumerate(stages):
+        for declaration in map(declaration_of, (child for layer in layers for child in layer.module.modules())):
+            if declaration is None:
+                continue
+            for name in declaration.pops:
+                pair = (source[name], j)
+                if source[name] != j and name not in routes.setdefault(pair, []):
+                    routes[pair].append(name)
+            source.update(dict.fromkeys(declaration.stashes, j))
+    return {pair: tuple(names) for pair, names in routes.items()}
+
+
+def shared_skips(stages: Sequence[Sequence[Layer]]) -> frozenset[SkipName]:
+    """The skips that some module of ``stages`` declares as shared."""
+    modules = (child for layers in stages for layer in layers for child in layer.module.modules())
+    declarations = filter(None, map(declaration_of, modules))
+    return frozenset().union(*(declaration.shared for declaration in declarations))

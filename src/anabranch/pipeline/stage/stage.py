@@ -1,0 +1,408 @@
+"""One stage: its layers, and their forward and backward for one microbatch after the other.
+
+::
+
+    from earlier stages                                              to later stages
+    Packet ──(enter)──┐                                     ┌──(cut)──> Packet
+                      ├──> layer ──> layer ──> ... ─────────┤
+    Packet ──(enter)──┘      ^          ^                   └──(cut)──> Packet
+                             │          │
+                       stand-ins for the parameters
+
+Every microbatch has a separate graph, from its entering packets to its leaving ones, so stages run backward in parallel
+as they run forward in parallel. In the graph stand-ins replace the parameters: leaves that share their memory.
+Gradients gather in the stand-ins; the parameters get them once, whole, at the end of a call, through autograd, so
+a hook on a parameter fires once, a tied parameter has one gradient, and a step that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from anabranch.pipeline.links.thread_modes import Ambient
+from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
+from anabranch.pipeline.stage.device_copies import brought
+from anabranch.pipeline.stage.doubled import Watch, mark_doubled
+from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
+from anabranch.pipeline.stage.partition import Layer, Route
+from anabranch.pipeline.stage.random_streams import drawing_from
+from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
+from anabranch.pipeline.stage.weight_split import SplitBackward
+from anabranch.tensors import Structure
+
+__all__ = ["GradientMessages", "Habits", "Head", "Messages", "Plan", "Stage", "StageRun"]
+
+OUTSIDE = -1
+"""The number of the caller as a stage: it gives the inputs and takes the output."""
+
+
+@dataclass(slots=True)
+class Habits:
+    """Observed properties of a stage.
+
+    Attributes:
+        changes_inputs: true if its layers change their inputs in place, so that running it again needs a copy;
+            ``None`` before its first forward.
+    """
+
+    changes_inputs: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage as the split made it.
+
+    Attributes:
+        index: its number.
+        layers: its layers, in order.
+        device: the device of its layers.
+        sources: for each stage that sends to it (``OUTSIDE`` for the caller), the values sent.
+        targets: for each stage that it sends to, the values sent.
+        habits: its observed properties.
+        shared: the skips that several modules pop, in this stage or others.
+        keywords: the keyword inputs of this call, by the names of the layers that take them.
+    """
+
+    index: int
+    layers: tuple[Layer, ...]
+    device: torch.device
+    sources: Mapping[int, tuple[Route, ...]]
+    targets: Mapping[int, tuple[Route, ...]]
+    shared: frozenset[SkipName] = frozenset()
+    habits: Habits = field(default_factory=lambda: Habits())
+    keywords: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets."""
+
+    loss: Callable[[Structure, Structure], Structure]
+    targets: Sequence[Structure]
+    weights: Sequence[float]
+    keeps_outputs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
+
+    ambient: Ambient
+    seed: int
+    step: int
+    microbatches: int
+    recompute: frozenset[tuple[int, int]]
+    split_backward: bool
+
+    @property
+    def records(self) -> bool:
+        """True if a backward may follow."""
+        return self.ambient.grad and not self.ambient.inference
+
+
+Messages = dict[int, list[Packet]]
+GradientMessages = dict[int, list[Gradients]]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One microbatch's pass through the stage, kept from forward to backward."""
+
+    inputs: Messages = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    buffers: list[Tensor | None] = field(default_factory=list)
+    boxes: GradientMessages = field(default_factory=dict)
+    edges: dict[int, list[list[GradientEdge | None]]] = field(default_factory=dict)
+    loss_edge: GradientEdge | None = None
+    hooked: set[int] = field(default_factory=set)
+    split: SplitBackward | None = None
+
+
+class StageRun:
+    """A stage during one call of the pipeline: its stand-ins and the passes on their way."""
+
+    def __init__(self, stage: Stage, plan: Plan, head: Head | None = None) -> None:
+        self.stage = stage
+        self.plan = plan
+        self.head = head
+        modules = [child for layer in stage.layers for child in layer.module.modules()]
+        if head is not None and isinstance(head.loss, nn.Module):
+            modules += head.loss.modules()
+        self._slots = _stand_ins(modules, stage.device) if plan.records else []
+        self._buffers = _BufferSlots(modules)
+        self._norms = [child for child in modules if isinstance(child, DeferredBatchNorm)]
+        self._phony = torch.empty(0, device=stage.device, requires_grad=True)
+        self._passes: dict[int, _Pass] = {}
+        self._forwards_left = plan.microbatches
+        self.losses: dict[int, Tensor] = {}
+
+    def forward(self, i: int, inputs: Messages) -> Messages:
+        """Runs microbatch ``i`` on the packets of each source; returns those for each target."""
+        recompute = (self.stage.index, i) in self.plan.recompute and self.plan.records
+        here = _Pass()
+        if recompute:
+            here.buffers = self._buffers.snapshot()
+            outputs = self._run_keeping_inputs(i, inputs, here)
+        else:
+            outputs = self._run(i, inputs, here)
+        if recompute:
+            here.boxes, here.edges, here.loss_edge = {}, {}, None
+        if self.plan.records:
+            self._passes[i] = here
+        self._forwards_left -= 1
+        if not self._forwards_left:
+            for norm in self._norms:
+                norm.commit()
+        return outputs
+
+    def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
+        """Runs forward, and keeps the original inputs in ``here``: copies only where layers change them."""
+        habits = self.stage.habits
+        copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
+        before = _versions(inputs)
+        outputs = self._run(i, inputs, here)
+        changed = _versions(inputs) != before
+        if changed and habits.changes_inputs is False:
+            raise RuntimeError(
+                f"stage {self.stage.index} works in place on its input in some calls but not in all, so it cannot run "
+                'forward again; make its first operation out of place, or use checkpoint="never"'
+            )
+        habits.changes_inputs = habits.changes_inputs or changed
+        # A value passed on unchanged may be changed by a later layer.
+        here.inputs = copies if habits.changes_inputs else _clone_all(inputs, _addresses(inputs) & _addresses(outputs))
+        here.versions = _versions(here.inputs)
+        return outputs
+
+    def recompute(self, i: int) -> None:
+        """Runs microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
+        here = self._passes[i]
+        if _versions(here.inputs) != here.versions:
+            raise RuntimeError(
+                f"what stage {self.stage.index} got was changed in place after its forward, so it cannot run forward "
+                'again; leave the batch as it is until backward is done, or use checkpoint="never"'
+            )
+        # Copied once more: another backward, with retain_graph, starts from them again.
+        inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
+        with self._buffers.replaced(here.buffers), self._recomputing():
+            self._run(i, inputs, here)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        for norm in self._norms:
+            norm.recomputing = True
+        try:
+            yield
+        finally:
+            for norm in self._norms:
+                norm.recomputing = False
+
+    def _run(self, i: int, inputs: Messages, here: _Pass) -> Messages:
+        plan = self.plan
+        with ExitStack() as stack:
+            stack.enter_context(plan.ambient.entered())
+            stack.enter_context(_standing_in(self._slots))
+            here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
+            store = SkipStore(self.stage.shared)
+            stack.enter_context(using_store(store))
+            watch = Watch()
+            value, keywords = self._enter_all(inputs, here, store, watch)
+            for layer in self.stage.layers:
+                value = layer.module(
+                    value, **{name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
+                )
+            watch.check(self.stage.index)
+            if self.head is not None:
+                loss = self._loss(value, i)
+                here.loss_edge = get_gradient_edge(loss) if loss.requires_grad else None
+                self.losses[i] = loss.detach()
+            return mark_doubled(self._cut_all(value, store, here), watch.addresses())
+
+    def _enter_all(
+        self, inputs: Messages, here: _Pass, store: SkipStore, watch: Watch
+    ) -> tuple[Structure, dict[str, Structure]]:
+        value: Structure = None
+        keywords: dict[str, Structure] = {}
+        for source, routes in self.stage.sources.items():
+            boxes = here.boxes[source] = []
+            for route, packet in zip(routes, inputs[source], strict=True):
+                structure, box = enter(packet, self.stage.device, self._phony)
+                boxes.append(box)
+                watch.over(f"the skip {route[1]!r}" if isinstance(route, tuple) else "its input", structure, packet)
+                if route is None:
+                    value = structure
+                elif isinstance(route, str):
+                    keywords[route] = structure
+                else:
+                    store.put(route, structure)
+        return value, keywords
+
+    def _cut_all(self, value: Structure, store: SkipStore, here: _Pass) -> Messages:
+        outputs: Messages = {}
+        for target, routes in self.stage.targets.items():
+            outputs[target], here.edges[target] = [], []
+            for route in routes:
+                packet, edges = cut(value if route is None else self._stashed(store, route))
+                outputs[target].append(packet)
+                here.edges[target].append(edges)
+        return outputs
+
+    def _stashed(self, store: SkipStore, route: Route) -> Structure:
+        assert isinstance(route, tuple)
+        if route not in store:
+            raise RuntimeError(
+                f"stage {self.stage.index} declares the skip {route[1]!r} for a later stage but none of its modules "
+                "ran to stash it"
+            )
+        return store.take(route, shared=True)
+
+    def _loss(self, output: Structure, i: int) -> Tensor:
+        assert self.head is not None
+        loss = self.head.loss(output, self.head.targets[i])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")
+        return loss.reshape(()) * self.head.weights[i]
+
+    def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
+        """Runs microbatch ``i`` backward from each target's gradients; returns those for each source.
+
+        With a schedule that splits backward, weights wait for ``weights``. ``keep`` allows for another backward.
+        """
+        here = self._passes[i]
+        edges, grads = self._roots(i, gradients)
+        for boxes in here.boxes.values():
+            for box in boxes:
+                box[:] = [None] * len(box)
+        if edges and self.plan.split_backward:
+            here.split = SplitBackward(edges, grads, self._phony, here.hooked)
+            here.split.inputs()
+        elif edges:
+            torch.autograd.backward(edges, grads, retain_graph=keep)
+        answers = {source: [list(box) for box in boxes] for source, boxes in here.boxes.items()}
+        if not self.plan.split_backward:
+            self._done(i, keep)
+        return answers
+
+    def weights(self, i: int, *, keep: bool) -> None:
+        """Runs the part of microbatch ``i`` that ``backward`` left for the weights."""
+        here = self._passes[i]
+        if here.split is not None:
+            here.split.weights(keep=keep)
+            here.split = None
+        self._done(i, keep)
+
+    def _roots(self, i: int, gradients: GradientMessages) -> tuple[list[GradientEdge], list[Tensor]]:
+        here, roots = self._passes[i], []
+        for target, routed in here.edges.items():
+            for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
+                roots += [
+                    (edge, brought(grad, self.stage.device))
+                    for edge, grad in zip(edges, grads, strict=True)
+                    if edge is not None and grad is not None
+                ]
+        if here.loss_edge is not None:
+            roots.append((here.loss_edge, torch.ones_like(self.losses[i])))
+        return [edge for edge, _ in roots], [grad for _, grad in roots]
+
+    def _done(self, i: int, keep: bool) -> None:
+        if keep and (self.stage.index, i) not in self.plan.recompute:
+            return
+        if keep:
+            here = self._passes[i]
+            here.boxes, here.edges, here.loss_edge = {}, {}, None
+            return
+        del self._passes[i]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that gather gradients here; a tied one is listed once for each of its places."""
+        return [slot.parameter for slot in self._slots]
+
+    def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Each parameter with the gradient that its stand-in has gathered; the stand-in starts again from none."""
+        taken: list[tuple[Tensor, Tensor | None]] = []
+        for slot in self._slots:
+            taken.append((slot.parameter, slot.stand_in.grad))
+            slot.stand_in.grad = None
+        return taken
+
+    def abandon(self) -> None:
+        """Drops all passes under way: the step has failed."""
+        self._passes.clear()
+        for norm in self._norms:
+            norm.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One place in a module where a stand-in replaces a parameter."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    stand_in: nn.Parameter
+
+
+def _stand_ins(modules: Sequence[nn.Module], device: torch.device) -> list[_Slot]:
+    slots = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                # A parameter tied to one of another device is copied here; all others share memory and version.
+                slots.append(_Slot(module, name, parameter, nn.Parameter(parameter.detach().to(device))))
+    return slots
+
+
+@contextmanager
+def _standing_in(slots: Sequence[_Slot]) -> Iterator[None]:
+    for slot in slots:
+        slot.module._parameters[slot.name] = slot.stand_in
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.module._parameters[slot.name] = slot.parameter
+
+
+class _BufferSlots:
+    """The buffers of some modules; a second forward must start from the first one's values, and change nothing."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._slots = [(module, name) for module in modules for name in module._buffers]
+
+    def snapshot(self) -> list[Tensor | None]:
+        """Copies of their present values."""
+        return [_clone(module._buffers[name]) for module, name in self._slots]
+
+    @contextmanager
+    def replaced(self, values: Sequence[Tensor | None]) -> Iterator[None]:
+        """Makes the modules work on copies of ``values`` until the block ends."""
+        originals = [module._buffers[name] for module, name in self._slots]
+        for (module, name), value in zip(self._slots, values, strict=True):
+            module._buffers[name] = _clone(value)
+        try:
+            yield
+        finally:
+            for (module, name), original in zip(self._slots, originals, strict=True):
+                module._buffers[name] = original
+
+
+def _clone_all(inputs: Messages, only: Collection[int] | None = None) -> Messages:
+    return {source: [packet.cloned(only) for packet in packets] for source, packets in inputs.items()}
+
+
+def _addresses(messages: Messages) -> set[int]:
+    return {address for packets in messages.values() for packet in packets for address in packet.addresses() if address}
+
+
+def _versions(inputs: Messages) -> list[int]:
+    return [version for packets in inputs.values() for packet in packets for version in packet.versions()]
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

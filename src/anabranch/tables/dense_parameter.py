@@ -1,0 +1,146 @@
+"""``DenseParameter``: a whole tensor on one shard, moved by torch's own fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.tables.kernels import _plain
+from anabranch.tables.optimizers.overflow import Bounds
+from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
+from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
+
+__all__ = ["DenseParameter"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class DenseParameter:
+    """A tensor and the state of its optimizer.
+
+    >>> parameter = DenseParameter("bias", torch.zeros(2), RowOptimizer(Family.SGD, lr=0.5))
+    >>> parameter.push(torch.ones(2))
+    >>> parameter.value
+    tensor([-0.5000, -0.5000])
+
+    Attributes:
+        step: optimizer steps so far.
+        value: the present tensor; a step replaces it and leaves the old one unchanged for readers that hold it.
+    """
+
+    def __init__(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
+        if value.dtype not in _DTYPES:
+            raise SchemaError(f"parameter {name}: {value.dtype} is none of {', '.join(map(str, _DTYPES))}")
+        self.name = name
+        self.value = value.detach().cpu().clone().contiguous()
+        self.step = 0
+        self._rule = rule
+        self.states = [torch.full_like(self.value, rule.initial_state) for _ in range(rule.states)]
+        if rule.family is Family.ROW_WISE_ADAGRAD:
+            kind = torch.float64 if value.dtype == torch.float64 else torch.float32
+            self.states = [torch.full(self.value.shape[:1], rule.initial_state, dtype=kind)]
+        self.bounds = Bounds.of(rule, self.value, self.states)
+        """Upper bounds on the magnitude of its numbers."""
+        self.width = max(1, self.value[:1].numel()) if self.value.ndim else 1
+
+    def bounds_after(self, peak: float) -> Bounds:
+        """Bounds of its numbers after the next step, with a gradient of at most ``peak``."""
+        return self.bounds.after(self._rule, peak, self.width)
+
+    def measure(self) -> None:
+        """Sets the bounds from the numbers themselves."""
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
+
+    @property
+    def rule(self) -> RowOptimizer:
+        """The optimizer with the numbers of the next step."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: RowOptimizer) -> None:
+        if not self._rule.same_layout(rule):
+            raise ValueError(
+                f"parameter {self.name} keeps the state of {self._rule.family}; {rule.family} needs another"
+            )
+        self._rule = rule
+
+    def push(self, grad: Tensor) -> None:
+        """One optimizer step with ``grad``, of the parameter's shape.
+
+        Raises:
+            SchemaError: another shape, or a dtype that is not a float. Nothing is changed.
+        """
+        if grad.shape != self.value.shape or not grad.is_floating_point():
+            raise SchemaError(
+                f"parameter {self.name}: a gradient of {tuple(self.value.shape)} expected, got {tuple(grad.shape)} "
+                f"{grad.dtype}"
+            )
+        self.step += 1
+        value = self.value.clone()
+        grad = grad.to(value.dtype)
+        if self._rule.family is Family.ROW_WISE_ADAGRAD:
+            self._push_row_wise(value, grad)
+        elif value.dtype == torch.bfloat16:
+            wide = [state.float() for state in self.states]
+            weights = value.float()
+            self._update(weights, grad.float(), wide)
+            value.copy_(weights)
+            for state, moved in zip(self.states, wide, strict=True):
+                state.copy_(moved)
+        else:
+            self._update(value, grad.clone(), self.states)
+        self.value = value
+
+    def push_guarded(self, grad: Tensor) -> Callable[[], None]:
+        """``push``, unless it would make a number NaN or Inf; returns a function that undoes it.
+
+        Raises:
+            NonFinite: it would; nothing was changed.
+        """
+        value, states, step, bounds = self.value, [state.clone() for state in self.states], self.step, self.bounds
+
+        def take_back() -> None:
+            self.value, self.states, self.step, self.bounds = value, states, step, bounds
+
+        self.push(grad)
+        if not all(bool(torch.isfinite(part).all()) for part in (self.value, *self.states)):
+            take_back()
+            raise NonFinite(
+                f"the gradient of {self.name} is finite, and what it would make of the parameter is not: it overflows "
+                f"{self.value.dtype}; nothing was changed"
+            )
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
+        return take_back
+
+    def check_restored(self, tensors: Sequence[Tensor]) -> None:
+        """Raises what ``restore`` would; changes nothing."""
+        mine = [self.value, *self.states]
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in mine]:
+            raise SchemaError(f"parameter {self.name}: value and {len(self.states)} states of its shape expected")
+
+    def restore(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Takes value and states from a checkpoint.
+
+        Raises:
+            SchemaError: their number, shapes or dtypes differ from those that the optimizer keeps.
+        """
+        self.check_restored(tensors)
+        self.value, *self.states = (tensor.clone() for tensor in tensors)
+        self.step = step
+        self.bounds = Bounds.of(self._rule, self.value, self.states)
+
+    def _update(self, weights: Tensor, grad: Tensor, states: list[Tensor]) -> None:
+        constants = self._rule.constants(self.step)
+        update = {Family.SGD: _plain.run_sgd, Family.ADAGRAD: _plain.run_adagrad}.get(
+            self._rule.family, _plain.run_adam
+        )
+        update(constants)(weights, grad, states)
+
+    def _push_row_wise(self, value: Tensor, grad: Tensor) -> None:
+        rule = self._rule
+        group = {"weight_decay": rule.weight_decay, "eps": rule.eps, "maximize": rule.maximize}
+        rate = float(rule.constants(self.step)[0])
+        RowWiseAdagrad._update_rows(value, self.states[0], grad, rate, group)

@@ -1,0 +1,101 @@
+"""A vocabulary in which any int64 is an id: rows are given to ids when training first uses them.
+
+Evaluation never admits: an unknown id reads as its first values. If the table is full,
+a new id takes the row that was unused longest, or used in the fewest steps; a row that the running step has used is
+never taken, and an id without a row waits for another step. The same calls give the same rows on every
+machine, so a log can be replayed: random admission is drawn from the id and the step.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.errors import NotFound
+from anabranch.tables.id_index import make_index
+from anabranch.tables.shard_placement import Placement, mixed
+from anabranch.tables.table_spec import TableSpec
+
+__all__ = ["DynamicVocabulary"]
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+_NOTHING: Ids = np.empty(0, np.int64)
+
+
+class DynamicVocabulary:
+    """The ids that one shard of a dynamic table has rows for.
+
+    Attributes:
+        evictions: ids that lost their row to another.
+        refusals: times that a training use found no row to take.
+    """
+
+    def __init__(
+        self, spec: TableSpec, placement: Placement, shard: int, key: int, kind: Literal["compiled", "plain"]
+    ) -> None:
+        self._spec, self._placement, self._shard, self._key = spec, placement, shard, key
+        capacity = None if spec.capacity is None else -(-spec.capacity // placement.shards)
+        self._index = make_index(kind, capacity, by_frequency=spec.eviction == "frequency")
+        self.evictions = 0
+        self.refusals = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows handed out."""
+        return self._index.rows
+
+    def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
+        """The row of each id, -1 for one without; and the rows that other ids have just lost."""
+        self._check_owner(ids)
+        if not training:
+            return self._index.find(ids), _NOTHING
+        rows, reused = self._index.use(ids, self._draw(ids, step), step)
+        self.evictions += reused.size
+        self.refusals += int((rows < 0).sum())
+        return rows, reused
+
+    def _check_owner(self, ids: Ids) -> None:
+        if self._placement.shards > 1:
+            strangers = np.flatnonzero(self._placement.owners(ids) != self._shard)
+            if strangers.size:
+                at = strangers[0]
+                raise NotFound(
+                    f"table {self._spec.name}: ids[{at}] is {ids[at]}, which shard {self._shard} does not hold"
+                )
+
+    def _draw(self, ids: Ids, step: int) -> Flags:
+        if self._spec.admission == 1:
+            return np.ones(ids.size, np.bool_)
+        chance = mixed(mixed(ids, self._key).view(np.int64) + np.int64(step), self._key) >> np.uint64(11)
+        return chance.astype(np.float64) * 2.0**-53 < self._spec.admission
+
+    def ids(self, rows: Ids) -> Ids:
+        """The ids of ``rows``."""
+        return self._index.entries()[0][rows]
+
+    def in_use(self, first: int, rows: int) -> Ids:
+        """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
+        return np.arange(first, max(first, min(first + rows, self._index.rows)))
+
+    def usage(self, rows: Ids) -> Ids:
+        """For each row the number of steps that used it, and the last of them; ``[rows, 2]``."""
+        _, uses, last_use = self._index.entries()
+        return np.stack([uses[rows], last_use[rows]], axis=1)
+
+    def check_restored(self, ids: Ids) -> None:
+        """Raises the errors that ``restore`` would raise."""
+        self._check_owner(ids)
+        self._index.check_new(ids)
+
+    def restore(self, ids: Ids, usage: Ids) -> Ids:
+        """Gives rows to ids that have none yet, with the usage they had; returns the rows.
+
+        Raises:
+            NotFound: another shard's id.
+            ValueError: more ids than the capacity, or one that has a row already.
+        """
+        self._check_owner(ids)
+        return self._index.restore(ids, usage[:, 0], usage[:, 1])

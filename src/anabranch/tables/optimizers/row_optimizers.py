@@ -1,0 +1,206 @@
+"""An optimizer as a server needs it: the state of a row, and the constants that one step needs.
+
+The worker's optimizer governs parameters wherever they live, so a server reads the same ``param_groups`` as torch.
+``RowOptimizer`` is that reading as a value: it can be compared, logged and sent, and a number changed by a
+scheduler makes a new value for the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
+
+__all__ = ["CONSTANTS", "Family", "OptimizerFactory", "RowOptimizer"]
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""
+
+CONSTANTS = 12
+"""The count of numbers that one step needs; ``RowOptimizer.constants`` lists them."""
+
+
+class Family(StrEnum):
+    """The update rules that a table can run."""
+
+    SGD = "SGD"
+    ADAGRAD = "Adagrad"
+    ROW_WISE_ADAGRAD = "RowWiseAdagrad"
+    ADAM = "Adam"
+    ADAMW = "AdamW"
+    SPARSE_ADAM = "SparseAdam"
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptimizer:
+    """An update rule and its numbers at one step.
+
+    >>> rule = RowOptimizer.from_factory(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    >>> rule.family, rule.lr, rule.states
+    (<Family.ADAGRAD: 'Adagrad'>, 0.1, 1)
+
+    Attributes:
+        family: the update rule.
+        lr, weight_decay, momentum, dampening, nesterov, beta1, beta2, eps, lr_decay, maximize: as torch names them;
+            those that the family does not use keep their defaults.
+        initial_accumulator_value: the first value of Adagrad's sum of squares.
+    """
+
+    family: Family
+    lr: float
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(entry.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{self.family} takes {entry.name}=True or False, got {value!r}")
+            elif entry.name != "family" and not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{self.family} takes a finite number as {entry.name}, got {value!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{self.family} takes {name} from 0 to below 1, got {getattr(self, name)!r}")
+        for name in ("eps", "lr_decay", "initial_accumulator_value"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{self.family} takes no {name} below 0, got {getattr(self, name)!r}")
+
+    @property
+    def states(self) -> int:
+        """State numbers per weight; row-wise Adagrad's one number for a whole row is not counted."""
+        if self.family is Family.SGD:
+            return 1 if self.momentum else 0
+        return {Family.ADAGRAD: 1, Family.ROW_WISE_ADAGRAD: 0}.get(self.family, 2)
+
+    def row_width(self, width: int) -> int:
+        """Numbers of a row of ``width`` weights with all its state."""
+        return width * (1 + self.states) + (self.family is Family.ROW_WISE_ADAGRAD)
+
+    @property
+    def initial_state(self) -> float:
+        """The first value of each number of state."""
+        return self.initial_accumulator_value
+
+    @property
+    def moves_quiet_rows(self) -> bool:
+        """True if the dense optimizer also moves a row, or its state, in a step that gives it no gradient."""
+        if self.family in (Family.ADAM, Family.ADAMW):
+            return True
+        return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
+
+    def same_layout(self, other: RowOptimizer) -> bool:
+        """True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state stored."""
+        return self.family is other.family and self.states == other.states
+
+    def constants(self, step: int) -> NDArray[np.float64]:
+        """The constants for step number ``step`` (from 1) of this rule, computed in doubles as torch computes them.
+
+        SGD: lr, momentum, 1 - dampening, nesterov, weight decay, sign, first step.
+        Adagrad, row-wise Adagrad: decayed lr, eps, -, -, weight decay, sign.
+        Adam family: -lr/bc1, sqrt(bc2), 1 - beta1, beta2, weight decay (L2), sign, eps, 1 - lr * decoupled decay,
+        1 - beta2, beta1, step, lr; the step is 0 where torch has no fused form.
+        """
+        sign = -1.0 if self.maximize else 1.0
+        numbers: tuple[float, ...]
+        if self.family is Family.SGD:
+            first = float(step == 1)
+            numbers = (
+                self.lr, self.momentum, 1 - self.dampening, float(self.nesterov), self.weight_decay, sign, first,
+            )  # fmt: skip
+        elif self.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+            numbers = (self.lr / (1 + (step - 1) * self.lr_decay), self.eps, 0.0, 0.0, self.weight_decay, sign)
+        else:
+            numbers = self._adam_constants(step, sign)
+        return np.array(numbers + (0.0,) * (CONSTANTS - len(numbers)))
+
+    def _adam_constants(self, step: int, sign: float) -> tuple[float, ...]:
+        correction1 = 1 - self.beta1**step
+        correction2 = math.sqrt(1 - self.beta2**step)
+        step_size, root = -self.lr / correction1, correction2
+        if self.family is Family.SPARSE_ADAM:  # its eps stands beside the uncorrected root
+            step_size, root = -self.lr * correction2 / correction1, 1.0
+        decoupled = self.family is Family.ADAMW
+        return (
+            step_size, root, 1 - self.beta1, self.beta2, 0.0 if decoupled else self.weight_decay, sign, self.eps,
+            1 - self.lr * self.weight_decay if decoupled else 1.0, 1 - self.beta2, self.beta1,
+            0.0 if self.family is Family.SPARSE_ADAM else float(step), self.lr,
+        )  # fmt: skip
+
+    @classmethod
+    def from_factory(cls, factory: OptimizerFactory) -> RowOptimizer:
+        """The rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
+        if not callable(factory):
+            raise TypeError(
+                f"optimizer is called with parameters, as functools.partial(torch.optim.SGD, lr=0.1) can be, got "
+                f"{factory!r}"
+            )
+        optimizer = factory([torch.nn.Parameter(torch.zeros(1))])
+        return cls.from_torch(optimizer)
+
+    @classmethod
+    def from_torch(cls, optimizer: torch.optim.Optimizer, group: int = 0) -> RowOptimizer:
+        """The rule of ``optimizer.param_groups[group]``, with the numbers that a scheduler has set by now.
+
+        Raises:
+            ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
+        """
+        known: dict[type[torch.optim.Optimizer], Family] = {
+            torch.optim.SGD: Family.SGD,
+            torch.optim.Adagrad: Family.ADAGRAD,
+            torch.optim.Adam: Family.ADAM,
+            torch.optim.AdamW: Family.ADAMW,
+            torch.optim.SparseAdam: Family.SPARSE_ADAM,
+            RowWiseAdagrad: Family.ROW_WISE_ADAGRAD,
+        }
+        family = known.get(type(optimizer))
+        if family is None:
+            names = ", ".join(kind.__name__ for kind in known)
+            raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
+        numbers = cast(Mapping[str, object], optimizer.param_groups[group])
+        if numbers.get("amsgrad"):
+            raise ValueError(f"tables cannot run {family} with amsgrad=True; leave it False")
+        if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
+            family = Family.ADAMW
+        return cls(family=family, **_numbers_of(numbers))  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, float | str | bool]:
+        """Its fields as plain values, for a manifest or a message."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"family": self.family.value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> RowOptimizer:
+        """The rule whose ``to_dict`` gave ``values``."""
+        numbers = dict(values)
+        return cls(family=Family(str(numbers.pop("family"))), **numbers)  # type: ignore[arg-type]
+
+
+def _numbers_of(group: Mapping[str, object]) -> dict[str, float | bool]:
+    numbers: dict[str, float | bool] = {}
+    for field in fields(RowOptimizer):
+        value = group.get(field.name)
+        if isinstance(value, bool):
+            numbers[field.name] = value
+        elif value is not None:
+            numbers[field.name] = float(cast(float, value))
+    if "betas" in group:
+        beta1, beta2 = cast(tuple[float, float], group["betas"])
+        numbers |= {"beta1": float(beta1), "beta2": float(beta2)}
+    return numbers

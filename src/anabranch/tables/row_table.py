@@ -1,0 +1,663 @@
+"""``RowTable``: one shard's part of a table, with the optimizer that moves it.
+
+::
+
+    ids ──locate──> rows ──prepare──> begun and up to date ──gather──> pulled
+                      │                                        grads ──merge──> one a row ──step──> moved, stamped
+                      └── -1: not in the vocabulary; read as its first values, its gradient is dropped
+
+A row begins when it is first used, so a table of any size is made at once. The table counts its optimizer steps, and a
+row's stamp is the step up to which it has been brought. Under an optimizer that also moves rows without a gradient, a
+row that is read has the steps it missed replayed, each with its own numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.errors import NonFinite, SchemaError
+from anabranch.tables.dynamic_vocabulary import DynamicVocabulary
+from anabranch.tables.initial import table_key
+from anabranch.tables.kernels._quantile import QUANTILE
+from anabranch.tables.kernels.selection import KernelThreads, as_array, as_rows, as_tensor, kernels, working_dtype
+from anabranch.tables.optimizers.overflow import Bounds
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
+from anabranch.tables.optimizers.squares import correct_second_moments, merged_squares
+from anabranch.tables.shard_placement import Placement
+from anabranch.tables.storage import FileStorage, RowStorage
+from anabranch.tables.table_spec import TableSpec
+from anabranch.tables.vocabulary import FixedVocabulary, Vocabulary
+
+__all__ = ["RowBlock", "RowTable"]
+
+Array = NDArray[Any]
+_NONE: Array = np.empty(0, np.int64)
+_AT_ONCE = 16 << 20  # bytes
+_MEASURE_EVERY = 1000  # steps
+# Where a step's constants stand, as ``RowOptimizer.constants`` orders them.
+_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP = 1, 2, 3, 4, 6, 7
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Some rows of a table in the form for a checkpoint or another shard.
+
+    Attributes:
+        ids: int64 ``[rows]``.
+        values: weights, then states: ``[rows, width * (1 + states)]``.
+        stamps: int64 ``[rows]``: 1 + the step each row has been brought up to.
+        sums: ``[rows]`` under row-wise Adagrad, else ``[0]``.
+        usage: int64 ``[rows, 2]``, the number of steps that used a row and the last one; ``[0, 2]`` of a fixed table.
+    """
+
+    ids: Tensor
+    values: Tensor
+    stamps: Tensor
+    sums: Tensor
+    usage: Tensor
+
+
+class RowTable:
+    """Rows of numbers by id, and the optimizer that moves them.
+
+    >>> from anabranch.tables import Constant
+    >>> spec = TableSpec("words", rows=10, width=2, initial=Constant(1.0))
+    >>> table = RowTable(spec, RowOptimizer(Family.SGD, lr=0.5))
+    >>> table.push(torch.tensor([3, 5, 3]), torch.ones(3, 2))
+    >>> table.pull(torch.tensor([3, 4, 5]))
+    tensor([[0.0000, 0.0000],
+            [1.0000, 1.0000],
+            [0.5000, 0.5000]])
+
+    Args:
+        spec: the table.
+        rule: its optimizer; later numbers are set by ``rule``.
+        shard, shards: this part's number, and the number of parts.
+        pool: threads that share the work; by default the caller's alone.
+        kernels_kind: ``"compiled"`` or ``"plain"``; by default compiled if Numba is installed.
+        scratch, address_space: of a table with ``memory_map``: the directory of its file, by default the system's for
+            temporary files, and the bytes to map at once, by default a quarter of what the process may still map.
+
+    Not thread-safe: a shard lets one thread in at a time.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        rule: RowOptimizer,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        pool: KernelThreads | None = None,
+        kernels_kind: Literal["compiled", "plain"] | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+        address_space: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.shard = shard
+        self.step = 0
+        self._located: Array = _NONE  # the rows of the last pull
+        self._rule = rule
+        self._kernels = kernels(kernels_kind)
+        self._pool = pool or KernelThreads(1)
+        self._key = np.uint64(table_key(spec.seed, spec.name))
+        self._stride = spec.width * (1 + rule.states)
+        self._working = np.dtype(np.float64 if working_dtype(spec.dtype) == torch.float64 else np.float32)
+        self._catches_up = spec.every_row_moves
+        self._lags = False  # whether a step so far has moved rows that had no gradient
+        # Constants of each step so far, for rows that have yet to catch up; rows [0, step) are filled.
+        self._history: Array = np.empty((64 if self._catches_up else 0, CONSTANTS))
+        drawn, low, high = spec.initial.numbers()
+        self._first_value = abs(low) + 16 * abs(high) if drawn == 2 else max(abs(low), abs(high))
+        self._measure_from = 0
+        self.bounds = Bounds(self._first_value, 0.0, rule.initial_state)
+        """Upper bounds on the magnitude of its numbers."""
+        self.width = spec.width
+        self.placement = Placement(spec.rows, shards, int(self._key), self._kernels)
+        if spec.rows is None:
+            kind = kernels_kind or ("plain" if self._kernels is kernels("plain") else "compiled")
+            self._vocabulary: Vocabulary = DynamicVocabulary(spec, self.placement, shard, int(self._key), kind)
+        else:
+            self._vocabulary = FixedVocabulary(spec.name, self.placement, shard, self._kernels)
+        with_sums = rule.family is Family.ROW_WISE_ADAGRAD
+        self._storage: RowStorage | FileStorage
+        if spec.memory_map:
+            self._storage = FileStorage(
+                self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums, directory=scratch,
+                budget=address_space,
+            )  # fmt: skip
+        else:
+            self._storage = RowStorage(self._vocabulary.rows, self._stride, spec.dtype, with_sums=with_sums)
+
+    @property
+    def rule(self) -> RowOptimizer:
+        """The optimizer with the numbers of the next step."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: RowOptimizer) -> None:
+        if not self._rule.same_layout(rule):
+            raise ValueError(
+                f"table {self.spec.name} keeps the state of {self._rule.family} with {self._rule.states} numbers a "
+                f"weight; {rule.family} with {rule.states} would need another table"
+            )
+        self._rule = rule
+
+    # --- for groups of tables ---------------------------------------------------------------------------------------
+
+    @property
+    def group_key(self) -> tuple[object, ...] | None:
+        """Tables with an equal key may be processed together, by ``TableGroup``; ``None`` for one that may not.
+
+        That is a table whose ids have to be looked up, or whose rows are not all in memory.
+        """
+        if self.spec.rows is None or self._kernels is kernels("plain") or self._storage.whole is None:
+            return None
+        return (
+            self.spec.width, self.spec.dtype, self._rule.family, self._stride, self.shard, self.placement.shards,
+        )  # fmt: skip
+
+    @property
+    def in_file(self) -> bool:
+        """True if its rows lie in a file, because it may be larger than memory."""
+        return self.spec.memory_map
+
+    @property
+    def rows_at_once(self) -> int:
+        """The number of rows copied at once when all are copied: 16 MiB of them."""
+        return max(1, _AT_ONCE // (self._stride * self.spec.dtype.itemsize))
+
+    @property
+    def stride(self) -> int:
+        """Numbers from one row to the next: weights and states."""
+        return self._stride
+
+    def arrays(self) -> RowStorage:
+        """The memory of all rows, of a table that has a ``group_key``."""
+        assert self._storage.whole is not None
+        return self._storage.whole
+
+    @property
+    def needed(self) -> int:
+        """The stamp below which a row has not begun, or lags."""
+        return self.step + 1 if self._lags else 1
+
+    @property
+    def moves_as_one(self) -> bool:
+        """True if a step moves every row, so that all have the table's version."""
+        return self._lags and self._rule.moves_quiet_rows
+
+    def count_step(self, constants: Array) -> None:
+        """Records that a step with these constants was done on all rows that had gradients."""
+        if self._catches_up:
+            self._remember(constants)
+        self.step += 1
+
+    def bounds_after(self, peak: float) -> Bounds:
+        """Bounds of its numbers after the next step, with gradients, merged, of at most ``peak``."""
+        return self.bounds.after(self._rule, peak, self.width)
+
+    def measure(self) -> None:
+        """Sets the bounds from the numbers themselves, now and then, because it scans all of them."""
+        whole = self._storage.whole
+        if whole is not None and self.step >= self._measure_from:
+            self._measure_from = self.step + _MEASURE_EVERY
+            values = as_tensor(whole.values)[: whole.rows * self._stride].view(-1, self._stride)
+            started = Bounds(self._first_value, 0.0, self._rule.initial_state)
+            self.bounds = started.joined(self._bounds_of(values, torch.from_numpy(whole.sums)))
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def pull(self, ids: Tensor, *, training: bool = False, out: Tensor | None = None) -> Tensor:
+        """The rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
+
+        ``training`` admits new ids to a dynamic table; otherwise they read as their first values.
+        The rows are written to ``out`` if it is given, which may be part of a larger tensor.
+
+        Raises:
+            NotFound: an id outside the table; says which, and where.
+            SchemaError: ids that are not int64.
+        """
+        wanted = self._ids(ids)
+        if out is None:
+            out = torch.empty(*ids.shape, self.spec.width, dtype=self.spec.dtype)
+        elif out.shape != (*ids.shape, self.spec.width) or out.dtype != self.spec.dtype or out.stride(-1) != 1:
+            raise SchemaError(f"table {self.spec.name}: out has {tuple(out.shape)} {out.dtype}, not the rows' shape")
+        rows = self._located = self._locate(wanted, training=training)
+        memory, apart = as_rows(out, self.spec.width)
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, wanted)
+            self._pool.run(
+                lambda first, last: self._kernels.gather(
+                    storage.values, self._stride, self.spec.width, where, memory, apart, first, last
+                ),
+                where.size,
+                where.size * self.spec.width,
+            )
+        if self._may_miss(rows):
+            self._read_first_values(out.view(-1, self.spec.width), rows, wanted)
+        return out
+
+    def read(self, ids: Tensor, out: Tensor, *, training: bool = False) -> Tensor:
+        """``pull`` into ``out``, and ``versions`` of the same rows, looked up once."""
+        self.pull(ids, training=training, out=out)
+        return self._versions_of(self._located)
+
+    def answer(
+        self, ids: Tensor, with_state: int, since: Tensor, *, training: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, some of which come only if they have changed.
+
+        Args:
+            ids: the first ``with_state`` of them come with their optimizer's state; the last ``len(since)`` come only
+                if they have changed after the steps ``since``, int64.
+            with_state: the number of ids with state.
+            since: for each known one the table's step when it was read.
+            training: as in ``pull``.
+
+        Returns:
+            Rows with their state, as ``pull_with_state`` has them; the rows that come without; and places of those that
+            have changed among the known ones, ascending.
+        """
+        known = len(ids) - len(since)
+        everyone = torch.empty(len(ids), self.spec.width, dtype=self.spec.dtype)
+        versions = self.read(ids, everyone, training=training)[known:]
+        changed = versions > since
+        if not self.spec.stays:
+            # An id that has lost its row reads as its first values, at any step.
+            changed |= torch.full_like(changed, True) if self.moves_as_one else versions == 0
+        places = torch.nonzero(changed)[:, 0]
+        rows = everyone[with_state:known]
+        if len(places):
+            rows = torch.cat([rows, everyone[known:].index_select(0, places)])
+        return self.pull_with_state(ids[:with_state]), rows, places
+
+    def pull_with_state(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
+        wanted = self._ids(ids)
+        rows = self._locate(wanted, training=False)
+        out = torch.full(
+            (rows.size, self._rule.row_width(self.spec.width)), self._rule.initial_state, dtype=self.spec.dtype
+        )
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, wanted)
+            known = np.flatnonzero(where >= 0)
+            there, at = torch.from_numpy(where[known]), torch.from_numpy(known)
+            out[at, : self._stride] = as_tensor(storage.values).view(-1, self._stride)[there]
+            if storage.with_sums:
+                out[at, self._stride] = torch.from_numpy(storage.sums[where[known]]).to(out.dtype)
+        if self._may_miss(rows):
+            self._read_first_values(out[:, : self.spec.width], rows, wanted)
+        return out
+
+    def check(self, ids: Tensor) -> None:
+        """Raises the errors of ``pull`` for ids outside this part of the table; changes nothing."""
+        self._vocabulary.locate(self._ids(ids), step=self.step, training=False)
+
+    def versions(self, ids: Tensor, *, training: bool = False) -> Tensor:
+        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has.
+
+        ``training`` admits ids, as in ``pull``.
+        """
+        return self._versions_of(self._locate(self._ids(ids), training=training))
+
+    def _versions_of(self, rows: Array) -> Tensor:
+        if self.moves_as_one:
+            return torch.full((rows.size,), self.step)
+        stamps = np.zeros_like(rows)
+        with self._storage.at_hand(rows) as (storage, where):
+            known = where >= 0 if self._may_miss(where) else slice(None)
+            stamps[known] = storage.stamps[where[known]]
+        return torch.from_numpy(np.maximum(stamps - 1, 0))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def push(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> None:
+        """One optimizer step with ``grads``, ``[len(ids), width]``: rows named several times get their sum.
+
+        ``squares`` are of gradients that are sums over several steps, ``[len(ids)]``, as ``squares.py`` describes them.
+
+        Raises:
+            NotFound: an id outside the table; says which, and where. Nothing is changed.
+            SchemaError: ids or gradients of the wrong shape or dtype. Nothing is changed.
+        """
+        wanted = self._ids(ids)
+        memory, apart = self._gradients(grads, wanted.size)
+        rows = self._locate(wanted, training=True)
+        unique, merged, first, inverse = self._merge(rows, memory, apart)
+        with self._storage.at_hand(unique) as (storage, where):
+            self._prepare(storage, where, wanted[first])
+            if squares is not None:
+                known = torch.from_numpy(rows) >= 0
+                own = grads.detach().reshape(-1, self.spec.width)[known]
+                self._correct_second_moments(
+                    storage, where, merged, merged_squares(own, squares[known], inverse, unique.size)
+                )
+            self._step(storage, where, merged)
+
+    def push_guarded(self, ids: Tensor, grads: Tensor, squares: Tensor | None = None) -> Callable[[], None]:
+        """``push``, unless it would make a number of the rows NaN or Inf; returns a function that undoes it.
+
+        Raises:
+            NonFinite: it would; rows, states and the count of steps are unchanged.
+        """
+        rows = np.unique(self._locate(self._ids(ids), training=True))
+        rows = rows[rows >= 0]
+        self.pull(ids, training=True)  # begun and up to date, so that there is a state to go back to
+        before = self._copy(rows)
+        step, lags, bounds = self.step, self._lags, self.bounds
+
+        def take_back() -> None:
+            self._put_back(rows, before)
+            self.step, self._lags, self.bounds = step, lags, bounds
+
+        self.push(ids, grads, squares)
+        values, _, sums = self._copy(rows)
+        if not (torch.isfinite(values).all() and torch.isfinite(sums).all()):
+            take_back()
+            raise NonFinite(
+                f"the gradients of {self.spec.name} are finite, and what they would make of a row is not: it overflows "
+                f"{self.spec.dtype}; nothing was changed"
+            )
+        self.bounds = bounds.joined(self._bounds_of(values, sums))
+        return take_back
+
+    def _bounds_of(self, values: Tensor, sums: Tensor) -> Bounds:
+        weights, *states = torch.split(values, self.spec.width, dim=1)
+        return Bounds.of(self._rule, weights, [*states, *([sums] if sums.numel() else [])])
+
+    def _copy(self, rows: Array) -> tuple[Tensor, Tensor, Tensor]:
+        with self._storage.at_hand(rows, changing=False) as (storage, where):
+            there = torch.from_numpy(where)
+            values = as_tensor(storage.values).view(-1, self._stride)[there]
+            sums = torch.from_numpy(storage.sums[where] if storage.with_sums else storage.sums[:0].copy())
+            return values, torch.from_numpy(storage.stamps[where]), sums
+
+    def _put_back(self, rows: Array, before: tuple[Tensor, Tensor, Tensor]) -> None:
+        values, stamps, sums = before
+        with self._storage.at_hand(rows) as (storage, where):
+            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = values
+            storage.stamps[where] = stamps.numpy()
+            if storage.with_sums:
+                storage.sums[where] = sums.numpy()
+
+    def _correct_second_moments(self, storage: RowStorage, unique: Array, merged: Array, squares: Tensor) -> None:
+        everything, there = as_tensor(storage.values).view(-1, self._stride), torch.from_numpy(unique)
+        rows, sums = everything[there], torch.from_numpy(storage.sums[unique]) if storage.with_sums else None
+        grads = torch.from_numpy(merged).view(-1, self.spec.width)
+        correct_second_moments(rows, sums, grads, squares, self._rule, self._rule.constants(self.step + 1))
+        everything[there] = rows
+        if sums is not None:
+            storage.sums[unique] = sums.numpy()
+
+    def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
+        """The distinct rows, the sum of each one's gradients, and where each first appears; unknown rows are dropped.
+
+        Also, for each known one of ``rows``, its index among the distinct ones.
+        """
+        source = _NONE
+        if self._may_miss(rows):
+            source = np.flatnonzero(rows >= 0)
+            rows = rows[source]
+        buckets = np.empty(1 << (2 * rows.size + 1).bit_length(), np.int64)
+        unique, inverse = np.empty_like(rows), np.empty_like(rows)
+        count = self._kernels.merge(rows, buckets, unique, inverse)
+        merged = np.empty(count * self.spec.width, memory.dtype)
+        scales = np.empty(0, memory.dtype)
+        self._pool.run(
+            lambda first, last: self._kernels.merge_sums(
+                memory, apart, self.spec.width, source, scales, inverse, merged, first, last
+            ),
+            count,
+            rows.size * self.spec.width,
+        )
+        if self.spec.dtype == torch.bfloat16:  # a gradient has its parameter's dtype
+            merged = torch.from_numpy(merged).bfloat16().float().numpy()
+        first = np.empty(count, np.int64)
+        first[inverse[::-1]] = np.arange(rows.size)[::-1]
+        return unique[:count], merged, source[first] if source.size else first, inverse
+
+    def _step(self, storage: RowStorage, unique: Array, merged: Array) -> None:
+        constants = self._rule.constants(self.step + 1)
+        self.count_step(constants)
+        run = self._rule_kernel(storage)
+        self._pool.run(lambda first, last: run(unique, merged, constants, first, last), unique.size, merged.size)
+        storage.stamps[unique] = self.step + 1
+
+    def _rule_kernel(self, storage: RowStorage) -> Any:
+        stride, width = self._stride, self.spec.width
+        if self._rule.family is Family.ROW_WISE_ADAGRAD:
+            return lambda *work: self._kernels.step_row_wise_adagrad(storage.values, stride, width, storage.sums, *work)
+        kernel = {Family.SGD: self._kernels.step_sgd, Family.ADAGRAD: self._kernels.step_adagrad}.get(
+            self._rule.family, self._kernels.step_adam
+        )
+        return lambda *work: kernel(storage.values, stride, width, *work)
+
+    # --- rows that have not begun, or lag ---------------------------------------------------------------------------
+
+    def prepare(self, rows: Array, ids: Array) -> None:
+        """Makes sure that ``rows``, those of ``ids``, have begun and do not lag."""
+        with self._storage.at_hand(rows) as (storage, where):
+            self._prepare(storage, where, ids)
+
+    def _prepare(self, storage: RowStorage, rows: Array, ids: Array) -> None:
+        """Begins the rows that have not begun, and brings those that lag up to the table's step."""
+        if self._kernels.first_behind(storage.stamps, rows, self.needed) < 0:
+            return
+        known = np.flatnonzero(rows >= 0)
+        rows, ids = rows[known], ids[known]
+        fresh = storage.stamps[rows] == 0
+        if fresh.any():
+            self._begin(storage, rows[fresh], ids[fresh])
+        if self._lags:
+            self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
+
+    def _may_miss(self, rows: Array) -> bool:
+        """True if some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        return self.spec.rows is None and bool((rows < 0).any())
+
+    def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
+        rows, first = np.unique(rows, return_index=True)
+        self._write_first_values(storage.values, self._stride, rows, ids[first])
+        if storage.with_sums:
+            storage.sums[rows] = self._rule.initial_state
+        storage.stamps[rows] = 1
+
+    def _write_first_values(self, values: Array, stride: int, rows: Array, ids: Array) -> None:
+        kind, low, high = self.spec.initial.numbers()
+        self._pool.run(
+            lambda first, last: self._kernels.initialise(
+                values, stride, self.spec.width, rows, ids, self._key, kind, low, high, self._rule.initial_state,
+                QUANTILE, first, last,
+            ),
+            rows.size,
+            rows.size * stride,
+        )  # fmt: skip
+
+    def _read_first_values(self, out: Tensor, rows: Array, ids: Array) -> None:
+        unknown = np.flatnonzero(rows < 0)
+        values = torch.empty(unknown.size, self.spec.width, dtype=self.spec.dtype)
+        self._write_first_values(as_array(values), self.spec.width, np.arange(unknown.size), ids[unknown])
+        out[torch.from_numpy(unknown)] = values
+
+    def _remember(self, constants: Array) -> None:
+        if self.step == len(self._history):
+            self._history = np.concatenate([self._history, np.empty_like(self._history)])
+        self._history[self.step] = constants
+        self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
+
+    def _moves_quiet_rows(self, history: Array) -> bool:
+        """True if any of these steps moves a row that has no gradient."""
+        if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
+            return len(history) > 0
+        momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
+        return momentum or bool(history[:, _DECAY].any())
+
+    def _catch_up(self, storage: RowStorage, rows: Array) -> None:
+        if not rows.size:
+            return
+        since = storage.stamps[rows] - 1
+        missed = self._history[since.min() : self.step]
+        if self._moves_quiet_rows(missed):
+            if self._rule.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
+                self._replay_whole_steps(storage, rows, since)
+            else:
+                self._replay(storage, rows, since, missed)
+        storage.stamps[rows] = self.step + 1
+
+    def _replay_whole_steps(self, storage: RowStorage, rows: Array, since: Array) -> None:
+        run = self._rule_kernel(storage)
+        for step in range(int(since.min()), self.step):
+            late = rows[since <= step]
+            run(late, np.zeros(late.size * self.spec.width, self._working), self._history[step], 0, late.size)
+
+    def _replay(self, storage: RowStorage, rows: Array, since: Array, missed: Array) -> None:
+        adam, width = self._rule.family is not Family.SGD, self.spec.width
+        moments = missed[:, [_SHARE, _BETA2]] if adam else missed[:, [_MOMENTUM]]
+        # With L2 decay, or with nothing beside the root, a move may grow again without a gradient.
+        may_rest = not missed[:, _DECAY].any() and (not adam or bool((missed[:, _EPS] > 0).all()))
+        steady = bool((moments == moments[0]).all()) and not (adam and (missed[:, _KEEP] != 1).any())
+        zeros, history = np.zeros(width, self._working), self._history[: self.step]
+        self._pool.run(
+            lambda first, last: self._kernels.replay(
+                storage.values, self._stride, width, rows, since, history, adam, may_rest, steady, zeros,
+                np.empty(width, self._working), first, last,
+            ),
+            rows.size,
+            rows.size * width * len(missed),
+        )  # fmt: skip
+
+    # --- saving, moving ---------------------------------------------------------------------------------------------
+
+    def blocks(self, rows: int = 1 << 16) -> Iterator[RowBlock]:
+        """All rows that have begun, in the order of memory, ``rows`` at a time; ``history`` belongs to them."""
+        for first in range(0, self.used, rows):
+            block = self.block(first, rows)
+            if len(block.ids):
+                yield block
+
+    def block(self, first: int, rows: int) -> RowBlock:
+        """Those of the ``rows`` rows from place ``first`` on that have begun."""
+        part = self._vocabulary.in_use(first, rows)
+        with self._storage.at_hand(part, changing=False) as (storage, where):
+            begun = storage.stamps[where] > 0
+            part, where = part[begun], where[begun]
+            return RowBlock(
+                _owned(self._vocabulary.ids(part)),
+                as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)],
+                _owned(storage.stamps[where]),
+                _owned(storage.sums[where] if storage.with_sums else storage.sums[:0]),
+                _owned(self._vocabulary.usage(part)),
+            )
+
+    def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
+        """Raises if rows do not fit ``restore`` and ``resume``; changes nothing.
+
+        Raises:
+            NotFound: an id outside this part of the table.
+            SchemaError: anything of another shape or dtype, or stamps of no step up to ``step``.
+        """
+        count, usage = block.ids.numel(), block.ids.numel() if self.spec.rows is None else 0
+        sums = torch.from_numpy(np.empty(0, self._working)).dtype
+        wanted = {
+            "ids": ((count,), torch.int64),
+            "values": ((count, self._stride), self.spec.dtype),
+            "stamps": ((count,), torch.int64),
+            "sums": ((count if self._rule.family is Family.ROW_WISE_ADAGRAD else 0,), sums),
+            "usage": ((usage, 2), torch.int64),
+        }
+        for label, (shape, dtype) in wanted.items():
+            given: Tensor = getattr(block, label)
+            if tuple(given.shape) != shape or given.dtype != dtype:
+                raise SchemaError(
+                    f"table {self.spec.name}: {label} of {shape} {dtype} expected, got {tuple(given.shape)} "
+                    f"{given.dtype}"
+                )
+        if count and not (block.stamps.min() >= 0 and block.stamps.max() <= step + 1):
+            raise SchemaError(f"table {self.spec.name}: stamps of 0 to {step + 1} expected after {step} steps")
+        self._check_history(step, history)
+        self._vocabulary.check_restored(self._ids(block.ids))
+
+    def _check_history(self, step: int, history: Tensor) -> None:
+        expected = (step if self._catches_up else 0, CONSTANTS)
+        if history.shape != expected or history.dtype != torch.float64:
+            raise SchemaError(f"table {self.spec.name}: history of {expected} expected, got {tuple(history.shape)}")
+
+    def restore(self, block: RowBlock) -> None:
+        """Restores the rows of ``blocks``, state and stamp included; ids are those of this shard."""
+        ids = self._ids(block.ids)
+        rows = self._vocabulary.restore(ids, block.usage.numpy())
+        self._make_room()
+        with self._storage.at_hand(rows) as (storage, where):
+            as_tensor(storage.values).view(-1, self._stride)[torch.from_numpy(where)] = block.values
+            storage.stamps[where] = block.stamps.numpy()
+            if storage.with_sums:
+                storage.sums[where] = block.sums.numpy()
+        self.bounds = self.bounds.joined(self._bounds_of(block.values, block.sums))
+
+    @property
+    def history(self) -> Tensor:
+        """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows."""
+        return torch.from_numpy(self._history[: self.step if self._catches_up else 0].copy())
+
+    def resume(self, step: int, history: Tensor) -> None:
+        """Sets the count of steps, and their constants, from which restored rows go on."""
+        self._check_history(step, history)
+        self.step = step
+        if self._catches_up:
+            self._history = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))])
+            self._lags = self._moves_quiet_rows(self._history[:step])
+
+    @property
+    def used(self) -> int:
+        """The number of rows with an id."""
+        return self._vocabulary.rows
+
+    @property
+    def evictions(self) -> int:
+        """The number of ids that have lost their row to another."""
+        return self._vocabulary.evictions
+
+    def bytes(self) -> int:
+        """Bytes of rows, states and stamps that there is room for."""
+        return self._storage.bytes()
+
+    # --- checks of arguments ----------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Tensor) -> Array:
+        if ids.dtype != torch.int64:
+            raise SchemaError(f"table {self.spec.name}: ids are int64, got {ids.dtype}; convert with ids.long()")
+        return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy())
+
+    def _gradients(self, grads: Tensor, count: int) -> tuple[Array, int]:
+        if grads.numel() != count * self.spec.width or not grads.is_floating_point():
+            raise SchemaError(
+                f"table {self.spec.name}: gradients of ({count}, {self.spec.width}) {self.spec.dtype} expected, got "
+                f"{tuple(grads.shape)} {grads.dtype}"
+            )
+        rounded = grads.detach().cpu().to(self.spec.dtype)
+        return as_rows(rounded.to(working_dtype(self.spec.dtype)), self.spec.width)
+
+    def _locate(self, ids: Array, *, training: bool) -> Array:
+        rows, reused = self._vocabulary.locate(ids, step=self.step, training=training)
+        self._make_room()
+        self._storage.forget(reused)
+        return rows
+
+    def _make_room(self) -> None:
+        if self._vocabulary.rows > self._storage.rows:
+            room = max(self._vocabulary.rows, 2 * self._storage.rows)
+            self._storage.grow(room if self.spec.capacity is None else min(room, self.spec.capacity))
+
+
+def _owned(array: Array) -> Tensor:
+    """A tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
+    return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,124 @@
+"""``TableSpec``: the facts of one table on which workers and servers must agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from anabranch.tables.initial import Constant, Initial, Normal, Uniform
+
+__all__ = ["Eviction", "TableSpec", "check_name"]
+
+Eviction = Literal["age", "frequency"]
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_STANDARD_NORMAL = Normal()
+_INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it is valid: letters, digits, dots, dashes and underscores, never a path."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is no table name; use at most 200 letters, digits, '_', '-' and '.', the first no '-' or '.'"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One table of rows: its shape, its dtype, the first values and the eviction of rows.
+
+    >>> TableSpec("users", rows=1000, width=16).stays
+    True
+    >>> TableSpec("users", rows=1000, width=0)
+    Traceback (most recent call last):
+    ValueError: table users: width=0 must be at least 1
+
+    Attributes:
+        name: a name, never a path.
+        rows: ids are ``range(rows)``; ``None`` for a dynamic vocabulary, in which any int64 is an id.
+        width: numbers a row.
+        dtype: float32, float64 or bfloat16.
+        initial: the first values of rows.
+        seed: with the name and the id, fixes the first values of a row.
+        every_row_moves: the optimizer moves rows that get no gradient too, as a dense torch optimizer does; a row is
+            brought up to date when it is next read.
+        capacity: most rows in a dynamic table, ``None`` for no limit. A server's shard takes its share of it.
+        eviction: the row that leaves a full table for a new one: the one unused longest, or used in the fewest steps.
+        admission: probability that a training use admits a new id.
+        memory_map: each shard keeps its rows in a file and maps it.
+
+    Raises:
+        ValueError: names the table, the value and what is allowed.
+    """
+
+    name: str
+    rows: int | None
+    width: int
+    dtype: torch.dtype = torch.float32
+    initial: Initial = _STANDARD_NORMAL
+    seed: int = 0
+    every_row_moves: bool = False
+    capacity: int | None = None
+    eviction: Eviction = "age"
+    admission: float = 1.0
+    memory_map: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
+        self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
+        self._require(
+            self.dtype in _DTYPES.values(), f"dtype={self.dtype} is none of {', '.join(map(str, _DTYPES.values()))}"
+        )
+        self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
+        self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
+        self._require(
+            self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"
+        )
+        self._require(
+            isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
+        )
+        self._require(0 < self.admission <= 1, f"admission={self.admission} must lie above 0 and at most at 1")
+        if self.rows is not None:
+            self._require(
+                self.capacity is None and self.admission == 1,
+                "capacity and admission belong to a dynamic vocabulary; give rows=None with them",
+            )
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ValueError(f"table {self.name}: {otherwise}")
+
+    @property
+    def stays(self) -> bool:
+        """True if a row, once admitted, is never evicted."""
+        return self.rows is not None or self.capacity is None
+
+    def to_dict(self) -> dict[str, object]:
+        """Its fields as plain values, for a manifest or a message."""
+        values = asdict(self)
+        values["dtype"] = str(self.dtype).removeprefix("torch.")
+        values["initial"] = {"kind": type(self.initial).__name__, **asdict(self.initial)}
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> TableSpec:
+        """The spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
+        found = dict(values)
+        dtype, initial = str(found.pop("dtype")), found.pop("initial")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+        if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
+            raise ValueError(f"{initial!r} is no description of how rows begin")
+        numbers = {str(key): value for key, value in initial.items() if key != "kind"}
+        return cls(dtype=_DTYPES[dtype], initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]
