@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anabranch.graph.passes import gradients
+from anabranch.graph import capture, gradients
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.copy_streams import launch_before_crossings
-from anabranch.graph.trace import capture
 
 PARTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "split": lambda x: x.split(2),

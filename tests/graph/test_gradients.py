@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.errors import CaptureError, NotFound, SchemaError
-from anabranch.graph.passes import gradients
+from anabranch.graph import capture, gradients
 from anabranch.graph.passes.cut_lookups import cut_lookups
-from anabranch.graph.trace import capture
 
 
 def model_and_graph() -> tuple[nn.Module, Tensor]:

@@ -182,7 +182,7 @@ class Graph:
         """This graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the budget.
 
         >>> import torch
-        >>> from anabranch.graph.trace import capture
+        >>> from anabranch.graph import capture
         >>> def fn(x):
         ...     kept = [torch.sin(x * i) for i in range(1, 6)]
         ...     return sum(k.sum() for k in reversed(kept))
@@ -210,7 +210,7 @@ class Graph:
         """The shape of every input, operation and output, for free inputs of these shapes.
 
         >>> import torch
-        >>> from anabranch.graph.trace import capture
+        >>> from anabranch.graph import capture
         >>> graph = capture(torch.nn.Flatten(), torch.ones(2, 3, 4))
         >>> graph.infer_shapes((5, 3, 4))["output"]
         torch.Size([5, 12])

@@ -14,7 +14,7 @@ import torch
 __all__ = ["INSTALLED", "LIBRARIES", "OURS", "closed_over", "is_of_a_library"]
 
 # With the separator: torch_geometric is not torch.
-OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 """Prefixes of the files of torch and of this package."""
 
 _paths = sysconfig.get_paths()

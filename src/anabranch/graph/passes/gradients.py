@@ -32,7 +32,7 @@ def gradients(
 ) -> Graph:
     """The graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
 
-    >>> from anabranch.graph.trace import capture
+    >>> from anabranch.graph import capture
     >>> graph = gradients(capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3)), wrt=["w"])
     >>> graph(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
     (tensor(6.), tensor([1., 2., 3.]))
