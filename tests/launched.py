@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from anabranch.launch.main_script import run_as_main
+from anabranch.launch.forks.main_script import run_as_main
 from anabranch.launch.program import Program as Runnable
 from programs import PIPE, Program, start
 
@@ -91,16 +91,16 @@ def _main() -> Callable[[], None]:
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        from anabranch.launch import fork_server
+        from anabranch.launch.forks import fork_server
 
         ours.close()
         _wait_for_channel(theirs)
         return fork_server.main
     from anabranch import cli
-    from anabranch.launch import forks
+    from anabranch.launch.forks import launcher_side
 
     theirs.close()
-    forks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
+    launcher_side.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedServer(pid, ours)})  # type: ignore[assignment]
     if sys.argv[1] != "run":
         return partial(run_as_main, Runnable(sys.argv[1], tuple(sys.argv[2:])))
     sys.argv[0] = "anabranch"

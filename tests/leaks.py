@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
-from anabranch.launch import forks
+from anabranch.launch.forks import launcher_side
 
 __all__ = ["Held", "held", "wait_until_given_back"]
 
@@ -52,7 +52,7 @@ class Held:
 def held() -> Held:
     """Return what this process holds now."""
     kept = (
-        forks._kept
+        launcher_side._kept
     )  # LocalJob's fork server, for all tests of a process; there is no way to look without starting it
     descriptors, children = _descriptors(), _children()
     if kept is not None and kept.running:

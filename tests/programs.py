@@ -20,10 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from anabranch.launch import forks, program
-from anabranch.launch.conditions import why_no_fork_server
-from anabranch.launch.forks import ForkServer, kept_fork_server
-from anabranch.launch.orphans import adopt_orphans
+from anabranch.launch import program
+from anabranch.launch.forks import launcher_side
+from anabranch.launch.forks.conditions import why_no_fork_server
+from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
+from anabranch.launch.supervision.orphans import adopt_orphans
 
 __all__ = ["Program", "Programs", "start"]
 
@@ -33,7 +34,7 @@ PIPE = subprocess.PIPE
 # PyTorch's tables of what it may trace and the look at its guards, and what the first call of a kernel imports. More
 # than half a second of a core in each process that captures.
 _WARMED = """
-import anabranch.launch.fork_server as server
+import anabranch.launch.forks.fork_server as server
 
 def import_all(before=server._import_all):
     before()
@@ -56,7 +57,9 @@ def import_all(before=server._import_all):
 server._import_all = import_all
 server.main()
 """
-forks._CODE = forks._CODE.replace("from anabranch.launch.fork_server import main; main()", _WARMED)
+launcher_side._CODE = launcher_side._CODE.replace(
+    "from anabranch.launch.forks.fork_server import main; main()", _WARMED
+)
 
 
 class Program:

@@ -13,7 +13,7 @@ import pytest
 from process_marks import MARK, marked_processes
 
 from anabranch.launch import local
-from anabranch.launch.forks import ForkServer, kept_fork_server
+from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.launch import Exit, Outcome, RestartBudget, launch
-from anabranch.launch.attempts import run_attempts
+from anabranch.launch.supervision.attempts import run_attempts
 
 
 def outcome(code: int, log: Path) -> Outcome:

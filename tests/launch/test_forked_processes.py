@@ -14,10 +14,10 @@ import pytest
 from process_marks import wait_until
 
 from anabranch.launch import launch
-from anabranch.launch.conditions import why_no_fork_server, why_not_forked
-from anabranch.launch.forks import ForkServer, ForkServerError
-from anabranch.launch.orphans import adopt_orphans
+from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
+from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
 from anabranch.launch.program import Program
+from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.testing import LocalJob
 from launched import start_launcher
 
@@ -226,8 +226,10 @@ def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> Non
     (tmp_path / "numpy.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     )
-    code = "import anabranch.launch.fork_server as f; f._IMPORTED, f._IMPORTED_IF_THERE = ('numpy',), (); f.main()"
-    import anabranch.launch.forks as forks
+    code = (
+        "import anabranch.launch.forks.fork_server as f; f._IMPORTED, f._IMPORTED_IF_THERE = ('numpy',), (); f.main()"
+    )
+    import anabranch.launch.forks.launcher_side as forks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forks, "_CODE", code)
@@ -251,7 +253,10 @@ def test_a_job_whose_fork_server_fails_says_so_and_runs_in_plain_processes(
 
 
 def test_a_fork_server_ends_with_its_process_also_while_it_starts() -> None:
-    code = "import os, anabranch.launch.forks as f; s = f.ForkServer(os.environ); print(s.pid, flush=True); os._exit(0)"
+    code = (
+        "import os; from anabranch.launch.forks.launcher_side import ForkServer; "
+        "print(ForkServer(os.environ).pid, flush=True); os._exit(0)"
+    )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
@@ -265,8 +270,8 @@ def test_a_fork_server_that_still_imports_is_not_waited_for() -> None:
 def test_a_fork_dies_with_its_launcher_and_not_with_the_fork_server(tmp_path: Path) -> None:
     code = """
 import os, sys, time
-from anabranch.launch.forks import ForkServer
-from anabranch.launch.orphans import adopt_orphans
+from anabranch.launch.forks.launcher_side import ForkServer
+from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.launch.program import Program
 with adopt_orphans(), ForkServer(os.environ) as server:
     pid = server.fork("worker-0", Program(sys.argv[1]), os.environ, 0, 1, 2)
@@ -291,7 +296,7 @@ def test_the_launcher_and_the_command_line_import_no_torch() -> None:
 
 
 def test_a_gpu_makes_plain_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.launch import conditions
+    from anabranch.launch.forks import conditions
 
     assert conditions.why_no_fork_server({}) is None
     monkeypatch.setattr(conditions, "_DRIVERS", (tmp_path,))
@@ -348,8 +353,8 @@ def test_a_service_comes_back_though_the_fork_server_has_died(script: Script, tm
 import json, os, sys
 from pathlib import Path
 from anabranch.launch import launch
-from anabranch.launch.forks import ForkServer
-from anabranch.launch.rendezvous import Rendezvous
+from anabranch.launch.forks.launcher_side import ForkServer
+from anabranch.launch.meeting.rendezvous import Rendezvous
 
 Rendezvous.is_announced = lambda rendezvous, uid: True  # the expert counts as having served
 told = []

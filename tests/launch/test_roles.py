@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from anabranch.cli.app import _app
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, RestartBudget, launch
-from anabranch.launch.place import tcp_place
-from anabranch.launch.rendezvous import Rendezvous
+from anabranch.launch.meeting.addresses import tcp_place
+from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.testing import LocalJob
 from anabranch.transport import Server, make_keys
 from launched import start_run

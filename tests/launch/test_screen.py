@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.launch import copier
-from anabranch.launch.copier import Copier
-from anabranch.launch.screen import Screen
+from anabranch.launch.output import copier
+from anabranch.launch.output.copier import Copier
+from anabranch.launch.output.screen import Screen
 from waiting import join, wait_until
 
 

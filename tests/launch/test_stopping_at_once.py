@@ -18,9 +18,9 @@ import pytest
 from process_marks import marked_processes, wait_until
 
 from anabranch.launch import launch, local
-from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
-from anabranch.launch.signals import SignalBox, collect_signals, hold_signals
-from anabranch.launch.supervisor import Supervisor
+from anabranch.launch.supervision.presses import TERMINAL, UNKNOWN, Presses
+from anabranch.launch.supervision.signals import SignalBox, collect_signals, hold_signals
+from anabranch.launch.supervision.supervisor import Supervisor
 
 Script = Callable[[str], Path]
 LIMIT = 60.0
@@ -166,7 +166,7 @@ def test_the_sender_of_a_signal_is_known_and_nothing_that_is_started_blocks_it(t
     """In a process with one thread, as the launcher's is."""
     program = """
         import os, signal, subprocess, sys, time
-        from anabranch.launch.signals import collect_signals, inherited_mask
+        from anabranch.launch.supervision.signals import collect_signals, inherited_mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with collect_signals() as box:
             seen = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from anabranch.launch.rendezvous import Rendezvous
+from anabranch.launch.meeting.rendezvous import Rendezvous
 
 LISTENING = "0A"
 LOOPBACK = "0100007F"

@@ -11,12 +11,12 @@ from typing import cast
 
 import pytest
 
-from anabranch.launch import supervisor
-from anabranch.launch.screen import Screen
-from anabranch.launch.signals import SignalBox
-from anabranch.launch.slow_starts import SlowStarts
-from anabranch.launch.supervisor import Patience, Supervisor
-from anabranch.launch.worker import Worker
+from anabranch.launch.output.screen import Screen
+from anabranch.launch.output.slow_starts import SlowStarts
+from anabranch.launch.supervision import supervisor
+from anabranch.launch.supervision.signals import SignalBox
+from anabranch.launch.supervision.supervisor import Patience, Supervisor
+from anabranch.launch.supervision.worker import Worker
 
 
 class Undying:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("numba")
 
 from anabranch.cli import serve
-from anabranch.launch import slow_starts
+from anabranch.launch.output import slow_starts
 from anabranch.tables.kernels import _compiling
 
 SOURCE = """

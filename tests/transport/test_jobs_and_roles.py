@@ -15,7 +15,7 @@ from anabranch.errors import Unauthorized
 from anabranch.experts import Directory, DirectoryServer
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.transport import Client, Request, Server, Verb, make_keys
-from anabranch.transport.keys import job_of_keys
+from anabranch.transport.certificates import job_of_keys
 
 ECHO = Verb("echo", lambda call: call.reply(payload=(call.peer.job or "").encode()))
 TCP = "tcp://127.0.0.1:0"

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from anabranch.autodiff.call_threads import run_at_once
 from anabranch.autodiff.isolated import IsolatedCall, check_function, isolate
-from anabranch.autodiff.workers import run_at_once
 
 __all__ = ["map_with_parallel_backward"]
 

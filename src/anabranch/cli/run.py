@@ -11,7 +11,7 @@ import typer
 
 from anabranch.cli.standard_streams import say
 from anabranch.launch import Durability, Outcome, RestartBudget, launch
-from anabranch.launch.signals import hold_signals
+from anabranch.launch.supervision.signals import hold_signals
 
 __all__ = ["run"]
 

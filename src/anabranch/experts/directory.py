@@ -25,8 +25,8 @@ from anabranch.errors import SchemaError, Unauthorized
 from anabranch.experts.uids import check_prefix, check_uid, prefixes_of
 from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
+from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
-from anabranch.transport.keys import EVERY_JOB
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 

@@ -7,7 +7,7 @@ them, ``run`` runs them, ``view`` shows them.
 
 from anabranch.graph.graph import Graph, Input, Node
 from anabranch.graph.passes.gradients import gradients
-from anabranch.graph.run.memory import MemoryPlan
+from anabranch.graph.run.lifetimes import MemoryPlan
 from anabranch.graph.step import StepProgram
 from anabranch.graph.trace.capture import capture
 from anabranch.graph.trace.lookups import SparseRows

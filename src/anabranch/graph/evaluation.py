@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from anabranch.autodiff.hooks import OutputRecorder
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.calls import Binding, arrange, run_calls
 from anabranch.graph.dynamo.front import Front, GuardMiss, TracedCall, mark
+from anabranch.graph.dynamo.traced_calls import Binding, arrange, run_calls
 from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.kinds import kind_of

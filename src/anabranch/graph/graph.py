@@ -23,7 +23,7 @@ from anabranch.tensors import Structure, flatten, unflatten
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-    from anabranch.graph.run.memory import MemoryPlan
+    from anabranch.graph.run.lifetimes import MemoryPlan
 
 __all__ = ["Graph", "Input", "InputKind", "Node", "Origin"]
 
@@ -174,7 +174,7 @@ class Graph:
 
         Only memory that a run allocates is counted: neither the inputs nor the state.
         """
-        from anabranch.graph.run.memory import plan_memory
+        from anabranch.graph.run.lifetimes import plan_memory
 
         return plan_memory(self)
 

@@ -1,12 +1,12 @@
 """Starts the processes of a job on this machine, watches them, and sees to it that none is left behind.
 
 What it is not: a scheduler, or elastic. Several machines and restarts are ``torchrun``'s, which starts the same scripts
-unchanged. Open ``local.py`` first, then ``supervisor.py``; ``roles.py`` is what a script does in its role.
+unchanged. Open ``local.py`` first, then ``supervision``; ``roles.py`` is what a script does in its role.
 """
 
-from anabranch.launch.budget import RestartBudget
 from anabranch.launch.local import Durability, launch
-from anabranch.launch.outcome import Exit, Outcome
-from anabranch.launch.supervisor import Patience
+from anabranch.launch.supervision.budget import RestartBudget
+from anabranch.launch.supervision.outcome import Exit, Outcome
+from anabranch.launch.supervision.supervisor import Patience
 
 __all__ = ["Durability", "Exit", "Outcome", "Patience", "RestartBudget", "launch"]

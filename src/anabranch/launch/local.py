@@ -8,7 +8,7 @@
         ├── expert 0..N-1       SCRIPT, up to job.serve()
         └── parameters 0..S-1   anabranch serve parameters
 
-``place.py`` says where the services listen. All are plain processes where they cannot be forked, see ``conditions.py``.
+``meeting.addresses`` says where the services listen. All are plain processes where they cannot be forked, see ``conditions.py``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from anabranch.launch.attempts import run_attempts
-from anabranch.launch.budget import RestartBudget
-from anabranch.launch.conditions import why_no_fork_server, why_not_forked
 from anabranch.launch.environment import expert_environment, service_environment, threads_each, worker_environment
-from anabranch.launch.forks import ForkServer, ForkServerError
-from anabranch.launch.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.outcome import Outcome
-from anabranch.launch.place import private_place, tcp_place
+from anabranch.launch.forks.conditions import why_no_fork_server, why_not_forked
+from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError
+from anabranch.launch.meeting.addresses import private_place, tcp_place
+from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous, expert_mark
+from anabranch.launch.output.screen import Screen
 from anabranch.launch.program import Program
-from anabranch.launch.rendezvous import PROGRAM, Rendezvous, expert_mark
-from anabranch.launch.screen import Screen
-from anabranch.launch.signals import Stopped, collect_signals
-from anabranch.launch.supervisor import Patience, Supervisor
-from anabranch.launch.worker import Recipe, Worker
-from anabranch.transport.keys import KEYS_VARIABLE
+from anabranch.launch.supervision.attempts import run_attempts
+from anabranch.launch.supervision.budget import RestartBudget
+from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
+from anabranch.launch.supervision.outcome import Outcome
+from anabranch.launch.supervision.signals import Stopped, collect_signals
+from anabranch.launch.supervision.supervisor import Patience, Supervisor
+from anabranch.launch.supervision.worker import Recipe, Worker
+from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.private_folder import PrivateFolder
 
 __all__ = ["Durability", "launch"]

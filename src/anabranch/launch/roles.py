@@ -26,7 +26,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, serve_experts, stopped_by_signals
 from anabranch.job import DirectoryLike, Job
-from anabranch.launch.rendezvous import EXPERT_MARK, expert_mark
+from anabranch.launch.meeting.rendezvous import EXPERT_MARK, expert_mark
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 
 __all__ = ["serve"]

@@ -7,7 +7,7 @@ and ``transports.py`` for networks, ``faults.py``, ``clock.py`` and ``gradients.
 
 from anabranch.testing import faults
 from anabranch.testing.clock import FakeClock
-from anabranch.testing.gradients import assert_same_gradients
+from anabranch.testing.gradient_checks import assert_same_gradients
 from anabranch.testing.local_job import JobResult, LocalJob
 from anabranch.testing.transports import LossyTransport, MemoryTransport
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from anabranch.deadline import check_seconds
 from anabranch.errors import DeadlineExceeded, RemoteError
 from anabranch.launch import Durability, Outcome, Patience, launch
-from anabranch.launch.conditions import why_no_fork_server
-from anabranch.launch.forks import kept_fork_server
+from anabranch.launch.forks.conditions import why_no_fork_server
+from anabranch.launch.forks.launcher_side import kept_fork_server
 
 __all__ = ["JobResult", "LocalJob"]
 

@@ -2,7 +2,7 @@
 
 Neither a message bus nor a scheduler: it knows no experts or tables, only verbs for which a server is given handlers.
 Open ``client.py`` and ``server.py`` first, they draw the life of a request. ``drivers.py`` says on which thread a
-request is read, ``frame.py`` how it is laid out in bytes, ``once.py`` why a retry does no harm, ``keys.py`` which peers
+request is read, ``frame.py`` how it is laid out in bytes, ``once.py`` why a retry does no harm, ``certificates.py`` which peers
 may connect, ``heap.py`` how a service gives memory back to the system; ``streams.py`` is the seam at which sockets are
 replaced. ``beats.py`` stands apart: it tells whether the ranks of a ``torch.distributed`` job are still alive.
 """
@@ -16,10 +16,10 @@ from anabranch.deadline import Deadline
 
 if TYPE_CHECKING:
     from anabranch.transport.beats import Beats
+    from anabranch.transport.certificates import make_keys
     from anabranch.transport.client import Answer, Client, Outcome, Request
     from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
-    from anabranch.transport.keys import make_keys
-    from anabranch.transport.memory import MemoryTransport
+    from anabranch.transport.memory_network import MemoryTransport
     from anabranch.transport.server import Call, Server, ServerStatistics, Verb
     from anabranch.transport.sockets import SocketTransport
     from anabranch.transport.streams import Listener, Peer, Stream, Transport
@@ -52,5 +52,6 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the package
     __getattr__, __dir__ = lazy_names(
-        "anabranch.transport", ["keys", "streams", "frame", "beats", "sockets", "memory", "client", "server"]
+        "anabranch.transport",
+        ["certificates", "streams", "frame", "beats", "sockets", "memory_network", "client", "server"],
     )

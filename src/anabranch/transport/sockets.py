@@ -19,8 +19,15 @@ from errno import EINPROGRESS
 from typing import Literal
 
 from anabranch.errors import ProtocolError, Unauthorized
+from anabranch.transport.certificates import (
+    EVERY_JOB,
+    client_context,
+    job_of_keys,
+    names_of,
+    resolve_keys,
+    server_context,
+)
 from anabranch.transport.endpoints import ClaimedPath, TcpEndpoint, UnixEndpoint, parse_endpoint
-from anabranch.transport.keys import EVERY_JOB, client_context, job_of_keys, names_of, resolve_keys, server_context
 from anabranch.transport.streams import Listener, Peer
 
 __all__ = ["SocketListener", "SocketStream", "SocketTransport"]

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from anabranch.graph.effects import Effects, is_view
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
-from anabranch.graph.run.memory import plan_memory, storage_bytes
+from anabranch.graph.run.lifetimes import plan_memory, storage_bytes
 
 __all__ = ["recompute", "recompute_marked"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.calls import Binding, arrange
 from anabranch.graph.dynamo.front import TracedCall
+from anabranch.graph.dynamo.traced_calls import Binding, arrange
 from anabranch.graph.graph import Graph
 from anabranch.graph.passes.collective_buckets import bucket_collectives, sink_waits
 from anabranch.graph.passes.duplicates import merge_duplicates

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.calls import Arguments, run_calls
 from anabranch.graph.dynamo.front import TracedCall
+from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import Lookup, SparseLookups, SparseRows

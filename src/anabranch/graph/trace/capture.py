@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from anabranch.autodiff.opaque import learn_forms
 from anabranch.errors import CaptureError
-from anabranch.graph.dynamo.calls import run_calls
 from anabranch.graph.dynamo.front import Front, TracedCall
+from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.graph import Graph, InputKind
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import Recorder, Source, free_name

@@ -1,9 +1,9 @@
 """A schedule: for each rank, the list of actions it runs in a step. Plain data: checked, drawn, saved and read back.
 
 ``orders.py`` makes the well-known ones; ``simulated_clock.py`` simulates one, to see that it ends. A schedule as made
-holds computing actions only. ``with_transfers`` adds the further actions of a given pipeline: sends and receives between
-neighbours and along skips, and the second forward of microbatches that keep no activations. A rank executes that list
-unchanged.
+holds computing actions only. ``with_transfers`` adds the further actions of a given pipeline: sends and receives
+between neighbours and along skips, and the second forward of microbatches that keep no activations. A rank executes
+that list unchanged.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from anabranch.launch import signals as signal_box
-from anabranch.launch.outcome import called
-from anabranch.launch.screen import Screen
-from anabranch.launch.signals import SignalBox
-from anabranch.launch.slow_starts import SlowStarts
-from anabranch.launch.worker import Recipe, Worker
+from anabranch.launch.output.screen import Screen
+from anabranch.launch.output.slow_starts import SlowStarts
+from anabranch.launch.supervision import signals as signal_box
+from anabranch.launch.supervision.outcome import called
+from anabranch.launch.supervision.signals import SignalBox
+from anabranch.launch.supervision.worker import Recipe, Worker
 
 __all__ = ["Patience", "Supervisor"]
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.launch import leash
-from anabranch.launch.budget import RestartBudget
-from anabranch.launch.forks import ForkServer
-from anabranch.launch.outcome import Exit, Role
+from anabranch.launch.forks.launcher_side import ForkServer
+from anabranch.launch.output.screen import Screen
 from anabranch.launch.program import Program
-from anabranch.launch.screen import Screen
-from anabranch.launch.signals import inherited_mask
+from anabranch.launch.supervision import leash
+from anabranch.launch.supervision.budget import RestartBudget
+from anabranch.launch.supervision.outcome import Exit, Role
+from anabranch.launch.supervision.signals import inherited_mask
 
 __all__ = ["Recipe", "Worker"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from anabranch.launch.worker import Worker
+from anabranch.launch.supervision.worker import Worker
 
 __all__ = ["SlowStarts"]
 

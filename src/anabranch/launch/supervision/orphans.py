@@ -20,7 +20,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from anabranch.launch.leash import prctl
+from anabranch.launch.supervision.leash import prctl
 
 __all__ = ["adopt_orphans", "kill_orphans"]
 

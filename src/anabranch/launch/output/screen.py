@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch import copier
+from anabranch.launch.output import copier
 
 __all__ = ["Screen"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from multiprocessing import current_process
 from pathlib import Path
 
-from anabranch.launch.channel import Message
-from anabranch.launch.leash import prctl
-from anabranch.launch.main_script import run_as_main
+from anabranch.launch.forks.main_script import run_as_main
+from anabranch.launch.forks.messages import Message
+from anabranch.launch.forks.thread_limits import limit_threads
+from anabranch.launch.forks.title import set_title
 from anabranch.launch.program import Program
-from anabranch.launch.thread_limits import limit_threads
-from anabranch.launch.title import set_title
+from anabranch.launch.supervision.leash import prctl
 
 __all__ = ["ForkedProcess", "ignored_signals", "umask"]
 

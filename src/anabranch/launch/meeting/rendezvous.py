@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from anabranch.launch.channel import receive, send
+from anabranch.launch.forks.messages import receive, send
 from anabranch.launch.program import Program
 
 __all__ = ["EXPERT_MARK", "PROGRAM", "Rendezvous", "expert_mark"]
 
-PROGRAM = Program("anabranch.launch.rendezvous_process", is_module=True)
+PROGRAM = Program("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
 
 EXPERT_MARK = "anabranch-expert"

@@ -12,8 +12,8 @@ import socket
 from contextlib import ExitStack, suppress
 
 from anabranch.experts import DirectoryServer
-from anabranch.launch.channel import Message, receive, send
-from anabranch.launch.store import host_store
+from anabranch.launch.forks.messages import Message, receive, send
+from anabranch.launch.meeting.store import host_store
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from anabranch.launch.outcome import Outcome
+from anabranch.launch.supervision.outcome import Outcome
 
 __all__ = ["run_attempts"]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from anabranch.launch.presses import TERMINAL, UNKNOWN, Presses
+from anabranch.launch.supervision.presses import TERMINAL, UNKNOWN, Presses
 
 __all__ = ["STOPPING", "SignalBox", "Stopped", "collect_signals", "hold_signals", "inherited_mask", "stand_still"]
 

@@ -14,16 +14,18 @@ from contextlib import suppress
 from types import TracebackType
 
 from anabranch.deadline import Deadline
-from anabranch.launch.channel import receive, send
-from anabranch.launch.forked_process import ForkedProcess, ignored_signals, umask
+from anabranch.launch.forks.forked_process import ForkedProcess, ignored_signals, umask
+from anabranch.launch.forks.messages import receive, send
+from anabranch.launch.forks.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
 from anabranch.launch.program import Program
-from anabranch.launch.signals import inherited_mask
-from anabranch.launch.title import ARGUMENTS_ROOM, ENVIRONMENT_ROOM
+from anabranch.launch.supervision.signals import inherited_mask
 
 __all__ = ["ForkServer", "ForkServerError", "close_kept_fork_server", "kept_fork_server"]
 
 # Without the current directory, which `-c` puts first.
-_CODE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.fork_server import main; main()"
+_CODE = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.forks.fork_server import main; main()"
+)
 _START_SECONDS = 120.0  # importing torch from a cold disk, beside other jobs
 _FORK_SECONDS = 60.0
 _END_SECONDS = 5.0

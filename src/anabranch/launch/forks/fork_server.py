@@ -10,7 +10,7 @@ looks before each fork. It opens nothing either: no socket but its channel, no p
 no generator. Between it and a role stands a process that ends at once, so that the kernel hands the role to the
 launcher, the nearest subreaper: the launcher signals it, sees its end and has its exit code as of any child.
 
-It ends when the launcher closes the channel, or dies. Started by ``forks.py``; ``forked_process.py`` is what a fork
+It ends when the launcher closes the channel, or dies. Started by ``launcher_side.py``; ``forked_process.py`` is what a fork
 becomes.
 """
 
@@ -24,10 +24,10 @@ import traceback
 from contextlib import suppress
 from importlib import import_module
 
-from anabranch.launch.channel import receive, send
-from anabranch.launch.forked_process import ForkedProcess
-from anabranch.launch.quick_exit import keep_shared_finalizers, keep_shared_libraries, keep_shared_modules
-from anabranch.launch.title import set_title
+from anabranch.launch.forks.forked_process import ForkedProcess
+from anabranch.launch.forks.messages import receive, send
+from anabranch.launch.forks.quick_exit import keep_shared_finalizers, keep_shared_libraries, keep_shared_modules
+from anabranch.launch.forks.title import set_title
 
 __all__ = ["main", "threads"]
 
@@ -41,7 +41,7 @@ _IMPORTED = (
     "anabranch.experts",
     "anabranch.executor",
     "anabranch.launch.roles",
-    "anabranch.launch.store",
+    "anabranch.launch.meeting.store",
     "anabranch.observe",
     "anabranch.parameter_server",
     "anabranch.pipeline",

@@ -1,0 +1,6 @@
+"""Watching the processes of a job until the last has ended, whatever fails and whoever presses Ctrl-C.
+
+Open ``supervisor.py`` first; ``worker.py`` is one process, ``outcome.py`` the end of a job in words.
+"""
+
+__all__: list[str] = []
