@@ -8,7 +8,8 @@
         ├── expert 0..N-1       SCRIPT, up to job.serve()
         └── parameters 0..S-1   anabranch serve parameters
 
-``meeting.addresses`` says where the services listen. All are plain processes where they cannot be forked, see ``conditions.py``.
+``meeting.addresses`` says where the services listen. All are plain processes where they cannot be forked, see
+``conditions.py``.
 """
 
 from __future__ import annotations

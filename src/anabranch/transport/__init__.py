@@ -2,9 +2,10 @@
 
 Neither a message bus nor a scheduler: it knows no experts or tables, only verbs for which a server is given handlers.
 Open ``client.py`` and ``server.py`` first, they draw the life of a request. ``drivers.py`` says on which thread a
-request is read, ``frame.py`` how it is laid out in bytes, ``once.py`` why a retry does no harm, ``certificates.py`` which peers
-may connect, ``heap.py`` how a service gives memory back to the system; ``streams.py`` is the seam at which sockets are
-replaced. ``beats.py`` stands apart: it tells whether the ranks of a ``torch.distributed`` job are still alive.
+request is read, ``frame.py`` how it is laid out in bytes, ``once.py`` why a retry does no harm, ``certificates.py``
+which peers may connect, ``heap.py`` how a service gives memory back to the system; ``streams.py`` is the seam at which
+sockets are replaced. ``beats.py`` stands apart: it tells whether the ranks of a ``torch.distributed`` job are still
+alive.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ looks before each fork. It opens nothing either: no socket but its channel, no p
 no generator. Between it and a role stands a process that ends at once, so that the kernel hands the role to the
 launcher, the nearest subreaper: the launcher signals it, sees its end and has its exit code as of any child.
 
-It ends when the launcher closes the channel, or dies. Started by ``launcher_side.py``; ``forked_process.py`` is what a fork
-becomes.
+It ends when the launcher closes the channel, or dies. Started by ``launcher_side.py``; ``forked_process.py`` is what a
+fork becomes.
 """
 
 from __future__ import annotations
