@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import types
-from collections import ChainMap, OrderedDict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +78,8 @@ def cases() -> dict[str, Case]:
     missed: dict[str, float] = {}
     layers = nn.ModuleDict({"other": nn.Identity()})
     lacking = Base()
+    filled: dict[str, int] = {}
+    defaults = defaultdict[str, float](float)
 
     def imported() -> float:
         import settings_of_a_run  # type: ignore[import-not-found]
@@ -169,6 +171,16 @@ def cases() -> dict[str, Case]:
         "module": (imported, lambda patch: patch.setitem(sys.modules, "settings_of_a_run", of_module(2.0)), "graph"),
         "order": (lambda: next(iter(ordered.values())), lambda patch: ordered.move_to_end("a"), "graph"),
         "metaclass": (lambda: Settings.number, lambda patch: patch.setattr(Meta, "number", 2.0), "graph"),
+        "truth of a dict": (
+            lambda: 2.0 if bool(filled) is True else 1.0,
+            lambda patch: filled.update(a=1),
+            "graph",
+        ),
+        "truth of a defaultdict": (
+            lambda: 2.0 if not defaults else 1.0,
+            lambda patch: defaults.__setitem__("a", 1.0),
+            "graph",
+        ),
         "sign of zero": (
             lambda: 2.0 + math.copysign(1.0, signed.number),
             lambda patch: setattr(signed, "number", -0.0),

@@ -17,13 +17,21 @@ from torch._ops import OpOverload
 
 from anabranch.graph.crossings import crossing_of
 
-__all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_wait"]
+__all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_wait", "mark_unused_calls"]
 
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
 # Views not declared in their schemas, and waits, which return the same tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
-_UNPREDICTABLE = ("aten::_assert", "aten::record_stream", "profiler::")
+_UNPREDICTABLE = ("aten::_assert", "aten::_linalg_check_errors", "aten::record_stream", "profiler::")
+_RAISING = {
+    *("index", "index_select", "gather", "take", "embedding", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "put"),
+    *("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "_ctc_loss", "binary_cross_entropy"),
+    *("div", "floor_divide", "remainder", "fmod", "linalg_eig", "_linalg_eigh", "_linalg_svd", "cholesky", "histc"),
+    *("cholesky_inverse", "cholesky_solve", "max_unpool2d", "max_unpool3d", "repeat_interleave", "bincount"),
+}
+"""Operators whose errors depend on values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,21 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
             yield from _nodes_in(item)
 
 
+def mark_unused_calls(graph: fx.Graph) -> None:
+    """Keeps calls whose results nobody uses for the errors that they raise on some values."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node in used or not _is_pure(node.target):
+            used.update(node.all_input_nodes)
+        elif isinstance(node.target, OpOverload):
+            node.meta["may_raise"] = node.target._schema.name.removeprefix("aten::") in _RAISING
+
+
+def _is_pure(target: object) -> bool:
+    """True for a call that does nothing but to give its result."""
+    return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
+
+
 class Effects:
     """The facts of one graph, found in one walk: each node's memory, its writers, and the nodes that must stay.
 
@@ -144,6 +167,8 @@ class Effects:
 
     def must_stay(self, node: fx.Node) -> bool:
         """True if dropping the node would be noticed even if its result is unused."""
+        if node.meta.get("may_raise"):
+            return True
         if node.op in ("placeholder", "output") or is_random(node) or crossing_of(node) is not None:
             return True
         if not isinstance(node.target, OpOverload):

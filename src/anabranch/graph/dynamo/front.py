@@ -38,10 +38,10 @@ from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Boundary, Crossed, traced_by
 from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
+from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.caught_lookups import caught_lookups
 from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.refusals import refusal_of
-from anabranch.graph.dynamo.signed_zeros import guard_signs
 from anabranch.graph.dynamo.silence import silent
 from anabranch.graph.dynamo.slowness import told_if_slow
 from anabranch.graph.dynamo.unseen import REGISTERED, Unseen
@@ -545,7 +545,11 @@ class _Backend:
     def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
         """Notes guards that compare a value with itself; keeps all guards."""
         front = self._front()
+        measured = {entry.name for entry in entries if _MEASURING & {entry.guard_type, *entry.derived_guard_types}}
         for entry in entries:
+            kind_alone = entry.guard_type == "TYPE_MATCH" and entry.name not in measured
+            if kind_alone and isinstance(entry.value, dict) and not _is_of_a_module(str(entry.name), front):
+                guard_emptiness(entry.orig_guard, entry.value)
             compares = entry.guard_type in _COMPARING or any(kind in _COMPARING for kind in entry.derived_guard_types)
             if front is not None and entry.has_value:
                 front.unseen.examine_value(str(entry.name), entry.value)
@@ -561,6 +565,14 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
     return self._last_lr
 
 
+def _is_of_a_module(name: str, front: Front | None) -> bool:
+    """True for dicts that every module has, and whose truth nobody asks for but code that names them."""
+    last = name.rpartition(".")[2]
+    return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))
+
+
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+_MEASURING = {"SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"}
 _COMPARING = ("EQUALS_MATCH", "CONSTANT_MATCH")
 _UNCHANGING = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, slice, enum.Enum, torch.dtype,

@@ -173,6 +173,10 @@ class Unseen:
         if self._reads_dicts and not isinstance(value, (type, ModuleType)):
             self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
 
+    def names(self, attribute: str) -> bool:
+        """True if the traced code of the user's names ``attribute``."""
+        return attribute in self._names
+
     def examine_value(self, name: str, value: object) -> None:
         """Records a value that a guard reads; one that cannot be watched is noted in ``refused``."""
         kind = type(value)

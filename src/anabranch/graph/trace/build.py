@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from anabranch.graph.effects import mark_unused_calls
 from anabranch.graph.graph import Graph, Input, InputKind
 from anabranch.graph.passes.dead_nodes import drop_dead_nodes, drop_handles
 from anabranch.graph.trace.make_fx import Interceptor, Source, constants, trace
@@ -38,6 +39,7 @@ def build(
         placeholders.append(lifted)
         inputs.append(Input(f"constant.{index}", "constant", tensor))
     _drop_profiling(graph)
+    mark_unused_calls(graph)
     output = graph.output_node()
     output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
     return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))

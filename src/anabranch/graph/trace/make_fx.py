@@ -27,6 +27,7 @@ from types import FrameType
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -246,12 +247,21 @@ class _Faithful(TorchFunctionMode):
             result = interceptor(func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        if func is F.one_hot:
+            _check_classes(*args, **kwargs)  # type: ignore[arg-type]
         self._recorder.stops_gradients = func in _STOPS
         self._recorder.casts = torch._C._is_any_autocast_enabled()
         try:
             return func(*args, **kwargs)
         finally:
             self._recorder.stops_gradients = False
+
+
+def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
+    """Writes the check into the graph that PyTorch makes of tensors with values alone."""
+    if num_classes > 0:
+        fits = ((tensor >= 0) & (tensor < num_classes)).all()
+        torch._assert_async(fits, "Class values must be non-negative and smaller than num_classes.")
 
 
 class _Crossings:

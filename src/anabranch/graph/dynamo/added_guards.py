@@ -1,13 +1,17 @@
-"""Guards that tell 0.0 from -0.0: Dynamo compares numbers by ``==``, which treats the two as equal."""
+"""Guards that Dynamo leaves out.
+
+It compares numbers by ``==``, which treats 0.0 and -0.0 as equal; and where only the truth of a dict is asked for, it
+looks at its type alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["guard_signs"]
+__all__ = ["guard_emptiness", "guard_signs"]
 
 
 def guard_signs(guard: Any, value: object) -> None:
@@ -20,6 +24,17 @@ def guard_signs(guard: Any, value: object) -> None:
     signs = list(_signs(value))
     if signs:
         guard.create_fn = partial(_with_signs, guard.create_fn, signs)
+
+
+def guard_emptiness(guard: Any, value: Mapping[Any, Any]) -> None:
+    """Adds to one of Dynamo's guards on a dict that it stays empty, or stays filled."""
+    guard.create_fn = partial(_with_emptiness, guard.create_fn, len(value) == 0)
+
+
+def _with_emptiness(create: Callable[[Any, Any], None], empty: bool, builder: Any, guard: Any) -> None:
+    create(builder, guard)
+    said = [f"{guard.name} is {'empty' if empty else 'not empty'}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda now: (len(now) == 0) is empty, said, guard.user_stack)
 
 
 def _with_signs(create: Callable[[Any, Any], None], signs: list[float], builder: Any, guard: Any) -> None:
