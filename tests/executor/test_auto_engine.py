@@ -497,3 +497,25 @@ def test_workers_take_a_graph_together_send_during_backward_and_may_talk_by_them
         assert log.count("bucket.launched") == 3
         assert all(same for _, same in found["collectives"].values()), found
         assert found["collectives"]["plainly"][0] == "tape"
+
+
+def test_gradients_of_parameters_in_no_optimizer_are_left_by_the_graph_too() -> None:
+    """A layer that the user moves by hand stood still once its step ran as a graph."""
+
+    def run(engine: Any) -> tuple[list[Tensor], str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model[2].parameters(), lr=0.1))
+        with ab.Executor(step, engine=engine, capture_after=1) as executor:
+            for _ in range(5):
+                executor.run(batch=torch.randn(4, 3))
+                with torch.no_grad():
+                    for parameter in model[0].parameters():
+                        if parameter.grad is not None:
+                            parameter -= 0.1 * parameter.grad
+                        parameter.grad = None
+            return list(model.parameters()), executor.engine()
+
+    (theirs, _), (ours, engine) = run("tape"), run("auto")
+    assert engine == "graph"
+    assert all(map(torch.equal, theirs, ours))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +414,59 @@ def test_layers_that_were_put_into_eval_mode_stay_in_it_and_a_model_in_eval_mode
         model.eval()
         executor.run(batch=torch.ones(2, 4))
         assert (model.training, model[1].training) == (True, True)
+
+
+class Encoding(UserDict[str, Tensor]):
+    """A batch as tokenizers make them."""
+
+
+@pytest.mark.parametrize("make", [Encoding, lambda **tensors: {"inside": Encoding(tensors)}])
+def test_rows_are_found_in_mappings_of_other_types(make: Any) -> None:
+    model = nn.Linear(3, 1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch.get("inside", batch)["x"]).square().mean()  # type: ignore[no-any-return]
+
+    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1)), engine="tape") as executor:
+        executor.run(batch=make(x=torch.ones(4, 3), y=torch.ones(4)))
+        with pytest.raises(ValueError, match="disagree in rows.*x \\(4, 3\\).*y \\(5,\\)"):
+            executor.run(batch=make(x=torch.ones(4, 3), y=torch.ones(5)))
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_a_run_goes_on_after_an_interrupt_at_any_line(engine: Any) -> None:
+    """Ctrl-C in a notebook left the session open, or gradients switched off, for good."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine=engine) as executor:
+        executor.run(batch=torch.randn(2, 3))
+        executor.run(batch=torch.randn(2, 3))
+        lines = 1
+        while True:
+            left = lines
+
+            def interrupt(frame: Any, event: str, argument: object) -> Any:
+                nonlocal left
+                if "anabranch" not in frame.f_code.co_filename and "grad_mode" not in frame.f_code.co_filename:
+                    return None
+                left -= event == "line"
+                if left == 0:
+                    raise KeyboardInterrupt
+                return interrupt
+
+            sys.settrace(interrupt)
+            try:
+                executor.run(batch=torch.randn(2, 3))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            if left > 0:
+                break
+            lines += 7
+            assert torch.is_grad_enabled()
+            before = model.weight.detach().clone()
+            executor.run(batch=torch.randn(2, 3))
+            assert not torch.equal(model.weight, before)
+    assert lines > 50

@@ -181,7 +181,6 @@ class GradManager:
         """Ends the session without a backward; nothing happens if there is none."""
         if not self._recording:
             return
-        self._recording = False
         self.tokens.clear()
         sessions.end(self)
         for reference in self._borrowed:
@@ -189,6 +188,7 @@ class GradManager:
             if tensor is not None and tensor.is_leaf:
                 tensor.requires_grad_(False)
         self._borrowed.clear()
+        self._recording = False  # last: after an interrupt in the lines above, all of them can be done again
 
     def backward(
         self, y: Tensor | Sequence[Tensor] | None = None, dy: Tensor | Sequence[Tensor | None] | None = None
@@ -268,7 +268,13 @@ class GradManager:
         return results
 
     def __enter__(self) -> Self:
-        self.record()
+        may_release = not self._recording
+        try:
+            self.record()
+        except BaseException:  # an interrupt too: ``__exit__`` is not called
+            if may_release:
+                self.release()
+            raise
         return self
 
     def __exit__(

@@ -304,12 +304,16 @@ class Executor:
         wanted = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
         if self._remote is not None:
             self._remote.check_fetch(wanted.names or (), step.model)
-        began = time.monotonic()
+        began, differentiates = time.monotonic(), torch.is_grad_enabled()
         try:
             if isinstance(step, TrainStep):
                 values = self._train(name, step, batch, wanted)
             else:
                 values = self._evaluate(name, step, batch, wanted)
+        except BaseException:
+            # Ctrl-C may come after a context switched gradients off, and before the block that switches them on again.
+            torch.set_grad_enabled(differentiates)
+            raise
         finally:
             self._run_seconds += time.monotonic() - began
         self._runs[name] += 1

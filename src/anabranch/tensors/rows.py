@@ -6,14 +6,14 @@ has no such weight and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.tensors.structures import Structure, flatten, paths, unflatten
+from anabranch.tensors.structures import Structure, flatten, map_structure, paths, unflatten
 
 __all__ = ["as_tensors", "count_rows"]
 
@@ -87,6 +87,9 @@ def count_rows(batch: Structure) -> int:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
     leaves: Sequence[object] = _tensors_of(batch) or flatten(batch)[0]
+    if any(isinstance(leaf, Mapping) for leaf in leaves):
+        batch = map_structure(_opened, batch)
+        leaves = flatten(batch)[0]
     rows = -1
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -96,6 +99,11 @@ def count_rows(batch: Structure) -> int:
     if rows < 0:
         raise ValueError("the batch holds no tensor with rows (dim 0); give TrainStep rows=callable(batch) -> weight")
     return rows
+
+
+def _opened(leaf: object) -> object:
+    """A mapping of a type that is none of ``flatten``'s, such as a tokenizer's, as a dict."""
+    return map_structure(_opened, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
 
 def _disagreement(batch: Structure, leaves: Sequence[object]) -> str:

@@ -49,6 +49,7 @@ class TapeEngine:
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called in between."""
+        self._manager.release()  # if an interrupt kept the run before from doing so
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
@@ -80,6 +81,7 @@ class TapeEngine:
         between: Callable[[Tensor, Mapping[str, Tensor]], None] = lambda loss, returned: None,
     ) -> StepOutput:
         """Forward, backward, clipping and the optimizers' step; ``between`` is called once the gradients are there."""
+        self._alone.release()  # if an interrupt kept the run before from doing so
         with self._alone:
             loss, returned = self._forward(batch, fetch)
             self._alone.backward(loss)

@@ -99,7 +99,7 @@ class Joint:
 
     def _wanted(self) -> list[str]:
         step, asked = self._step, {name.removesuffix(".grad") for name in self.key.gradients}
-        every = not self.key.whole or step.between is not None
+        every = not self.key.whole or step.between is not None or step.leaves_gradients
         named = step.parameters.items()
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
 

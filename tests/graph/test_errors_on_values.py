@@ -1,0 +1,60 @@
+"""Operators that raise on some values raise in a graph as in the plain loop, and no parameter moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anabranch as ab
+
+TABLE = torch.arange(10.0).view(5, 2)
+RIGHT, SINGULAR, IDS, OUTSIDE = torch.eye(3), torch.zeros(3, 3), torch.tensor([1, 2, 0]), torch.tensor([1, 7, 0])
+
+
+def unused(value: object) -> float:
+    return 0.0
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor | float], Tensor, Tensor]] = {
+    "cholesky": (lambda scale, a: torch.linalg.cholesky(a * scale).sum(), RIGHT, -RIGHT),
+    "inv": (lambda scale, a: torch.linalg.inv(a * scale).sum(), RIGHT, SINGULAR),
+    "solve": (lambda scale, a: torch.linalg.solve(a * scale, RIGHT).sum(), RIGHT, SINGULAR),
+    "unused inv": (lambda scale, a: unused(torch.linalg.inv(a)), RIGHT, SINGULAR),
+    "one_hot": (lambda scale, ids: F.one_hot(ids, 5).sum() * scale, IDS, OUTSIDE),
+    "unused lookup": (lambda scale, ids: unused(F.embedding(ids, TABLE).exp()), IDS, OUTSIDE),
+    "unused selection": (lambda scale, ids: unused(TABLE.index_select(0, ids)), IDS, OUTSIDE),
+    "unused loss": (lambda scale, ids: unused(F.cross_entropy(TABLE[:3].repeat(1, 2), ids)), IDS, OUTSIDE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
+    term, right, wrong = CASES[name]
+
+    def run(engine: Any) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+
+        def loss(model: Any, batch: Any) -> Any:
+            return model(batch[0]).square().mean() + term(model.bias[0].exp(), batch[1])
+
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
+        weights, raised = [], []
+        with ab.Executor(step, engine=engine) as executor:
+            for index in range(4):
+                try:
+                    executor.run(batch=(torch.ones(3, 3), wrong if index == 2 else right))
+                except (RuntimeError, IndexError):
+                    raised.append(index)
+                weights.append(model.weight.detach().clone())
+            assert executor.engine() == engine
+        return weights, raised
+
+    (theirs, expected), (ours, found) = run("tape"), run("graph")
+    assert found == expected == [2]
+    assert all(map(torch.equal, theirs, ours))
