@@ -55,7 +55,7 @@ def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 # The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing.
-FORKS = "launch/fork_server.py"
+FORKS = "launch/forks/fork_server.py"
 
 # The one file that sets hooks on a user's tensors and modules.
 HOOKS = "autodiff/hooks.py"
@@ -71,7 +71,7 @@ def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 # Files that ask for the date: of a certificate, of a checkpoint, and of an end that is compared with a log file's.
-DATES = {"transport/keys.py", "checkpoint/writing.py", "launch/worker.py"}
+DATES = {"transport/certificates.py", "checkpoint/writing.py", "launch/supervision/worker.py"}
 
 
 def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:

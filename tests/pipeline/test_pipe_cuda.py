@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pipeline_models import assert_same_gradients, close, reference, skipping_model
 
 from anabranch import Pipe
-from anabranch.pipeline.stage.device_copies import brought
+from anabranch.pipeline.stage.device_transfers import brought
 
 pytestmark = [
     pytest.mark.cuda,

@@ -1,3 +1,3 @@
-"""How members of a job find one another: a rendezvous store, a directory, and the addresses of services."""
+"""The place where members of a job find one another: a store, a directory, and the addresses of services."""
 
 __all__: list[str] = []

@@ -1,3 +1,3 @@
-"""What processes print: rank 0 live on the screen, everything in logs."""
+"""Output of a job: rank 0 live on the screen, everything in logs."""
 
 __all__: list[str] = []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from anabranch.pipeline.stage.device_copies import brought
+from anabranch.pipeline.stage.device_transfers import brought
 from anabranch.tensors import Structure, flatten, unflatten
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from anabranch.pipeline.links.thread_modes import Ambient
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
-from anabranch.pipeline.stage.device_copies import brought
+from anabranch.pipeline.stage.device_transfers import brought
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
