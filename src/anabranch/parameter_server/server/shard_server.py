@@ -292,15 +292,13 @@ class ParameterServer:
         if not standing.shards or (standing.shard, standing.shards) == self._place:
             return
         shard, shards = self._place
-        order = "in the order of their shards"
-        if standing.shards == shards:
-            cure = f"name the endpoints {order}"
-        elif standing.shards < shards:
-            cure = f"the client names {standing.shards} of {shards} endpoints: name all, {order}"
-        else:
+        cure = "name the endpoints in the order of their shards"
+        if standing.shards < shards:
+            cure = f"the client names {standing.shards} of {shards} endpoints: name all, in the order of their shards"
+        elif standing.shards > shards:
             cure = (
                 f"the client names {standing.shards} endpoints: start each server with its --shard and --shards "
-                f"{standing.shards}, or name {shards}, {order}"
+                f"{standing.shards}, or name {shards}"
             )
         raise SchemaError(f"endpoint {standing.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
