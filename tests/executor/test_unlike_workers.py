@@ -150,6 +150,11 @@ def sgd(model: Model, **settings: Any) -> Optimizer:
     return SGD(model.parameters(), **{"lr": 0.1, **settings})
 
 
+def with_a_frozen_head(model: Model, **settings: Any) -> Optimizer:
+    model.head.requires_grad_(False)
+    return sgd(model, **settings)
+
+
 def adam(model: Model, **settings: Any) -> Optimizer:
     return Adam(model.parameters(), **{"lr": 0.1, **settings})
 
@@ -228,6 +233,7 @@ def test_optimizers_that_move_parameters_alike_are_not_refused(first: Make, seco
 def test_only_optimizers_of_what_is_all_reduced_are_compared() -> None:
     """Servers take each worker's numbers with its pushes: under asp workers may have rates of their own."""
     compare(sgd, partial(sgd, lr=0.5), "PS")
+    compare(with_a_frozen_head, partial(with_a_frozen_head, lr=0.5), "PS")  # what is frozen is here, and is not moved
     rates = [lambda m, lr=lr: [SGD(m.head.parameters(), lr=0.1), SGD(m.table.parameters(), lr=lr)] for lr in (0.1, 0.5)]
     compare(*rates, mode="Hybrid")
     with pytest.raises(ValueError, match="group of table.weight: lr"):
