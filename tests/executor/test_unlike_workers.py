@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import anabranch as ab
+from anabranch.collectives import Workers
+from anabranch.executor.likeness import check_alike
+from anabranch.executor.routes import CommMode, plan_routes
+from anabranch.executor.steps import Step, distinct_models
 from anabranch.testing import LocalJob
 
 HEAD = """
@@ -57,6 +73,171 @@ def test_another_model_on_another_worker_is_refused_on_all_of_them() -> None:
         assert found is not None
         assert "weight (2, 3)" in str(found["error"])
         assert "weight (3, 3)" in str(found["error"])
+
+
+OPTIMIZERS = (
+    HEAD
+    + """
+made = {
+    "rates": lambda p: torch.optim.SGD(p, lr=0.1 + 0.4 * rank),
+    "classes": lambda p: (torch.optim.Adam if rank else torch.optim.SGD)(p, lr=0.1),
+    "same": lambda p: torch.optim.SGD(p, lr=0.1, foreach=bool(rank)),
+}
+said = {}
+for mode in ("AllReduce", "Hybrid"):
+    for name, make in made.items():
+        model = nn.Linear(3, 2)
+        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), make(model.parameters()))
+        try:
+            with ab.Executor(step, comm_mode=mode, engine="tape", timeout=50) as running:
+                running.run(batch=torch.ones(2, 3))
+                said[f"{mode} {name}"] = "trained"
+        except ValueError as error:
+            said[f"{mode} {name}"] = str(error)
+print(json.dumps(said))
+"""
+)
+
+
+def test_another_optimizer_on_another_worker_is_refused_on_all_of_them() -> None:
+    """The workers trained on with parameters of their own, and nobody was told."""
+    for found in LocalJob(2).run_source(OPTIMIZERS).check().results:
+        assert found is not None
+        for mode in ("AllReduce", "Hybrid"):
+            assert "the optimizers of rank 0 and rank 1 of the group differ" in str(found[f"{mode} rates"])
+            assert "group of bias: lr=0.1' and 'default: optimizer 0, group of bias: lr=0.5'" in str(
+                found[f"{mode} rates"]
+            )
+            assert "torch.optim.sgd.SGD' and 'default: optimizer 0 is torch.optim.adam.Adam'" in str(
+                found[f"{mode} classes"]
+            )
+            assert found[f"{mode} same"] == "trained"
+
+
+class OneAfterAnother:
+    """Stands in for the workers of one job that describe themselves one by one, in this process."""
+
+    def __init__(self) -> None:
+        self.everyone: list[bytes] = []
+
+    def all_gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
+        self.everyone.append(data)
+        return self.everyone
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.head(self.table(ids)))
+
+
+Make = Callable[[Model], Optimizer | list[Optimizer]]
+
+
+def compare(first: Make, second: Make, mode: CommMode = "AllReduce") -> None:
+    workers = cast(Workers, OneAfterAnother())
+    for make in (first, second):
+        model = Model()
+        steps: dict[str, Step] = {"train": ab.TrainStep(model, lambda m, b: m(b).mean(), make(model))}
+        check_alike(workers, steps, plan_routes(steps, distinct_models(steps), mode, None))
+
+
+def sgd(model: Model, **settings: Any) -> Optimizer:
+    return SGD(model.parameters(), **{"lr": 0.1, **settings})
+
+
+def with_a_frozen_head(model: Model, **settings: Any) -> Optimizer:
+    model.head.requires_grad_(False)
+    return sgd(model, **settings)
+
+
+def adam(model: Model, **settings: Any) -> Optimizer:
+    return Adam(model.parameters(), **{"lr": 0.1, **settings})
+
+
+def in_groups(model: Model, *, head: dict[str, Any] | None = None, turned: bool = False, cut: int = 2) -> Optimizer:
+    held = [model.head.weight, model.head.bias, model.table.weight]
+    groups: list[dict[str, Any]] = [{"params": held[:cut], **(head or {})}, {"params": held[cut:]}]
+    return SGD([{**g, "params": g["params"][::-1]} for g in groups[::-1]] if turned else groups, lr=0.1)
+
+
+def with_extra(value: object) -> Make:
+    def make(model: Model) -> Optimizer:
+        optimizer = sgd(model)
+        optimizer.param_groups[0]["extra"] = value
+        return optimizer
+
+    return make
+
+
+def scheduled(model: Model) -> Optimizer:
+    optimizer = sgd(model)
+    StepLR(optimizer, 1)
+    return optimizer
+
+
+def apart(model: Model) -> list[Optimizer]:
+    return [SGD(model.head.parameters(), lr=0.1), Adam(model.table.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (sgd, adam, "optimizer 0 is torch.optim.sgd.SGD"),
+        (sgd, partial(sgd, lr=torch.tensor(0.5)), "lr=0.1' and .*lr=0.5"),
+        (sgd, partial(sgd, momentum=0.9), "momentum=0.0' and .*momentum=0.9"),
+        (sgd, partial(sgd, weight_decay=0.1), "weight_decay"),
+        (sgd, partial(sgd, nesterov=True, momentum=0.9), "momentum"),
+        (sgd, partial(sgd, maximize=True), "maximize=False' and .*maximize=True"),
+        (adam, partial(adam, betas=(0.9, 0.9)), r"betas=\(0.9, 0.999\)' and .*betas=\(0.9, 0.9\)"),
+        (sgd, in_groups, "parameters=3' and .*parameters=2"),
+        (in_groups, partial(in_groups, head={"lr": 0.2}), "group of head.bias: lr=0.1' and .*lr=0.2"),
+        (in_groups, partial(in_groups, cut=1), "group of head.bias: "),
+        (sgd, lambda m: SGD(m.head.parameters(), lr=0.1), "parameters=3' and .*parameters=2"),
+        (apart, lambda m: apart(m)[::-1], "optimizer 0 is"),
+        (with_extra("cosine"), with_extra("linear"), "'cosine"),
+        (with_extra(None), with_extra(1), "extra=None"),
+        (with_extra(len), with_extra(1), "builtin_function"),
+        (sgd, scheduled, "initial_lr"),
+    ],
+)  # fmt: skip
+def test_optimizers_that_would_train_apart_are_refused(first: Make, second: Make, said: str) -> None:
+    with pytest.raises(ValueError, match=f"the optimizers of rank 0 and rank 1 .*{said}.* make the same optimizers"):
+        compare(first, second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (sgd, sgd),
+        (apart, apart),
+        (sgd, partial(sgd, foreach=True)),
+        (adam, partial(adam, fused=True)),
+        (scheduled, scheduled),
+        (partial(sgd, weight_decay=0), partial(sgd, weight_decay=np.float64(0.0))),
+        (partial(sgd, lr=0.5), partial(sgd, lr=torch.tensor(0.5))),
+        (in_groups, partial(in_groups, turned=True)),  # groups that were made from a set
+        (with_extra(lambda: 1), with_extra(lambda: 2)),
+        (with_extra([0.1, "a"]), with_extra((0.1, "a"))),
+        (with_extra(torch.zeros(100)), with_extra(torch.ones(100))),  # memory of its own, no setting
+    ],
+)
+def test_optimizers_that_move_parameters_alike_are_not_refused(first: Make, second: Make) -> None:
+    compare(first, second)
+
+
+def test_only_optimizers_of_what_is_all_reduced_are_compared() -> None:
+    """Servers take each worker's numbers with its pushes: under asp workers may have rates of their own."""
+    compare(sgd, partial(sgd, lr=0.5), "PS")
+    compare(with_a_frozen_head, partial(with_a_frozen_head, lr=0.5), "PS")  # what is frozen is here, and is not moved
+    rates = [lambda m, lr=lr: [SGD(m.head.parameters(), lr=0.1), SGD(m.table.parameters(), lr=lr)] for lr in (0.1, 0.5)]
+    compare(*rates, mode="Hybrid")
+    with pytest.raises(ValueError, match="group of table.weight: lr"):
+        compare(*rates)
 
 
 STRANGER = (

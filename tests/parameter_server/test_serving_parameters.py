@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anabranch.errors import BoundaryError
-from anabranch.parameter_server import ParameterClient
+from anabranch.parameter_server import ParameterClient, ParameterServer
 from programs import Program, Programs
 from waiting import join, wait_until
 
@@ -69,3 +69,14 @@ def test_a_shard_that_cannot_be_served_says_why(arguments: tuple[str, ...], prog
     done = programs.run(SERVE, "serve", "parameters", *arguments)
     assert done.returncode == 2
     assert arguments[0] in done.stderr
+
+
+def test_a_directory_of_another_number_of_shards_is_refused_in_a_line(tmp_path: Path, programs: Programs) -> None:
+    kept = ("--durability", "log", "--checkpoint-dir", str(tmp_path))
+    server = ParameterServer(durability="log", checkpoint_dir=tmp_path)
+    with server, ParameterClient([server.endpoint]) as client:
+        client.init("bias", (1,))
+    done = programs.run(SERVE, "serve", "parameters", "--shards", "2", *kept)
+    assert done.returncode == 1
+    assert "holds the state of another number of shards (shard-0-of-1)" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from numbers import Integral
 from types import TracebackType
 from typing import Literal, Self, cast
@@ -28,6 +27,7 @@ from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.evaluator import Evaluator
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.likeness import check_alike
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.upcoming import UpcomingIds
 from anabranch.executor.pipe_runner import PipelineGrid, check_pipes, evaluated, runner_for, seed_pipes
@@ -100,8 +100,8 @@ class Executor:
             are right, whatever the clock says; ``None`` lets the clock decide.
 
     Raises:
-        ValueError, TypeError: an argument that is none of the above, models that differ between the workers, or what
-            servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
+        ValueError, TypeError: an argument that is none of the above, models or optimizers that differ between the
+            workers, or what servers cannot do: an optimizer, a dtype, ``max_norm``; names it and what would do.
         PeerLost, DeadlineExceeded: the other workers did not come.
     """
 
@@ -247,7 +247,7 @@ class Executor:
     def _share_parameters(self) -> None:
         if self._workers is None or self._workers.size == 1:
             return
-        _check_alike(self._workers, self._steps)
+        check_alike(self._workers, self._steps, self._routes)
         by_row = {route.tensor for route in self._routes.at(Place.ROWS)}
         unique = dict.fromkeys(p for step in self._steps.values() for p in step.model.parameters() if p not in by_row)
         with torch.no_grad():
@@ -531,23 +531,6 @@ def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_
         # Inductor's kernels round differently: there is nothing to compare bit for bit.
         return GraphEngine(step, compile=True, name=name) if compile else CheckedGraph(step, name=name)
     return AutoEngine(step, compile=compile, capture_after=capture_after, name=name)
-
-
-def _check_alike(workers: Workers, steps: Mapping[str, Step]) -> None:
-    """Raises ``ValueError`` on every worker if one's parameters are not the others': sums of unlike buckets crash."""
-    described = "\n".join(
-        f"{step_name}: {name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
-        for step_name, step in steps.items()
-        for name, parameter in step.model.named_parameters()
-    )
-    everyone = [text.decode().split("\n") for text in workers.all_gather_bytes(described.encode(), operation="meet")]
-    for rank, lines in enumerate(everyone):
-        for here, there in zip_longest(everyone[0], lines, fillvalue="nothing"):
-            if here != there:
-                raise ValueError(
-                    f"the models of rank 0 and rank {rank} of the group differ: {here!r} and {there!r}; every worker "
-                    "makes the same steps and models and freezes the same parameters"
-                )
 
 
 def _device_of(model: nn.Module) -> torch.device:

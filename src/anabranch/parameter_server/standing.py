@@ -1,7 +1,7 @@
-"""``Standing``: the pushes that a client believes a shard to hold; it is sent with every request.
+"""``Standing``: the shard that a client takes a server for, and the pushes it believes it to hold, in every request.
 
-The shard compares: if it holds fewer, it came back without changes that it had acknowledged, and the request is refused
-with ``RolledBack`` before it is done.
+The shard compares. A server that is another shard refuses the request, so that endpoints in the wrong order divide no
+table. One that holds fewer pushes came back without changes that it had acknowledged, and refuses with ``RolledBack``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Ledger", "Standing"]
 
-_FORM = struct.Struct("<16sQQ")
+_FORM = struct.Struct("<16sQQII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,19 @@ class Standing:
         epoch: the client's.
         pushes: the highest place in any answer.
         life: the shard's, for clients that must learn of any loss; else 0.
+        shard, shards: the place of the server's endpoint in the client's list, and the length of the list; 0 shards
+            for a client that does not say.
     """
 
     epoch: bytes
     pushes: int = 0
     life: int = 0
+    shard: int = 0
+    shards: int = 0
 
     def encode(self) -> bytes:
-        """The standing as 32 bytes."""
-        return _FORM.pack(self.epoch, self.pushes, self.life)
+        """The standing as 40 bytes."""
+        return _FORM.pack(self.epoch, self.pushes, self.life, self.shard, self.shards)
 
     @classmethod
     def decode(cls, memory: bytes) -> Standing | None:

@@ -145,7 +145,7 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     sequence: _Size = 0
     settled: _Size = 0
     seconds: _Seconds = 0.0
-    schema: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    schema: Annotated[bytes, msgspec.Meta(max_length=40)] = b""
     payload: bytes = b""
     tensors: _Tensors = ()
 

@@ -156,7 +156,8 @@ class ParameterClient:
         made: the tables that this client has made or found, and their optimizers.
 
     Every call raises a kind of ``BoundaryError`` where a shard does not answer, ``NotFound`` for an unknown name or
-    id, ``SchemaError`` for shapes and dtypes that do not fit, ``NonFinite`` for NaN or Inf.
+    id, ``SchemaError`` for shapes and dtypes that do not fit and for an endpoint of another shard, ``NonFinite`` for
+    NaN or Inf.
 
     Source: the push and pull of Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), and
     the fused forms of HET (Miao et al., 2022).
@@ -801,7 +802,7 @@ class ParameterClient:
         numbered = verb in ("init", "join", "push", "restore", "drop", "release") if once is None else once
         endpoint = self._endpoints[shard]
         ledger = self._ledgers[endpoint]
-        standing = Standing(self._client.epoch, ledger.newest, ledger.life).encode()
+        standing = Standing(self._client.epoch, ledger.newest, ledger.life, shard, self.shards).encode()
         return Request(
             endpoint, verb, tensors=tensors, payload=payload, schema=standing, once=numbered, step=step,
             role="parameters",
@@ -914,6 +915,9 @@ def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
             raise TypeError(f"an endpoint is a text such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
     if given and not endpoints:
         raise ValueError("endpoints is empty; name the shards, or leave it out for those of the job")
+    for endpoint in endpoints:
+        if list(endpoints).count(endpoint) > 1:
+            raise ValueError(f"endpoints names {endpoint} more than once; name each shard once, in the shards' order")
     return list(endpoints)
 
 

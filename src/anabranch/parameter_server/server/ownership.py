@@ -33,7 +33,7 @@ from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server.server.log_format import is_numbered, log_numbers, log_path
 
-__all__ = ["Ownership", "Position"]
+__all__ = ["Ownership", "Position", "holds_changes"]
 
 _SLOT = struct.Struct("<8sQQQQIQQQI")
 _MAGIC = b"ABOWNER\n"
@@ -248,21 +248,41 @@ class Ownership:
             )
 
     def _slots(self) -> list[_Slot]:
-        found = []
-        memory = os.pread(self._file, 2 * _APART, 0)
-        for at in (0, _APART):
-            if at + _SLOT.size > len(memory):
-                continue
-            magic, epoch, turn, file, records, chain, saved, changes, pid, checksum = _SLOT.unpack_from(memory, at)
-            if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
-                found.append(_Slot(turn, epoch, pid, Position(file, records, chain, saved - 1, changes)))
-        return found
+        return _slots_in(os.pread(self._file, 2 * _APART, 0))
 
     def __enter__(self) -> Ownership:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def holds_changes(directory: Path) -> bool:
+    """True if a shard's directory, which another server may have, holds any change, or cannot be known to hold none."""
+    try:
+        if not log_numbers(directory) and not complete_generations(directory):
+            return False
+        with open_regular(directory / "owner") as file:
+            slots = _slots_in(file.read(2 * _APART))
+    except (OSError, CheckpointError):
+        return True
+    newest = max(slots, key=_newest, default=None)
+    if newest is None:
+        return True
+    position = newest.position
+    return max(position.records, position.changes, position.saved) > 0
+
+
+def _slots_in(memory: bytes) -> list[_Slot]:
+    """The readable slots of an ``owner`` file."""
+    found = []
+    for at in (0, _APART):
+        if at + _SLOT.size > len(memory):
+            continue
+        magic, epoch, turn, file, records, chain, saved, changes, pid, checksum = _SLOT.unpack_from(memory, at)
+        if magic == _MAGIC and zlib.crc32(memory[at : at + _SLOT.size - 4]) == checksum:
+            found.append(_Slot(turn, epoch, pid, Position(file, records, chain, saved - 1, changes)))
+    return found
 
 
 def _had_owner(directory: Path) -> bool:

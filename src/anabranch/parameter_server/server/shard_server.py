@@ -39,6 +39,7 @@ from anabranch.parameter_server.messages import (
 from anabranch.parameter_server.server.announcing import Announces, ServedDirectory
 from anabranch.parameter_server.server.durability import Durability, Keeper
 from anabranch.parameter_server.server.shard import Shard, ShardStatistics
+from anabranch.parameter_server.server.shard_directory import shard_directory
 from anabranch.parameter_server.standing import Standing
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
@@ -82,7 +83,7 @@ class ParameterServer:
     Raises:
         ValueError: a shard outside its shards, or durability without a directory.
         CheckpointError: another server has the directory, or its files are damaged; gives the damage, its place, and
-            the choices.
+            the choices. Or the directory holds the state of another number of shards.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ParameterServer:
             checkpoint_dir = check_path(checkpoint_dir, "checkpoint_dir")
         own = None
         if durability != "none" and checkpoint_dir is not None:
-            own = checkpoint_dir / f"shard-{shard}-of-{shards}"
+            own = shard_directory(checkpoint_dir, shard, shards)
         self._stack = ExitStack()
         if isinstance(directory, str):
             served = ServedDirectory(directory, keys=keys, insecure=insecure, transport=transport)
@@ -123,6 +124,7 @@ class ParameterServer:
             directory = served
         self._directory = directory
         self._uids = [f"parameters.{shard}"]
+        self._place = (shard, shards)
         self._checkpoint_seconds = checkpoint_seconds
         self._pool = KernelThreads(threads)
         self._keeper = Keeper(durability, own, repair=repair)
@@ -274,15 +276,31 @@ class ParameterServer:
         ]
 
     def _standing(self, check: _Check) -> _Check:
-        """The check, after verifying that the shard still holds the pushes that the client was told of."""
+        """The check, once this is the shard that the client asks, and holds the pushes that the client was told of."""
 
         def checks(header: RequestHeader) -> None:
             standing = Standing.decode(header.schema)
             if standing is not None:
+                self._check_place(standing)
                 self._keeper.check(standing)
             check(header)
 
         return checks
+
+    def _check_place(self, standing: Standing) -> None:
+        """Raises ``SchemaError`` if the client takes this server for another shard."""
+        if not standing.shards or (standing.shard, standing.shards) == self._place:
+            return
+        shard, shards = self._place
+        cure = "name the endpoints in the order of their shards"
+        if standing.shards < shards:
+            cure = f"the client names {standing.shards} of {shards} endpoints: name all, in the order of their shards"
+        elif standing.shards > shards:
+            cure = (
+                f"the client names {standing.shards} endpoints: start each server with its --shard and --shards "
+                f"{standing.shards}, or name {shards}"
+            )
+        raise SchemaError(f"endpoint {standing.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
     def _changing(self, kind: type[_M], run: Callable[[_M, Call], object]) -> Callable[[Call], None]:
         def handle(call: Call) -> None:

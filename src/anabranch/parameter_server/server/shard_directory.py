@@ -1,0 +1,57 @@
+"""``shard_directory``: the directory of one shard inside ``checkpoint_dir``, which all shards of a group may share.
+
+::
+
+    checkpoint_dir/shard-0-of-2    of this group
+    checkpoint_dir/shard-1-of-2
+    checkpoint_dir/shard-0-of-1    of another number of shards: its rows lie elsewhere, so nobody here can use it
+
+A server that was started with the wrong number would begin empty beside the state that it was meant to go on with.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from anabranch.errors import CheckpointError
+from anabranch.parameter_server.server.ownership import holds_changes
+
+__all__ = ["shard_directory"]
+
+_NAME = re.compile(r"shard-(\d+)-of-(\d+)")
+_SHOWN = 4
+
+
+def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
+    """The directory of one shard; it need not exist.
+
+    Raises:
+        CheckpointError: there is state of another number of shards, and none of this one.
+    """
+    others = _with_state(checkpoint_dir)
+    if others and shards not in others:
+        counts = " or ".join(map(str, sorted(others)))
+        names = sorted(name for found in others.values() for name in found)
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise CheckpointError(
+            f"{checkpoint_dir} holds the state of another number of shards ({shown}), and shard {shard} of {shards} "
+            f"would start empty beside it: start with --shards {counts}, or give another --checkpoint-dir. To change "
+            "the number of shards, save from the old servers with ParameterClient.save, and load that into new ones"
+        )
+    return checkpoint_dir / f"shard-{shard}-of-{shards}"
+
+
+def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
+    """The names of the directories that hold changes, by the number of shards that they are of."""
+    found: dict[int, list[str]] = {}
+    try:
+        names = os.listdir(checkpoint_dir)
+    except OSError:  # not there yet; if it cannot be used, the shard's own directory cannot, and that is said
+        return found
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and holds_changes(checkpoint_dir / name):
+            found.setdefault(int(match[2]), []).append(name)
+    return found

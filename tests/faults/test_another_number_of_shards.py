@@ -1,0 +1,104 @@
+"""A durable directory with the state of another number of shards: refused, where an empty shard would have served."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from anabranch.errors import CheckpointError
+from anabranch.parameter_server import ParameterClient, ParameterServer
+from anabranch.testing import MemoryTransport
+
+SGD = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+def pushed(directory: Path, shards: int, durability: str = "log", *, load: Path | None = None) -> Sequence[float]:
+    """Serves a table with some pushes, and returns its rows."""
+    network = MemoryTransport()
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                ParameterServer(
+                    shard, shards, f"memory:{shard}", durability, directory, transport=network  # type: ignore[arg-type]
+                )
+            )
+            for shard in range(shards)
+        ]  # fmt: skip
+        client = stack.enter_context(ParameterClient([s.endpoint for s in servers], transport=network, timeout=20))
+        if load is not None:
+            client.load(load)
+        client.init("t", (4, 1), kind="rows", optimizer=SGD)
+        client.sparse_push("t", torch.arange(4), -torch.ones(4, 1))
+        client.save(directory.with_name("saved"))
+        return client.pull("t").flatten().tolist()
+
+
+@pytest.mark.parametrize("durability", ["log", "checkpoint"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_state_of_another_number_of_shards_keeps_a_shard_from_starting_empty(
+    before: int, after: int, durability: str, tmp_path: Path
+) -> None:
+    """Its clients found no tables, made new ones, and trained from the start."""
+    directory = tmp_path / "kept"
+    pushed(directory, before, durability)
+    there = sorted(directory.iterdir())
+    for repair in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            ParameterServer(after - 1, after, None, durability, directory, repair=repair)  # type: ignore[arg-type]
+        names = ", ".join(f"shard-{shard}-of-{before}" for shard in range(before))
+        assert f"{directory} holds the state of another number of shards ({names})" in str(caught.value)
+        assert f"start with --shards {before}, or give another --checkpoint-dir" in str(caught.value)
+        assert sorted(directory.iterdir()) == there  # and nothing was made
+    assert list(pushed(directory, before, durability)) == [2.0] * 4
+
+
+def test_the_number_of_shards_is_changed_by_save_and_load_into_another_directory(tmp_path: Path) -> None:
+    """The cure that the error names."""
+    pushed(tmp_path / "one", 1)
+    assert list(pushed(tmp_path / "two", 2, load=tmp_path / "saved")) == [2.0] * 4
+
+
+def test_a_shard_that_was_lost_starts_beside_the_others_of_its_number(tmp_path: Path) -> None:
+    directory = tmp_path / "kept"
+    pushed(directory, 2)
+    (directory / "shard-1-of-2").rename(tmp_path / "elsewhere")
+    with ParameterServer(1, 2, None, "log", directory, transport=MemoryTransport()):
+        pass
+
+
+def test_directories_of_two_numbers_that_were_used_before_this_was_refused_start_again(tmp_path: Path) -> None:
+    directory = tmp_path / "kept"
+    pushed(tmp_path / "another", 1)
+    pushed(directory, 2)
+    (tmp_path / "another" / "shard-0-of-1").rename(directory / "shard-0-of-1")
+    assert list(pushed(directory, 2)) == [2.0] * 4
+    assert list(pushed(directory, 1)) == [2.0] * 4
+
+
+def test_what_holds_no_changes_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A start with the wrong number by mistake, and damaged files that a repair had set aside."""
+    with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
+        pass
+    assert list((tmp_path / "shard-0-of-1").glob("log-*"))
+    aside = tmp_path / "shard-0-of-3" / "set-aside"
+    aside.mkdir(parents=True)
+    (aside / "log-00000001").write_bytes(b"damaged")
+    with ParameterServer(0, 2, None, "log", tmp_path, transport=MemoryTransport()):
+        pass
+
+
+@pytest.mark.parametrize("owner", [None, b"", b"damaged"])
+def test_state_without_a_readable_owner_file_is_taken_for_state(owner: bytes | None, tmp_path: Path) -> None:
+    with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):
+        pass
+    path = tmp_path / "shard-0-of-1" / "owner"
+    path.unlink()
+    if owner is not None:
+        path.write_bytes(owner)
+    with pytest.raises(CheckpointError, match="holds the state of another number of shards"):
+        ParameterServer(0, 2, None, "log", tmp_path)
