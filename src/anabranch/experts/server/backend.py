@@ -25,6 +25,7 @@ from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
@@ -396,7 +397,9 @@ class ExpertBackend:
             self.apply_gradients()
             self.updates += 1
             self._copy = None
-        except Exception as error:
+        except BaseException as error:
+            if ends_the_program(error):
+                raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
         finally:
             self._drop_gradients()

@@ -42,6 +42,7 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
+from anabranch.transport.failures import note_failure
 
 __all__ = ["ExpertServer", "ExpertServerStatistics"]
 
@@ -94,7 +95,7 @@ class ExpertServer:
 
     Raises:
         ValueError: no backend, two of one uid, an endpoint that is malformed or taken, TCP without keys.
-        CheckpointError: a checkpoint that is damaged or of other experts.
+        CheckpointError: a checkpoint that is damaged or of other experts, or another server saves one of them there.
 
     Entering announces the uids; leaving withdraws them, finishes the calls in flight, and saves.
     """
@@ -184,6 +185,7 @@ class ExpertServer:
             # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
             if self._persistence is not None:
+                stack.enter_context(self._persistence.claim())
                 self._server.once.restore(self._persistence.load())
                 stack.enter_context(self._persistence)
             for runtime in self._runtimes:
@@ -237,6 +239,8 @@ class ExpertServer:
                 self._announce()
             except BoundaryError as error:
                 report("experts.directory_lost", error=str(error))
+            except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+                note_failure("experts.directory_lost", error)
 
     # --- serving
 
