@@ -1,4 +1,4 @@
-"""What user code raises on a server's threads ends no thread, whatever it is: its caller is told, and others are served."""
+"""What user code raises on a server's thread ends no thread, whatever it is: its caller is told, others are served."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_announcements_are_renewed_after_a_directory_has_exited(caplog: pytest.L
 
 
 def test_saving_goes_on_after_a_state_dict_has_exited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module, backend = make()
+    _, backend = make()
     plain, asked = backend.state_dict, 0
 
     def state_dict() -> dict[str, object]:

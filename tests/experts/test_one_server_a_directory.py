@@ -30,9 +30,7 @@ def test_a_second_server_of_an_expert_in_one_directory_is_refused_and_the_first_
     first = make()
     with served(first, checkpoint_dir=tmp_path) as server:
         with (
-            pytest.raises(
-                CheckpointError, match=r"another server saves ffn\.0 here \(process \d+ on .*--checkpoint-dir"
-            ),
+            pytest.raises(CheckpointError, match=r"saves ffn\.0 here \(process \d+ on .*--checkpoint-dir"),
             served(make("ffn.1"), make(), checkpoint_dir=tmp_path),
         ):
             pass

@@ -1,4 +1,4 @@
-"""A handler that exits, or is stopped by what is no ``Exception``, answers its caller and ends no thread of the server."""
+"""A handler that raises what is no ``Exception``, as an exit, answers its caller and ends no thread of the server."""
 
 from __future__ import annotations
 
