@@ -437,14 +437,14 @@ class ExpertServer:
         gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
         names = [f"gradient of output {index}" for index in range(len(gradients))]
         self._check_finite(call, inputs, schema.input_names)
-        self._check_finite(call, gradients, names)
+        self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
         return inputs, gradients, ticket
 
-    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
         name = first_not_finite(tensors, names)
         if name is not None:
             self._not_finite[call.peer.name] += 1
-            raise NonFinite(f"{call.target}: {name} holds NaN or Inf")
+            raise NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
 
 
 def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
