@@ -49,7 +49,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
         gradient_error: the reason why no gradient came back.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
-        given: the outputs for as long as others hold them, with names and versions: they tell why a gradient was refused.
+        given: names and versions of the outputs, for as long as others hold them: they tell why a gradient was refused.
     """
 
     uid: str
