@@ -243,8 +243,8 @@ class ExpertServer:
         assert self._directory is not None
         try:
             found = self._directory.lookup(self._backends)
-        except BoundaryError as error:
-            report("experts.directory_lost", error=str(error))
+        except Exception as error:  # noqa: BLE001 - a warning less must not cost the start
+            note_failure("experts.no_look_for_others", error)
             return {}
         return {uid: endpoint for uid, endpoint in found.items() if endpoint != self.endpoint}
 

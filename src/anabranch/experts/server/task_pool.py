@@ -57,7 +57,8 @@ class Task(msgspec.Struct, eq=False):
         inputs: the tensors, agreeing in rows (dim 0).
         rows: the number of rows.
         deadline: after it the answer is useless.
-        finish: called once, with the outputs or the error, on the thread that has it.
+        finish: called once, with the outputs or the error, on the thread that has it; again with the error, if it
+            raised one.
         unwanted: returns true if the caller has gone; called before compute, and may give the request up for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
