@@ -16,6 +16,7 @@
     │   ├── CheckpointError            a checkpoint is torn, damaged or of another model
     │   └── PipelineError              another stage failed (stage, microbatch, phase)
     ├── ValueError                     the caller's value is wrong; the message names it and the cure
+    │   ├── ForkedClient               a client of another process, which was forked
     │   ├── NotFound                   an unknown uid, table or verb
     │   ├── NonFinite                  NaN or Inf where numbers must be finite
     │   └── SchemaError                structure, shape or dtype differ from what was declared
@@ -34,6 +35,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DeadlineExceeded",
+    "ForkedClient",
     "NonFinite",
     "NotFound",
     "Overloaded",
@@ -205,6 +207,10 @@ class PipelineError(AnabranchError):
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\n\nThe failing stage's traceback:\n{self.remote_traceback}" if self.remote_traceback else text
+
+
+class ForkedClient(ValueError):
+    """A client was used in a forked child of the process that had used it; make a new one there."""
 
 
 class NotFound(ValueError):

@@ -31,7 +31,7 @@ import msgspec
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, PeerLost, ProtocolError, Unauthorized
+from anabranch.errors import BoundaryError, ForkedClient, PeerLost, ProtocolError, Unauthorized
 from anabranch.events import report
 from anabranch.transport.failures import error_of
 from anabranch.transport.frame import (
@@ -125,6 +125,8 @@ class Client:
 
     Raises:
         ValueError: keys that are missing or damaged.
+
+    A client that has sent a request belongs to its process: in a forked child every request raises ``ForkedClient``.
     """
 
     def __init__(
@@ -152,6 +154,9 @@ class Client:
         self._next = 0
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
+        self._process = os.getpid()
+        self._forked = False
+        _clients.add(self)
         # A client that was never closed closes its idle connections when it is collected.
         weakref.finalize(self, _close_idle, self._idle)
 
@@ -192,6 +197,7 @@ class Client:
             ProtocolError: the answer is not a frame, or breaks a limit.
             RemoteError: the verb's handler raised.
             NotFound, SchemaError, NonFinite: the server found the request wrong.
+            ForkedClient: the client was used before this process was forked.
         """
         outcome = self.gather([request], deadline)[0]
         if isinstance(outcome, Exception):
@@ -209,6 +215,8 @@ class Client:
     ) -> list[Outcome]:
         """Send all requests at once and return the outcome of each, in their order; raises no error of a server.
 
+        Raises ``ForkedClient`` if the client was used before this process was forked.
+
         Args:
             requests: to any servers, several to one allowed.
             deadline: for all of them together.
@@ -216,6 +224,12 @@ class Client:
                 seconds left and are then cancelled, which closes their connections.
             grace: seconds.
         """
+        if self._forked:
+            raise ForkedClient(
+                f"this client was made in process {self._process} before a fork, and its connections belong to that "
+                f"process; make a new one in this process, {os.getpid()} (also a new RemoteExpert, Directory or "
+                "ParameterClient, if it belongs to one)"
+            )
         exchanges = [_Exchange(self, request, deadline) for request in requests]
         try:
             if len(exchanges) == 1 and enough is None:
@@ -259,6 +273,20 @@ class Client:
             if last_call is not None and last_call.expired():
                 return
             waits.wait((last_call or deadline).remaining())
+
+    def _after_fork(self) -> None:
+        """Called in a forked child: its requests on the connections of its parent would be taken for the parent's."""
+        # Another thread may have held it, and does not exist here.
+        self._lock = threading.Lock()
+        if not self._next:
+            # Never used: no server knows it, so it becomes a client of its own.
+            self._epoch, self._process = os.urandom(16), os.getpid()
+            return
+        self._forked = True
+        for channel in self._busy:
+            channel.close()
+        self._busy.clear()
+        _close_idle(self._idle)
 
     # Called by exchanges.
 
@@ -328,6 +356,17 @@ def _close_idle(idle: dict[str, list[_Channel]]) -> None:
         _, channels = idle.popitem()
         for channel in channels:
             channel.close()
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _tell_clients_of_fork() -> None:
+    for client in list(_clients):
+        client._after_fork()
+
+
+os.register_at_fork(after_in_child=_tell_clients_of_fork)
 
 
 class _Waits:

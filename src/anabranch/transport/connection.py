@@ -27,7 +27,7 @@ from torch import Tensor
 from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, ProtocolError
 from anabranch.events import report
 from anabranch.transport.call import Call, CallServer, Verb
-from anabranch.transport.failures import failure_of
+from anabranch.transport.failures import ends_the_program, failure_of
 from anabranch.transport.frame import (
     Failure,
     Frame,
@@ -347,7 +347,9 @@ class Connection:
         self._last_sequence, self._last_epoch = header.sequence, header.epoch
         try:
             self._verb = self._server.admit(self.stream.peer(), header, nbytes)
-        except Exception as error:  # noqa: BLE001 - whatever the check raises is the client's answer
+        except BaseException as error:
+            if ends_the_program(error):
+                raise
             failure = failure_of(error, header.sequence)
             self._server.count_refusal(failure)
             self._write(encode(failure))
@@ -376,8 +378,10 @@ class Connection:
             if serve is not None:
                 call.deadline.check(peer="client", operation=header.verb)
                 serve(call)
-        except Exception as error:  # noqa: BLE001 - whatever the handler raises is the client's answer
+        except BaseException as error:
             call.fail(error)
+            if ends_the_program(error):
+                raise
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
         """The handler that serves the call; ``None`` if the same request was asked before and is already dealt with."""

@@ -22,7 +22,6 @@ import os
 import select
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from typing import Protocol, TypeVar
 from anabranch.errors import Overloaded
 from anabranch.events import report
 from anabranch.transport.connection import Answer, Connection, ConnectionState
+from anabranch.transport.failures import note_failure
 from anabranch.transport.streams import Listener, Stream
 
 __all__ = ["Host", "Loop", "ThreadOfItsOwn"]
@@ -210,8 +210,8 @@ class Loop:
     def _step(self, connection: Connection, events: int) -> None:
         try:
             state = connection.step(events)
-        except Exception:  # noqa: BLE001 - a fault of ours with one connection must not end the others
-            report("transport.connection_failed", error=traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001 - a fault with one connection must not end the others
+            note_failure("transport.connection_failed", error)
             connection.end()
             state = ConnectionState.ENDED
         if state is not ConnectionState.STAYS or connection.interest() != connection.registered:
@@ -221,8 +221,8 @@ class Loop:
         """Returns the result, or ``None`` if it raised: a bug here must not end the loop."""
         try:
             return do()
-        except Exception:  # noqa: BLE001 - see above
-            report("transport.connection_failed", error=traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001 - see above
+            note_failure("transport.connection_failed", error)
             return None
 
     def _follow(self, connection: Connection, state: ConnectionState) -> None:
@@ -339,6 +339,9 @@ class ThreadOfItsOwn:
             if self._serve(connection) is ConnectionState.STAYS:
                 connection.driver = self._loop
                 self._loop.wake(connection)
+        except BaseException as error:  # noqa: BLE001 - its client must not wait for a thread that has ended
+            note_failure("transport.connection_failed", error)
+            connection.end()
         finally:
             self._leave()
 

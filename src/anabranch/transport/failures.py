@@ -7,6 +7,8 @@ text.
 
 from __future__ import annotations
 
+import logging
+import threading
 import traceback
 
 from anabranch.errors import (
@@ -23,9 +25,12 @@ from anabranch.errors import (
     SchemaError,
     Unauthorized,
 )
+from anabranch.events import report
 from anabranch.transport.frame import Failure
 
-__all__ = ["error_of", "failure_of"]
+__all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
+
+_log = logging.getLogger("anabranch.transport")
 
 _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
     "not_found": NotFound,
@@ -61,10 +66,8 @@ def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
         return Failure("rolled_back", _shorten(error.message), str(error.lost), sequence=sequence)
     if isinstance(error, RemoteError):
         return Failure("remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback), sequence)
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(traceback.format_exception(error))
-    return Failure("remote", _shorten(f"{name}: {error}"), name, _shorten(text), sequence)
+    return Failure("remote", _shorten(f"{_name_of(error)}: {error}"), _name_of(error), _shorten(text), sequence)
 
 
 def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
@@ -89,6 +92,29 @@ def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, e
         step=step,
         elapsed=elapsed,
     )
+
+
+def ends_the_program(error: BaseException) -> bool:
+    """True for a Ctrl-C or an exit in the main thread, which must pass; elsewhere any exception is an answer.
+
+    User code on a server's thread may raise a ``SystemExit``, a ``KeyboardInterrupt`` or a Rust panic: there it ends
+    nothing but the thread, in silence, and callers would wait for it.
+    """
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+
+
+def note_failure(event: str, error: BaseException) -> None:
+    """Log ``error`` with its traceback and report it as ``event``: the thread that met it goes on."""
+    _log.error("%s: %s: %s", event, _name_of(error), error, exc_info=error)
+    try:
+        report(event, error="".join(traceback.format_exception(error)))
+    except BaseException as again:  # noqa: BLE001 - a subscriber's own fault must not end the thread either
+        _log.error("a subscriber of events raised %s: %s", _name_of(again), again, exc_info=again)
+
+
+def _name_of(error: BaseException) -> str:
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _shorten(text: str) -> str:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -29,6 +29,7 @@ from anabranch.events import report
 from anabranch.transport.call import Call, Verb
 from anabranch.transport.connection import Answer, Connection
 from anabranch.transport.drivers import Loop
+from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import Beat, Failure, Limits, RequestHeader, encode
 from anabranch.transport.once import OnceTable
 from anabranch.transport.sockets import SocketTransport
@@ -407,8 +408,14 @@ class Server:
             if self._loop.away(time.monotonic()):
                 # However long its handler takes, the other connections are read and answered.
                 self._threads.append(self._loop.start())
-            if self.healthy():
-                with self._lock:
-                    connections = list(self._connections)
-                for connection in connections:
-                    connection.beat(frame)
+            try:
+                self._beat_once(frame)
+            except BaseException as error:  # noqa: BLE001 - without beats every client would take the server for lost
+                note_failure("transport.beat_failed", error)
+
+    def _beat_once(self, frame: Sequence[memoryview]) -> None:
+        if self.healthy():
+            with self._lock:
+                connections = list(self._connections)
+            for connection in connections:
+                connection.beat(frame)

@@ -15,6 +15,7 @@ that the experts still learn.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -48,6 +49,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
         gradient_error: the reason why no gradient came back.
         ticket: names the activations that the server keeps for the backward; empty if it keeps none.
+        given: names and versions of the outputs, for as long as others hold them: they tell why a gradient was refused.
     """
 
     uid: str
@@ -60,6 +62,7 @@ class ExpertCall(msgspec.Struct, eq=False):
     gradient_error: Exception | None = None
     ticket: bytes = b""
     rows: int = 0
+    given: Sequence[tuple[str, weakref.ref[Tensor], int]] = ()
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -153,6 +156,12 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
                     if not spec.requires_grad:
                         no_gradient.append(len(outputs))
                     outputs.append(output)
+        if keep:
+            call.given = [
+                (f"output {index}", weakref.ref(output), output._version)
+                for index, output in enumerate(call.outputs or ())
+                if output is not None
+            ]
         call.outputs = None
         call.inputs = ()
     # Received into memory made for them, or copied from there to a device.
@@ -220,7 +229,7 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
     name = first_not_finite(outputs, [f"output {index}" for index in range(len(outputs))]) if finite_only else None
     if name is not None:
         report("experts.not_finite", uid=call.uid, what=name)
-        call.error = NonFinite(f"{call.uid}: {name} holds NaN or Inf")
+        call.error = NonFinite(f"{call.uid}: the module's {name} holds NaN or Inf")
         return
     for tensor in call.inputs:
         if tensor is not None:
@@ -255,6 +264,9 @@ def ask_gradients(
         assert outcome is not None
         try:
             found = _read_gradients(call, outcome, finite_only=calls.finite_only)
+        except NonFinite as error:
+            call.gradient_error = _with_cause(call, error)
+            continue
         except (BoundaryError, ValueError) as error:
             call.gradient_error = error
             continue
@@ -269,6 +281,22 @@ def ask_gradients(
         for call, _ in asked:
             call.gradient_error = None
     return answers
+
+
+def _with_cause(call: ExpertCall, error: NonFinite) -> NonFinite:
+    """``error``, or one that says that the module's output held NaN, where that output still exists as it came."""
+    came = [
+        (name, output)
+        for name, ref, version in call.given
+        if (output := ref()) is not None and output._version == version
+    ]
+    name = first_not_finite([output for _, output in came], [name for name, _ in came])
+    if name is None:
+        return error
+    better = NonFinite(f"{call.uid}: the module's own {name} held NaN or Inf, and so its backward was refused: {error}")
+    for note in getattr(error, "__notes__", ()):
+        better.add_note(note)
+    return better
 
 
 def _gather_gradients(

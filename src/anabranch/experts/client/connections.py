@@ -24,3 +24,13 @@ def shared_client(
         if client is None:
             client = _clients[key] = Client(role=role, keys=keys, insecure=insecure, retries=retries)
         return client
+
+
+def _forget_in_child() -> None:
+    """A module that is made in a forked child gets a client of the child's own."""
+    global _lock
+    _lock = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

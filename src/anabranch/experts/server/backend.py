@@ -25,6 +25,7 @@ from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
 from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
@@ -205,7 +206,6 @@ class ExpertBackend:
         """
         try:
             answers, moved = self._recompute(inputs)
-            self._check_gradients()
         except BaseException:
             self._drop_gradients()
             raise
@@ -251,7 +251,7 @@ class ExpertBackend:
     # --- forward and backward
 
     def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
-        """The gradients of the inputs, with the parameters' in place, and whether there were any."""
+        """The gradients of the inputs, with the parameters' in place and finite, and whether there were any."""
         count = len(self.schema.inputs)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         with torch.enable_grad(), self._buffers_kept():
@@ -259,6 +259,7 @@ class ExpertBackend:
             roots, gradients = self._roots(outputs, inputs[count:])
             if roots:
                 torch.autograd.backward(roots, gradients)
+        self._check_gradients(outputs)
         return _gradients_of(leaves), bool(roots)
 
     def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
@@ -299,7 +300,7 @@ class ExpertBackend:
                 )
                 answers |= gradients_kept
                 moved |= moved_kept
-            self._check_gradients()
+                self._check_gradients([output for entry in kept.values() for output in entry.batch.outputs])
         except BaseException:
             self._drop_gradients()
             raise
@@ -381,10 +382,12 @@ class ExpertBackend:
                 seeds.append(gradient.to(output.device, output.dtype, non_blocking=True))
         return roots, seeds
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, outputs: Sequence[Tensor | None]) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None and not all_finite(parameter.grad):
-                raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf; nothing was updated")
+                of_module = any(output is not None and not all_finite(output) for output in outputs)
+                why = " because the module's own output holds NaN or Inf" if of_module else ""
+                raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
 
     def _update(self) -> None:
         tasks = self.backward_pool.tasks_in_batch
@@ -396,7 +399,9 @@ class ExpertBackend:
             self.apply_gradients()
             self.updates += 1
             self._copy = None
-        except Exception as error:
+        except BaseException as error:
+            if ends_the_program(error):
+                raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
         finally:
             self._drop_gradients()

@@ -9,18 +9,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, NotFound, SchemaError
 from anabranch.events import report
 from anabranch.experts import wire
@@ -32,8 +35,11 @@ from anabranch.experts.server.persistence import Persistence
 from anabranch.experts.server.runtime import Runtime
 from anabranch.experts.server.task_pool import PoolStatistics, Task, TaskPool
 from anabranch.transport import (
+    Answer,
     Call,
+    Client,
     Limits,
+    Request,
     RequestHeader,
     Server,
     ServerStatistics,
@@ -42,11 +48,16 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
+from anabranch.transport.failures import note_failure
 
 __all__ = ["ExpertServer", "ExpertServerStatistics"]
 
+_log = logging.getLogger("anabranch.experts")
+
 # Announcements are renewed three times within their time to live.
 _RENEWALS = 3
+# Seconds for which another server of an announced expert is asked whether it lives.
+_GLANCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,12 @@ class ExpertServerStatistics:
     not_finite: dict[str, int]
     updates: dict[str, int]
     transport: ServerStatistics
+
+
+class _ClientOptions(TypedDict):
+    keys: str | os.PathLike[str] | None
+    insecure: bool
+    transport: Transport | None
 
 
 class ExpertServer:
@@ -94,9 +111,10 @@ class ExpertServer:
 
     Raises:
         ValueError: no backend, two of one uid, an endpoint that is malformed or taken, TCP without keys.
-        CheckpointError: a checkpoint that is damaged or of other experts.
+        CheckpointError: a checkpoint that is damaged or of other experts, or another server saves one of them there.
 
-    Entering announces the uids; leaving withdraws them, finishes the calls in flight, and saves.
+    Entering announces the uids, and warns once in the log ``anabranch.experts`` if the directory lists one of them at
+    another server that answers; leaving withdraws them, finishes the calls in flight, and saves.
     """
 
     def __init__(
@@ -130,6 +148,7 @@ class ExpertServer:
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
+        self._as_client = _ClientOptions(keys=keys, insecure=insecure, transport=transport)
         self._ttl = ttl
         any_cuda = any(backend.device.type == "cuda" for backend in self._backends.values())
         place = _allocate_pinned if any_cuda else allocate
@@ -184,15 +203,17 @@ class ExpertServer:
             # The server has listened since it was made, so close it if entering fails.
             stack.callback(self._server.close)
             if self._persistence is not None:
+                stack.enter_context(self._persistence.claim())
                 self._server.once.restore(self._persistence.load())
                 stack.enter_context(self._persistence)
             for runtime in self._runtimes:
                 stack.enter_context(runtime)
             stack.enter_context(self._server)
             if self._directory is not None:
+                others = self._look_for_others()
                 self._announce()
                 stack.callback(self._withdraw)
-                self._start_renewing(stack)
+                self._start_renewing(stack, others)
             self._stack = stack.pop_all()
         return self
 
@@ -217,6 +238,48 @@ class ExpertServer:
         assert self._directory is not None
         self._directory.announce(self._backends, self.endpoint, self._ttl)
 
+    def _look_for_others(self) -> dict[str, str]:
+        """The uids of ours that the directory lists at other endpoints, with these."""
+        assert self._directory is not None
+        try:
+            found = self._directory.lookup(self._backends)
+        except Exception as error:  # noqa: BLE001 - a warning less must not cost the start
+            note_failure("experts.no_look_for_others", error)
+            return {}
+        return {uid: endpoint for uid, endpoint in found.items() if endpoint != self.endpoint}
+
+    def _warn_of_others(self, others: Mapping[str, str]) -> None:
+        """Says which uids live servers had announced before this one: updates of one expert would go to two places.
+
+        A server that came back at a new address finds its old one listed, but nobody answering there.
+        """
+        uids_at: dict[str, list[str]] = {}
+        for uid, endpoint in others.items():
+            uids_at.setdefault(endpoint, []).append(uid)
+        for endpoint in self._alive({endpoint: uids[0] for endpoint, uids in uids_at.items()}):
+            uids = uids_at[endpoint]
+            report("experts.announced_twice", uids=uids, other=endpoint, endpoint=self.endpoint)
+            _log.warning(
+                "%s: the directory listed %s at another server that is alive, %s, when this one announced it at %s; "
+                "callers will find now the one, now the other, and each learns from its own callers alone: stop one of "
+                "the two, or give them different uids",
+                ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else ""),
+                "it" if len(uids) == 1 else "them",
+                endpoint,
+                self.endpoint,
+            )  # fmt: skip
+
+    def _alive(self, uids: Mapping[str, str]) -> list[str]:
+        """The endpoints that serve their uid now."""
+        if not uids:
+            return []
+        requests = [Request(endpoint, wire.INFO, uid, role="experts") for endpoint, uid in uids.items()]
+        # Well before the announcements are to be renewed.
+        deadline = Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2))
+        with Client(role="experts", retries=0, **self._as_client) as client:
+            outcomes = client.gather(requests, deadline)
+        return [endpoint for endpoint, outcome in zip(uids, outcomes, strict=True) if isinstance(outcome, Answer)]
+
     def _withdraw(self) -> None:
         assert self._directory is not None
         try:
@@ -225,18 +288,24 @@ class ExpertServer:
             # An announcement that is not withdrawn is forgotten after its time to live.
             report("experts.directory_lost", error=str(error))
 
-    def _start_renewing(self, stack: ExitStack) -> None:
-        thread = threading.Thread(target=self._renew, name="anabranch-announce", daemon=True)
+    def _start_renewing(self, stack: ExitStack, others: Mapping[str, str]) -> None:
+        thread = threading.Thread(target=self._renew, args=(others,), name="anabranch-announce", daemon=True)
         thread.start()
         stack.callback(thread.join, timeout=15.0)
         stack.callback(self._stop.set)
 
-    def _renew(self) -> None:
+    def _renew(self, others: Mapping[str, str]) -> None:
+        try:
+            self._warn_of_others(others)
+        except BaseException as error:  # noqa: BLE001 - a warning less must not cost the announcements
+            note_failure("experts.no_look_for_others", error)
         while not self._stop.wait(timeout=self._ttl / _RENEWALS):
             try:
                 self._announce()
             except BoundaryError as error:
                 report("experts.directory_lost", error=str(error))
+            except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+                note_failure("experts.directory_lost", error)
 
     # --- serving
 
@@ -368,14 +437,14 @@ class ExpertServer:
         gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
         names = [f"gradient of output {index}" for index in range(len(gradients))]
         self._check_finite(call, inputs, schema.input_names)
-        self._check_finite(call, gradients, names)
+        self._check_finite(call, gradients, names, ". If that output did too, the cause is the module, not the loss")
         return inputs, gradients, ticket
 
-    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    def _check_finite(self, call: Call, tensors: Sequence[Tensor | None], names: Sequence[str], hint: str = "") -> None:
         name = first_not_finite(tensors, names)
         if name is not None:
             self._not_finite[call.peer.name] += 1
-            raise NonFinite(f"{call.target}: {name} holds NaN or Inf")
+            raise NonFinite(f"{call.target}: {name} holds NaN or Inf{hint}")
 
 
 def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:

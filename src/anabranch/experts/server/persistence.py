@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -19,6 +19,8 @@ from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point, report
 from anabranch.experts.server.backend import ExpertBackend
+from anabranch.experts.server.directory_lock import DirectoryLock
+from anabranch.transport.failures import note_failure
 from anabranch.transport.once import Identity
 
 __all__ = ["Persistence"]
@@ -56,6 +58,18 @@ class Persistence:
         self._saved: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
+
+    def claim(self) -> AbstractContextManager[object]:
+        """Makes this the only server that saves these experts here, until the returned block is left.
+
+        Raises:
+            CheckpointError: another server saves one of them here.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            for uid in self._backends:
+                locks.enter_context(DirectoryLock(self._directory / uid, uid))
+            return locks.pop_all()
 
     def load(self) -> list[Identity]:
         """Loads the saved state of every expert that has one; returns the requests applied to those states.
@@ -108,7 +122,6 @@ class Persistence:
             self._saved[uid] = updates
 
     def __enter__(self) -> Persistence:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread.start()
         return self
 
@@ -126,3 +139,5 @@ class Persistence:
             except CheckpointError as error:
                 # The next one may find room; the last, at the end, raises.
                 report("experts.not_saved", error=str(error))
+            except BaseException as error:  # noqa: BLE001 - of a module's or an optimizer's own state_dict, as above
+                note_failure("experts.not_saved", error)

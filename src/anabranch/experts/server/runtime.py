@@ -25,6 +25,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
 from anabranch.experts.server.task_pool import Task, TaskPool
+from anabranch.transport.failures import note_failure
 
 __all__ = ["Runtime"]
 
@@ -193,8 +194,11 @@ class Runtime:
                 pool = self._next_pool()
             if pool is None:
                 return
-            with self._batch:
-                self._run_batch(pool)
+            try:
+                with self._batch:
+                    self._run_batch(pool)
+            except BaseException as error:  # noqa: BLE001 - the device's other callers must not wait for a dead thread
+                note_failure("experts.batch_failed", error)
 
     def _run_batch(self, pool: TaskPool) -> None:
         batch = pool.take_batch()
@@ -208,8 +212,10 @@ class Runtime:
             if last < task.deadline:
                 last = task.deadline
         self._running = last
-        pool.run(batch, self._answering)
-        self._running = None
+        try:
+            pool.run(batch, self._answering)
+        finally:
+            self._running = None
         pool.note_seconds(rows, time.monotonic() - started)
 
     def _next_pool(self) -> TaskPool | None:

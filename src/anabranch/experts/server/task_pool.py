@@ -29,6 +29,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
 from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.transport.failures import ends_the_program, note_failure
 
 __all__ = [
     "PoolStatistics",
@@ -56,7 +57,8 @@ class Task(msgspec.Struct, eq=False):
         inputs: the tensors, agreeing in rows (dim 0).
         rows: the number of rows.
         deadline: after it the answer is useless.
-        finish: called once, with the outputs or the error, on the thread that has it.
+        finish: called once, with the outputs or the error, on the thread that has it; again with the error, if it
+            raised one.
         unwanted: returns true if the caller has gone; called before compute, and may give the request up for good.
         arrived: arrival time, in ``time.monotonic`` seconds.
         nbytes: bytes of the inputs.
@@ -309,26 +311,30 @@ class TaskPool:
         rows = 0
         for task in batch:
             rows += task.rows
-        report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
         try:
+            report("experts.batch", pool=self.name, tasks=len(batch), rows=rows)
             self._batches += 1
             self._rows_run += rows
             self.tasks_in_batch = len(batch)
             outputs = self._process_tasks(batch) if self.copies is None else self._process_there(batch, self.copies)
-        except Exception as error:  # noqa: BLE001 - whatever the module raises is its caller's answer
+        except BaseException as error:
+            if ends_the_program(error):
+                for task in batch:
+                    task.finish(error)
+                raise
             if len(batch) > 1 and not isinstance(error, Unrepeatable):
                 for task in batch:
                     self.run([task])
             else:
                 for task in batch:
-                    task.finish(error)
+                    _finish(task, error)
             return
         if len(batch) == 1:
-            batch[0].finish(outputs[0])
+            _finish(batch[0], outputs[0])
             return
         with answering():
             for task, its_outputs in zip(batch, outputs, strict=True):
-                task.finish(its_outputs)
+                _finish(task, its_outputs)
 
     def _join_and_process(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         if len(batch) == 1:
@@ -355,6 +361,17 @@ class TaskPool:
                 self._rows,
                 self._bytes,
             )
+
+
+def _finish(task: Task, outcome: Sequence[Tensor | None] | BaseException) -> None:
+    """Hand a task its outcome; what goes wrong meanwhile is its caller's answer, not the end of the thread."""
+    try:
+        task.finish(outcome)
+    except BaseException as error:
+        if ends_the_program(error):
+            raise
+        note_failure("experts.answer_failed", error)
+        task.finish(error)
 
 
 def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[list[Tensor | None]]:

@@ -569,7 +569,7 @@ class Shard:
                 self._do(verb, message, tensors)
             else:
                 do(message, tensors)
-        except Exception:
+        except BaseException:
             self._take_back()
             raise
 

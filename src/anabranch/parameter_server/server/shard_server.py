@@ -44,6 +44,7 @@ from anabranch.parameter_server.standing import Standing
 from anabranch.tables.kernels.selection import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack
+from anabranch.transport.failures import note_failure
 
 __all__ = ["ParameterServer"]
 
@@ -224,7 +225,7 @@ class ParameterServer:
             try:
                 self._keeper.checkpoint()
                 said = ""
-            except Exception as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
+            except BaseException as error:  # noqa: BLE001 - the shard serves on; its log, or the next try, keeps the state
                 report("parameter_server.checkpoint_failed", error=str(error))
                 if str(error) != said:
                     _log.warning("no checkpoint could be written, and the one before stays the newest: %s", error)
@@ -232,7 +233,10 @@ class ParameterServer:
 
     def _announce_now_and_then(self) -> None:
         while not self._stop.wait(timeout=_TTL / 3):
-            self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
+            try:
+                self._try("announce", lambda directory: directory.announce(self._uids, self.endpoint, _TTL))
+            except BaseException as error:  # noqa: BLE001 - a directory of the user's own; the next renewal may work
+                note_failure("parameter_server.announce_failed", error)
 
     def _try(self, what: str, ask: Callable[[Announces], None]) -> None:
         assert self._directory is not None

@@ -1,0 +1,201 @@
+"""What user code raises on a server's thread ends no thread, whatever it is: its caller is told, others are served."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from expert_modules import served
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import RemoteError
+from anabranch.events import Event, subscribe
+from anabranch.experts import Directory, ExpertBackend, RemoteExpert, Runtime, Task, TaskPool
+from anabranch.tensors import TensorSpec
+from waiting import wait_until
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException and pytest's Failed: no ``Exception``."""
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, module: Exits) -> Tensor:
+        ctx.module = module  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.raise_at("backward")  # type: ignore[attr-defined]
+        return gradient, None
+
+
+class Exits(nn.Module):
+    """Raises once, at the place it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.place = ""
+        self.error: BaseException = SystemExit(3)
+
+    def raise_at(self, place: str) -> None:
+        if self.place == place:
+            self.place = ""
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.raise_at("forward")
+        return _Raises.apply(self.linear(x), self)
+
+
+class Steps(torch.optim.SGD):
+    def __init__(self, module: Exits) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self._module = module
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self._module.raise_at("step")
+        super().step()
+
+
+def make(uid: str = "ffn.0") -> tuple[Exits, ExpertBackend]:
+    module = Exits()
+    return module, ExpertBackend(uid, module, Steps(module), args_schema=[TensorSpec(2)])
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("pressed"), Panic("rust")], ids=repr)
+def test_an_exit_in_a_module_is_its_callers_error_and_the_server_serves_on(
+    error: BaseException, place: str, quick: bool
+) -> None:
+    module, backend = make()
+    module.error = error
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        for pool in backend.get_pools() if quick else ():
+            pool.note_seconds(1, 1e-6)
+        x = torch.ones(1, 2, requires_grad=True)
+        module.place = place
+        with pytest.raises(RemoteError, match=f"{type(error).__name__}: {error}"):
+            expert(x).sum().backward()
+        updates = backend.updates
+        expert(x).sum().backward()
+        assert backend.updates == updates + 1
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_an_exit_answers_the_task_that_it_belongs_to_and_not_those_of_its_batch() -> None:
+    def exits_for_zeros(x: Tensor) -> list[Tensor]:
+        if not x.all():
+            raise SystemExit(1)
+        return [2 * x]
+
+    pool = TaskPool(exits_for_zeros)
+    answers: dict[int, object] = {}
+    done = threading.Event()
+
+    def finish(number: int, outcome: object) -> None:
+        answers[number] = outcome
+        if len(answers) == 2:
+            done.set()
+
+    for number in range(2):
+        x = torch.full((1, 1), float(number))
+        pool.submit(Task([x], 1, Deadline.after(60.0), lambda outcome, number=number: finish(number, outcome)))
+    with Runtime([pool]):
+        assert done.wait(timeout=60)
+    assert isinstance(answers[0], SystemExit)
+    assert isinstance(answers[1], list)
+
+
+def test_an_exit_while_an_answer_is_made_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes: list[object] = []
+    done = threading.Event()
+
+    def finish(outcome: object) -> None:
+        outcomes.append(outcome)
+        if len(outcomes) == 1:
+            raise SystemExit("while answering")
+        done.set()
+
+    pool = TaskPool(lambda x: [x])
+    with Runtime([pool]):
+        pool.submit(Task([torch.ones(1, 1)], 1, Deadline.after(60.0), finish))
+        assert done.wait(timeout=60)
+        done.clear()
+        pool.submit(Task([torch.ones(1, 1)], 1, Deadline.after(60.0), finish))
+        assert done.wait(timeout=60)
+    assert isinstance(outcomes[1], SystemExit)
+    assert isinstance(outcomes[2], list)
+    assert "while answering" in caplog.text
+
+
+def test_ctrl_c_in_the_main_thread_passes() -> None:
+    def interrupted(x: Tensor) -> list[Tensor]:
+        raise KeyboardInterrupt
+
+    pool = TaskPool(interrupted)
+    answers: list[object] = []
+    pool.submit(Task([torch.ones(1, 1)], 1, Deadline.after(60.0), answers.append))
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(pool.take_batch())
+    assert isinstance(answers[0], KeyboardInterrupt)
+    module, backend = make()
+    module.place, module.error = "step", KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        backend.backward(torch.ones(1, 2), torch.ones(1, 2))
+
+
+class Unsteady(Directory):
+    """A directory of the user's own, whose second announcement exits."""
+
+    announced = 0
+
+    def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
+        self.announced += 1
+        if self.announced == 2:
+            raise SystemExit("no directory")
+        super().announce(uids, endpoint, ttl)
+
+
+def test_announcements_are_renewed_after_a_directory_has_exited(caplog: pytest.LogCaptureFixture) -> None:
+    directory = Unsteady()
+    with served(make()[1], directory=directory, ttl=0.01):
+        wait_until(lambda: directory.announced > 3)
+    assert "no directory" in caplog.text
+
+
+def test_saving_goes_on_after_a_state_dict_has_exited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, backend = make()
+    plain, asked = backend.state_dict, 0
+
+    def state_dict() -> dict[str, object]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise SystemExit("no state")
+        return plain()
+
+    backend.state_dict = state_dict  # type: ignore[method-assign]
+    with served(backend, checkpoint_dir=tmp_path, checkpoint_seconds=0.005):
+        wait_until(lambda: asked > 1)
+    assert "no state" in caplog.text
+
+
+def test_a_subscriber_of_events_that_exits_is_the_callers_error() -> None:
+    def exits(event: Event) -> None:
+        if event.name == "experts.batch":
+            raise SystemExit("watching")
+
+    with served(make()[1]) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        with subscribe(exits), pytest.raises(RemoteError, match="SystemExit: watching"):
+            expert(torch.ones(1, 2))
+        expert(torch.ones(1, 2))

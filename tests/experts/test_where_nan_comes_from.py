@@ -1,0 +1,72 @@
+"""An error over NaN names where it was made: in the module, or in the gradients of its caller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_modules import served
+from torch import Tensor, nn
+
+from anabranch.errors import NonFinite
+from anabranch.experts import ExpertBackend, RemoteExpert
+from anabranch.tensors import TensorSpec
+
+
+class Sick(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+def make(keep_activations: int = 0) -> tuple[Sick, ExpertBackend]:
+    module = Sick()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    backend = ExpertBackend("ffn.0", module, optimizer, args_schema=[TensorSpec(2)], keep_activations=keep_activations)
+    return module, backend
+
+
+@pytest.mark.parametrize("keep_activations", [0, 8])
+def test_a_module_that_answers_nan_is_named_by_the_backward_that_it_spoils(keep_activations: int) -> None:
+    module, backend = make(keep_activations)
+    with served(backend) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        module.factor = float("nan")
+        y = expert(torch.ones(1, 2))  # as a local module, it hands NaN on
+        assert y.isnan().all()
+        with pytest.raises(NonFinite, match=r"^ffn\.0: the module's own output 0 held NaN or Inf") as raised:
+            y.square().mean().backward()
+        assert f"refused by {server.endpoint}" in "".join(raised.value.__notes__)
+        with pytest.raises(NonFinite, match="If that output did too, the cause is the module, not the loss"):
+            expert(torch.ones(1, 2)).square().mean().backward()  # nobody has that output any more
+    assert backend.updates == 0
+
+
+def test_a_gradient_of_the_callers_own_that_is_nan_is_named_as_such() -> None:
+    _, backend = make()
+    with served(backend) as server:
+        y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2))
+        with pytest.raises(NonFinite, match=r"^ffn\.0: gradient of output 0 holds NaN or Inf"):
+            (y * float("nan")).sum().backward()
+
+
+def test_an_output_that_was_changed_since_it_came_is_not_blamed() -> None:
+    _, backend = make()
+    with served(backend) as server:
+        y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2))
+        y.detach().mul_(float("nan"))
+        with pytest.raises(NonFinite, match=r"^ffn\.0: gradient of output 0"):
+            y.backward(torch.full_like(y, float("nan")))
+
+
+def test_a_module_that_is_nan_in_backward_alone_is_named_by_its_server() -> None:
+    module, backend = make()
+    with served(backend) as server:
+        y = RemoteExpert("ffn.0", server.endpoint)(torch.ones(1, 2))
+        module.factor = float("nan")
+        with pytest.raises(NonFinite, match=r"linear\.weight is NaN or Inf because the module's own output holds NaN"):
+            y.sum().backward()
+    assert backend.updates == 0
