@@ -18,8 +18,10 @@
     ├── ValueError                     the caller's value is wrong; the message names it and the cure
     │   ├── ForkedClient               a client of another process, which was forked
     │   ├── NotFound                   an unknown uid, table or verb
+    │   │   └── ActivationsGone        an expert has not kept what a backward refers to
     │   ├── NonFinite                  NaN or Inf where numbers must be finite
     │   └── SchemaError                structure, shape or dtype differ from what was declared
+    │       └── AnotherSchema          an expert came back with another schema than its caller knows
     └── TypeError
         └── SkipError                  skip connections that do not match
 
@@ -30,7 +32,9 @@ a correct program, and nothing else.
 from __future__ import annotations
 
 __all__ = [
+    "ActivationsGone",
     "AnabranchError",
+    "AnotherSchema",
     "BoundaryError",
     "CaptureError",
     "CheckpointError",
@@ -217,12 +221,20 @@ class NotFound(ValueError):
     """No uid, table or verb of that name; the message lists what there is."""
 
 
+class ActivationsGone(NotFound):
+    """An expert has not kept the activations that a backward refers to; it needs the inputs again."""
+
+
 class NonFinite(ValueError):
     """NaN or Inf where only finite numbers are accepted."""
 
 
 class SchemaError(ValueError):
     """Structure, shape or dtype differ from what was declared; the message says what was expected and what came."""
+
+
+class AnotherSchema(SchemaError):
+    """An expert has another schema than its caller knows, who asks for it again."""
 
 
 class SkipError(TypeError):

@@ -12,6 +12,8 @@ import threading
 import traceback
 
 from anabranch.errors import (
+    ActivationsGone,
+    AnotherSchema,
     BoundaryError,
     CheckpointError,
     DeadlineExceeded,
@@ -33,6 +35,8 @@ __all__ = ["ends_the_program", "error_of", "failure_of", "note_failure"]
 _log = logging.getLogger("anabranch.transport")
 
 _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
+    "activations_gone": ActivationsGone,  # before the kinds that they are of
+    "another_schema": AnotherSchema,
     "not_found": NotFound,
     "schema": SchemaError,
     "non_finite": NonFinite,

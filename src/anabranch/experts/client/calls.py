@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary import Crossed, Form, cross
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, NotFound, ProtocolError
+from anabranch.errors import ActivationsGone, BoundaryError, NonFinite, ProtocolError
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_parts, check_tensors
@@ -321,7 +321,7 @@ def _gather_gradients(
     forgotten = [
         index
         for index, outcome in enumerate(outcomes)
-        if asked[index][0].ticket and isinstance(outcome, NotFound) and "activations" in str(outcome)
+        if asked[index][0].ticket and isinstance(outcome, ActivationsGone)
     ]
     if forgotten and not deadline.expired():
         for index in forgotten:

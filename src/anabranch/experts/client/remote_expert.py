@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anabranch.autodiff import opaque
 from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, outside_tracing
 from anabranch.deadline import Deadline
-from anabranch.errors import NotFound, PeerLost, SchemaError
+from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
 from anabranch.experts.client.connections import shared_client
@@ -156,8 +156,8 @@ class RemoteExpert(nn.Module):
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
         """True if the expert has moved, or came back with another schema, so that one more request may succeed."""
-        if isinstance(error, SchemaError):
-            return "another schema" in str(error)
+        if isinstance(error, AnotherSchema):
+            return True
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
             return False
         # A peer that missed two beats and is still announced at the same endpoint would miss two more.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.errors import NonFinite, NotFound, SchemaError
+from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
@@ -286,7 +286,9 @@ class ExpertBackend:
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
             # The tasks are then run one by one, and the first of the two finds the activations.
-            raise NotFound(f"{self.uid} has these activations for one backward, not for two; send the inputs again")
+            raise ActivationsGone(
+                f"{self.uid} has these activations for one backward, not for two; send the inputs again"
+            )
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
@@ -314,7 +316,7 @@ class ExpertBackend:
     def _find_kept(self, task: Task) -> KeptRows:
         entry = self.kept.get(task.ticket)
         if entry is None:
-            raise NotFound(f"{self.uid} has not kept these activations; send the inputs again")
+            raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
             raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
         return entry

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, NonFinite, NotFound, SchemaError
+from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound
 from anabranch.events import report
 from anabranch.experts import wire
 from anabranch.experts.compression import check_parts, wire_parts
@@ -337,7 +337,9 @@ class ExpertServer:
         """Refuses a request that does not fit its expert, before there is memory for it."""
         backend = self._find(header.target)
         if header.schema != self._schemas[header.target][1]:
-            raise SchemaError(f"{header.target} has another schema than the caller believes; ask it for its info again")
+            raise AnotherSchema(
+                f"{header.target} has another schema than the caller believes; ask it for its info again"
+            )
         rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
         pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
         nbytes = 0
@@ -433,7 +435,7 @@ class ExpertServer:
             count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
             inputs = wire.from_wire(call.tensors[:count], schema.inputs)
         elif ticket not in backend.kept:
-            raise NotFound(f"{call.target} has not kept these activations; send the inputs again")
+            raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")
         gradients = wire.from_wire(call.tensors[count:], schema.output_specs, present)
         names = [f"gradient of output {index}" for index in range(len(gradients))]
         self._check_finite(call, inputs, schema.input_names)
