@@ -225,6 +225,18 @@ def test_a_log_of_zeros_is_damaged_and_set_aside_by_a_repair(saved: Path) -> Non
         assert value(client) == 3
 
 
+def test_a_file_in_the_place_of_the_folder_set_aside_is_named_and_nothing_is_moved(saved: Path) -> None:
+    make_zeros(newest_log(saved))
+    before = {path.name for path in saved.iterdir()}
+    (saved / "set-aside").touch()
+    with pytest.raises(CheckpointError, match="set-aside cannot be made.*remove what has its name"):
+        Shard(saved.parent, repair=True)
+    (saved / "set-aside").unlink()
+    assert {path.name for path in saved.iterdir()} >= before
+    with Shard(saved.parent, repair=True) as client:
+        assert value(client) == 3
+
+
 def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user who may not read it; root may, who runs many a test."""
     real = os.open

@@ -92,9 +92,19 @@ def remove_generation(directory: Path, generation: int) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Moves ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there."""
+    """Moves ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there.
+
+    Raises:
+        CheckpointError: the folder cannot be made; nothing was moved.
+    """
     aside = path.parent / "set-aside"
-    aside.mkdir(exist_ok=True)
+    try:
+        aside.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.name} cannot be set aside: the folder {aside} cannot be made ({error.strerror}); remove what has "
+            "its name, and let this user write to the directory (chmod u+rwx)"
+        ) from error
     found, number = aside / path.name, 1
     while os.path.lexists(found):
         found, number = aside / f"{path.name}.{number}", number + 1
