@@ -45,7 +45,7 @@ def test_a_server_of_experts_tells_its_counts() -> None:
     assert page['anabranch_expert_batches_total{pool="ffn.0_backward"}'] == 3
     assert page['anabranch_expert_updates_total{uid="ffn.0"}'] == 3
     assert page['anabranch_errors_total{kind="non_finite"}'] == 1
-    assert page['anabranch_errors_total{kind="schema"}'] == 1
+    assert page['anabranch_errors_total{kind="another_schema"}'] == 1
     assert sum(value for name, value in page.items() if name.startswith("anabranch_refused_values_total{peer=")) == 1
     # Three forwards of 32 bytes, three backwards of 64, and the NaN's 16.
     assert page["anabranch_received_bytes_total"] == 3 * 32 + 3 * 64 + 16
