@@ -269,11 +269,13 @@ with ab.ParameterClient() as client:
     name = f"bias-{job.rank}"
     client.init(name, (2,), init=float(job.rank))
     values = client.pull(name).tolist()
+    shards = len(client.statistics())  # asks every shard: none is still starting at the end
 experts = [ab.RemoteExpert(f"ffn.{index}", directory) for index in range(2)]
 x = torch.ones(1, 4, requires_grad=True)
 sum(expert(x).sum() for expert in experts).backward()
 print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), job.experts, job.workers],
-                  "active": directory.active(["ffn"]), "values": values, "gradient": x.grad.tolist()}))
+                  "active": directory.active(["ffn"]), "values": values, "shards": shards,
+                  "gradient": x.grad.tolist()}))
 """
     ).check()
     for rank, found in enumerate(result.results):
@@ -281,6 +283,7 @@ print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), 
         assert found["job"] == ["worker", rank, 2, 2, 2, 2]
         assert found["active"] == {"ffn": [0, 1]}
         assert found["values"] == [rank, rank]
+        assert found["shards"] == 2
     assert set(result.service_logs) == {"parameters-0", "parameters-1", "expert-0", "expert-1"}
     assert not {who: log for who, log in result.service_logs.items() if f"listening on {listening}" not in log}
     assert result.told == ()
