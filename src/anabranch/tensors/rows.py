@@ -86,10 +86,12 @@ def count_rows(batch: Structure) -> int:
     Raises:
         ValueError: if the tensors disagree, or none has rows; names each tensor with its shape.
     """
-    leaves: Sequence[object] = _tensors_of(batch) or flatten(batch)[0]
-    if any(isinstance(leaf, Mapping) for leaf in leaves):
-        batch = map_structure(_opened, batch)
+    leaves: Sequence[object] = _tensors_of(batch)
+    if not leaves:
         leaves = flatten(batch)[0]
+        if any(not isinstance(leaf, Tensor) and isinstance(leaf, Mapping) for leaf in leaves):
+            batch = map_structure(_opened, batch)
+            leaves = flatten(batch)[0]
     rows = -1
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim:
