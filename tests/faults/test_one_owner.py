@@ -6,15 +6,17 @@ import os
 import shutil
 import signal
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from anabranch.checkpoint import file_lock
+from anabranch.checkpoint.file_lock import FileLock
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.parameter_server.server import ownership
 from anabranch.parameter_server.server.log_format import Record
 from anabranch.parameter_server.server.ownership import Ownership
 from anabranch.parameter_server.server.push_log import PushLog
@@ -62,12 +64,13 @@ def test_the_lock_goes_with_its_process_and_stays_while_it_is_frozen(tmp_path: P
 
 
 def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
-    """The hook that runs in a child closes what the child has of it."""
-    first = Ownership(tmp_path)
-    held = first._directory, first._file
-    ownership._forget_in_child()
-    assert (first._directory, first._file) == (-1, -1)
-    assert not any(_is_open(descriptor) for descriptor in held)
+    """The hook that runs in a child closes what the child has of the lock."""
+    lock = FileLock(os.open(tmp_path, os.O_RDONLY))
+    held = lock.descriptor
+    file_lock._forget_in_child()
+    assert lock.descriptor == -1
+    assert not _is_open(held)
+    lock.close()
 
 
 def _is_open(descriptor: int) -> bool:
@@ -83,7 +86,7 @@ def test_a_server_that_was_replaced_acknowledges_nothing_more(tmp_path: Path, mo
     first = PushLog(tmp_path)
     first.commit(first.append(Record("kept", b"")), Deadline.after(5.0))
     first.append(Record("on its way", b""))
-    monkeypatch.setattr(Ownership, "_claim", lambda self, directory: None)
+    monkeypatch.setattr(Ownership, "_claim", lambda self, directory: ExitStack())  # no lock
     owner = Ownership(tmp_path)
     reader = LogReader(tmp_path, known=owner.found)
     read = [record.verb for record, _ in reader]

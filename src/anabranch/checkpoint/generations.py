@@ -16,12 +16,12 @@ written over. Files of other names are left alone.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
 
@@ -67,23 +67,23 @@ def manifest_path(directory: Path, generation: int) -> Path:
 
 
 def temporary(path: Path) -> Path:
-    """The name that ``path`` has until it is whole."""
+    """Return the name that ``path`` has until it is whole."""
     return path.with_name(f".{path.name}.new")
 
 
 def complete_generations(directory: Path) -> list[int]:
-    """The generations that have a manifest, newest first; none if there is no such directory."""
+    """Return the generations that have a manifest, newest first; none if there is no such directory."""
     matches = (_MANIFEST.fullmatch(name) for name in _names(directory))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def all_generations(directory: Path) -> set[int]:
-    """The generations of which there is any file, be it a left-over."""
+    """Return the generations of which there is any file, be it a left-over."""
     return {generation for _, generation in _ours(directory)}
 
 
 def remove_generation(directory: Path, generation: int) -> None:
-    """Removes every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
+    """Remove every file of ``generation``, the manifest first, so that it is never half a checkpoint."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: not _MANIFEST.fullmatch(name)):
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder of such a name is nobody's to empty
@@ -92,7 +92,7 @@ def remove_generation(directory: Path, generation: int) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Moves ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there.
+    """Move ``path``, whatever it is, into the folder ``set-aside`` beside it, under a name that is free there.
 
     Raises:
         CheckpointError: the folder cannot be made; nothing was moved.
@@ -113,7 +113,7 @@ def set_aside(path: Path) -> Path:
 
 
 def set_generation_aside(directory: Path, generation: int) -> None:
-    """Moves every file of ``generation`` into the folder ``set-aside``, the manifest last, by which it is found."""
+    """Move every file of ``generation`` into the folder ``set-aside``, the manifest last, by which it is found."""
     doomed = sorted(name for name, owner in _ours(directory) if owner == generation)
     for name in sorted(doomed, key=lambda name: _MANIFEST.fullmatch(name) is not None):
         set_aside(directory / name)
@@ -121,7 +121,7 @@ def set_generation_aside(directory: Path, generation: int) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes ``directory`` and what is missing above it, durably."""
+    """Make ``directory`` and what is missing above it, durably."""
     if directory.is_dir():
         return
     make_directory(directory.parent)
@@ -131,12 +131,12 @@ def make_directory(directory: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Gives a file that is whole and durable its final name; the name is durable after ``sync_directory``."""
+    """Give a file that is whole and durable its final name; the name is durable after ``sync_directory``."""
     os.rename(temporary(path), path)
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names in ``directory`` durable."""
+    """Make the names in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -146,7 +146,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def claim(directory: Path) -> Iterator[None]:
-    """Keeps every other writer out of ``directory`` until the block ends; the kernel lets go if the process dies.
+    """Keep every other writer out of ``directory`` until the block ends; the kernel lets go if the process dies.
 
     Raises:
         CheckpointError: another process, or another thread, is saving there.
@@ -155,20 +155,14 @@ def claim(directory: Path) -> Iterator[None]:
     # systems lock only what is open for writing.
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
-                "from one process of a job"
-            ) from None
-        try:
-            yield
-        finally:
-            # Closing alone would leave it claimed by a DataLoader worker that was forked meanwhile.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+        lock = FileLock(descriptor)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another process or thread is saving to {directory}; give each job a directory of its own, and save "
+            "from one process of a job"
+        ) from None
+    with lock:
+        yield
 
 
 def _names(directory: Path) -> list[str]:

@@ -1,20 +1,19 @@
 """``DirectoryLock``: one server for each expert's checkpoint directory.
 
 Two servers of one directory would each save over what the other had learned, in silence. The file ``lock`` names the
-holder and is locked with flock: the kernel lets go when the process dies, however it does, so the lock of a dead server
-never blocks its successor.
+holder, and is locked.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import socket
-import weakref
+from contextlib import suppress
 from pathlib import Path
 
+from anabranch.checkpoint.file_lock import FileLock
 from anabranch.errors import CheckpointError
 
 __all__ = ["DirectoryLock"]
@@ -48,10 +47,10 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, uid: str) -> None:
-        self._file = -1
+        self._lock: FileLock | None = None
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            self._file = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno in _READ_ONLY and directory.is_dir():
                 # Experts that learn nothing are served from such a place, by as many servers as one likes.
@@ -60,28 +59,11 @@ class DirectoryLock:
                 f"the checkpoint directory of {uid} cannot be used: {error}; give one that user {os.geteuid()} may "
                 "write to"
             ) from error
-        _open.add(self)
         try:
-            self._claim(directory, uid)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Gives the directory up to another server."""
-        _open.discard(self)
-        file, self._file = self._file, -1
-        if file >= 0:
-            # Closing alone would leave it to a process that was forked meanwhile.
-            fcntl.flock(file, fcntl.LOCK_UN)
-            os.close(file)
-
-    def _claim(self, directory: Path, uid: str) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = FileLock(file)
         except BlockingIOError:
             raise CheckpointError(
-                f"{directory}: another server saves {uid} here ({_holder(self._file)}); two servers of one directory "
+                f"{directory}: another server saves {uid} here ({_holder(directory)}); two servers of one directory "
                 "would overwrite each other's states: stop that one, or give each its own checkpoint_dir "
                 "(--checkpoint-dir)"
             ) from None
@@ -93,8 +75,14 @@ class DirectoryLock:
                 directory, error, uid,
             )  # fmt: skip
             return
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with suppress(OSError):  # it is for messages alone
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Give the directory up to another server."""
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> DirectoryLock:
         return self
@@ -103,20 +91,8 @@ class DirectoryLock:
         self.close()
 
 
-def _holder(file: int) -> str:
-    return os.pread(file, 200, 0).decode(errors="replace").strip() or "its process is unknown"
-
-
-_open: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    """A forked child holds the lock as well, and would keep the directory when its parent dies."""
-    for lock in list(_open):
-        if lock._file >= 0:
-            os.close(lock._file)
-        lock._file = -1
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+def _holder(directory: Path) -> str:
+    try:
+        return (directory / _FILE).read_text(errors="replace").strip() or "its process is unknown"
+    except OSError:
+        return "its process is unknown"

@@ -17,18 +17,17 @@ log cannot be known to be whole; only directories written before there was such 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import threading
-import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anabranch import checkpoint
-from anabranch.checkpoint.generations import complete_generations, set_aside
+from anabranch.checkpoint.file_lock import FileLock
+from anabranch.checkpoint.generations import complete_generations, set_aside, sync_directory
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.parameter_server.server.log_format import is_numbered, log_numbers, log_path
@@ -106,15 +105,13 @@ class Ownership:
         self._path = directory / "owner"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._held = self._claim(directory)
         except OSError as error:
             raise _unusable(directory, error, "give a directory that can be made") from error
         self._file = -1
         self._lock = threading.Lock()
         self.lost: str | None = None
-        _open.add(self)
         try:
-            self._claim(directory)
             self._check_file(directory, repair=repair)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             before = self._read(repair=repair)
@@ -135,7 +132,7 @@ class Ownership:
         return self._slot.position
 
     def note(self, *, durable: bool = False, **known: int) -> None:
-        """Records the directory's contents from now on, by the names of ``Position``; safe from several threads.
+        """Record the directory's contents from now on, by the names of ``Position``; safe from several threads.
 
         ``durable``: returns once that is on the disk.
         """
@@ -145,10 +142,10 @@ class Ownership:
             os.pwrite(self._file, self._slot.encode(), self._slot.turn % 2 * _APART)
         if durable:
             os.fsync(self._file)
-            os.fsync(self._directory)
+            sync_directory(self._path.parent)
 
     def check(self) -> None:
-        """Raises if another server has taken the directory over, or it has been moved.
+        """Raise if another server has taken the directory over, or it has been moved.
 
         Raises:
             CheckpointError: changes written by this server would not be found at its next start.
@@ -174,48 +171,37 @@ class Ownership:
         return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
     def close(self) -> None:
-        """Gives the directory up to another server."""
-        _open.discard(self)
+        """Give the directory up to another server."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-        directory, self._directory = self._directory, -1
-        if directory >= 0:
-            # Closing alone would leave it to a process that was forked meanwhile.
-            fcntl.flock(directory, fcntl.LOCK_UN)
-            os.close(directory)
+        self._held.close()
 
-    def _claim(self, directory: Path) -> None:
+    def _claim(self, directory: Path) -> FileLock:
         try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                return FileLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            except BlockingIOError:
+                raise
+            except OSError:
+                # Network file systems that lock only what is open for writing.
+                return FileLock(os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except BlockingIOError:
-            holder = self._holder()
             raise CheckpointError(
-                f"{directory}: another server has it (process {holder}); two servers of one directory would each lose "
-                "what the other acknowledged: give each its own --checkpoint-dir or --shard, or stop that one"
+                f"{directory}: another server has it (process {self._holder()}); two servers of one directory would "
+                "each lose what the other acknowledged: give each its own --checkpoint-dir or --shard, or stop that one"
             ) from None
-        except OSError:
-            # Network file systems that lock only what is open for writing.
-            self._claim_file(directory)
-
-    def _claim_file(self, directory: Path) -> None:
-        os.close(self._directory)
-        self._directory = os.open(directory / ".owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{directory}: another server has it (process {self._holder()})") from None
 
     def _holder(self) -> str:
         try:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            slots = self._slots()
+            with open(self._path, "rb", opener=_without_waiting) as file:
+                slots = _slots_in(file.read(2 * _APART))
         except OSError:
             return "unknown"
         return str(max(slots, key=_newest).pid) if slots else "unknown"
 
     def _check_file(self, directory: Path, *, repair: bool) -> None:
-        """Gives up what cannot be the ``owner`` file that was here, and under ``repair`` makes room for a new one."""
+        """Give up what cannot be the ``owner`` file that was here, and under ``repair`` makes room for a new one."""
         if not os.path.lexists(self._path):
             if _had_owner(directory):
                 self._give_up("is missing", repair=repair)
@@ -258,7 +244,9 @@ class Ownership:
 
 
 def holds_changes(directory: Path) -> bool:
-    """True if a shard's directory, which another server may have, holds any change, or cannot be known to hold none."""
+    """Return True if a shard's directory, which another server may have, holds any change, or cannot be known to hold
+    none.
+    """
     try:
         if not log_numbers(directory) and not complete_generations(directory):
             return False
@@ -274,7 +262,7 @@ def holds_changes(directory: Path) -> bool:
 
 
 def _slots_in(memory: bytes) -> list[_Slot]:
-    """The readable slots of an ``owner`` file."""
+    """Return the readable slots of an ``owner`` file."""
     found = []
     for at in (0, _APART):
         if at + _SLOT.size > len(memory):
@@ -286,7 +274,7 @@ def _slots_in(memory: bytes) -> list[_Slot]:
 
 
 def _had_owner(directory: Path) -> bool:
-    """True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
+    """Return True if a log or a checkpoint lies there that was written beside an ``owner`` file."""
     if any(is_numbered(log_path(directory, number)) for number in log_numbers(directory)):
         return True
     for generation in complete_generations(directory):
@@ -311,17 +299,6 @@ def _newest(slot: _Slot) -> tuple[int, int]:
     return slot.epoch, slot.turn
 
 
-_open: weakref.WeakSet[Ownership] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    """A forked child holds the lock as well, and would keep the directory when its parent dies."""
-    for owner in list(_open):
-        for descriptor in (owner._file, owner._directory):
-            if descriptor >= 0:
-                os.close(descriptor)
-        owner._file = owner._directory = -1
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+def _without_waiting(path: str, flags: int) -> int:
+    """Open what may be a pipe that nobody writes to."""
+    return os.open(path, flags | os.O_NONBLOCK)
