@@ -135,7 +135,7 @@ class _Asker:
         return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
-        """The schema of any announced expert, asked for if none has been asked yet."""
+        """Return the schema of any announced expert, asked for if none has been asked yet."""
         with outside_tracing():
             if self.finder.any_schema is None:
                 self._find_any(uid_prefix, dimensions, deadline)
@@ -180,7 +180,7 @@ class _Asker:
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
 
     def form_of(self, uid_prefix: str, dimensions: int) -> object:
-        """The nesting of the mixture's outputs."""
+        """Return the nesting of the mixture's outputs."""
         return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
 
     def mixed(
@@ -192,7 +192,8 @@ class _Asker:
         leaves: Sequence[object],
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
-        """The result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of ``more``.
+        """Return the result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of
+        ``more``.
 
         ``mix`` returns the schema of the experts that it has asked, too.
         """
@@ -449,7 +450,72 @@ def _finder(
     return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), asks)
 
 
-class RemoteMixtureOfExperts(nn.Module):
+class _Mixture(nn.Module):
+    """A gate, and the experts of a grid that it chooses for each row, asked and weighed as one call."""
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        uid_prefix: str,
+        k_best: int,
+        terms: _Terms,
+        finder: Callable[[], ExpertFinder],
+    ) -> None:
+        super().__init__()
+        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
+        self.k_best = k_best
+        self.gate = nn.Linear(in_features, sum(self.grid_size))
+        self._asker = _Asker(finder(), terms)
+        self._form: object = None
+        self._handle = opaque.handle_of(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
+    def learn_form(self) -> None:
+        """Asks for the nesting of the experts' outputs, for a capture."""
+        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+
+    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+        """Everything after the gate, as one call that Dynamo leaves whole."""
+        return self._mixed(gated, args, kwargs)[1]
+
+    def statistics(self) -> MixtureStatistics:
+        """Counters since the module was made."""
+        return self._asker.statistics()
+
+    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
+        """Return the weights of the chosen experts' answers, (rows, k_best); 0 for those that are not ``present``."""
+        raise NotImplementedError
+
+    def _beside(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+        """More outputs of the call."""
+        return []
+
+    def _forms_beside(self, gated: Tensor) -> list[Form]:
+        """Return the forms of these, for when no expert is asked."""
+        return []
+
+    def _mixed(
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+    ) -> tuple[Schema, list[Tensor]]:
+        leaves, structure = flatten((args, kwargs))
+
+        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            deadline = Deadline.after(self._asker.terms.forward_timeout)
+            scores = torch.split(gated, list(self.grid_size), dim=-1)
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            weights = self._weights(scores, choices, chosen.present)
+            outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
+            return [*outputs, *self._beside(choices, gated)], chosen.schema
+
+        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, self._forms_beside(gated))
+
+
+class RemoteMixtureOfExperts(_Mixture):
     """Asks the best experts of a grid for each row, and mixes the answers of those that answer.
 
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
@@ -510,7 +576,6 @@ class RemoteMixtureOfExperts(nn.Module):
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        super().__init__()
         terms = _Terms(
             k_min,
             forward_timeout,
@@ -520,57 +585,31 @@ class RemoteMixtureOfExperts(nn.Module):
             allow_zero_outputs,
             detect_anomalies,
         )
-        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
-        self.k_best = k_best
-        self.gate = nn.Linear(in_features, sum(self.grid_size))
-        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
-        self._form: object = None
-        self._handle = opaque.handle_of(self)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = opaque.handle_of(self)
+        super().__init__(
+            in_features,
+            grid_size,
+            uid_prefix,
+            k_best,
+            terms,
+            lambda: _finder(directory, client, keys, insecure=insecure),
+        )
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
-        """The mixture's output for ``x``."""
+        """Return the mixture's output for ``x``."""
         gated = self.gate(_gate_input(x))
         if torch.compiler.is_dynamo_compiling():
             outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, outputs))
         return _nested(*self._mixed(gated, (x, *args), kwargs))
 
-    def learn_form(self) -> None:
-        """Asks for the nesting of the experts' outputs, for a capture."""
-        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
-
-    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
-        """Everything after the gate, as one call that Dynamo leaves whole."""
-        return self._mixed(gated, args, kwargs)[1]
-
-    def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
-    ) -> tuple[Schema, list[Tensor]]:
-        leaves, structure = flatten((args, kwargs))
-
-        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
-            deadline = Deadline.after(self._asker.terms.forward_timeout)
-            scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
-            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
-            # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
-            answered = chosen.present.any(dim=1, keepdim=True)
-            logits = _scores_of(scores, choices).masked_fill(~chosen.present & answered, float("-inf"))
-            weights = torch.softmax(logits, dim=1) * answered
-            return [_weigh(weights, answers) for answers in chosen.outputs if answers is not None], chosen.schema
-
-        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves)
-
-    def statistics(self) -> MixtureStatistics:
-        """Counters since the module was made."""
-        return self._asker.statistics()
+    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+        answered = present.any(dim=1, keepdim=True)
+        logits = _scores_of(scores, choices).masked_fill(~present & answered, float("-inf"))
+        return torch.softmax(logits, dim=1) * answered
 
 
-class RemoteSwitchMixtureOfExperts(nn.Module):
+class RemoteSwitchMixtureOfExperts(_Mixture):
     """Asks the one best expert of a grid for each row, and keeps the experts evenly used.
 
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
@@ -623,29 +662,22 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
-        super().__init__()
         for name, value in (("utilization_alpha", utilization_alpha), ("jitter", jitter)):
             if not 0 <= value < 1:
                 raise ValueError(f"{name} lies in [0, 1), got {value!r}")
         terms = _Terms(
             k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
         )
-        self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, 1)
+        super().__init__(
+            in_features, grid_size, uid_prefix, 1, terms, lambda: _finder(directory, client, keys, insecure=insecure)
+        )
         self.utilization_alpha = utilization_alpha
         self.jitter = jitter
-        self.gate = nn.Linear(in_features, sum(self.grid_size))
         for dimension, size in enumerate(self.grid_size):
             self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
-        self._asker = _Asker(_finder(directory, client, keys, insecure=insecure), terms)
-        self._form: object = None
-        self._handle = opaque.handle_of(self)
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = opaque.handle_of(self)
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
-        """The output for ``x``, and the balancing loss."""
+        """Return the output for ``x``, and the balancing loss."""
         seen = _gate_input(x)
         if self.training and self.jitter:
             seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
@@ -659,35 +691,13 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             output = _nested(schema, found[:-grids])
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
 
-    def learn_form(self) -> None:
-        """Asks for the nesting of the experts' outputs, for a capture."""
-        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
+        return _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * present
 
-    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
-        """Everything after the gate, as one call that Dynamo leaves whole."""
-        return self._mixed(gated, args, kwargs)[1]
+    def _forms_beside(self, gated: Tensor) -> list[Form]:
+        return [Form((n + 1,), self.gate.weight.dtype, gated.device, differentiable=False) for n in self.grid_size]
 
-    def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
-    ) -> tuple[Schema, list[Tensor]]:
-        leaves, structure = flatten((args, kwargs))
-
-        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
-            deadline = Deadline.after(self._asker.terms.forward_timeout)
-            scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, 1, deadline)
-            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
-            probability = _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * chosen.present
-            outputs = [_weigh(probability, answers) for answers in chosen.outputs if answers is not None]
-            return [*outputs, *self._shares(choices, gated)], chosen.schema
-
-        forms = [self._share_form(n, gated) for n in self.grid_size]
-        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, forms)
-
-    def _share_form(self, size: int, gated: Tensor) -> Form:
-        return Form((size + 1,), self.gate.weight.dtype, gated.device, differentiable=False)
-
-    def _shares(self, choices: Choices, gated: Tensor) -> list[Tensor]:
+    def _beside(self, choices: Choices, gated: Tensor) -> list[Tensor]:
         """For each dimension the share of rows that each index got, then 1 if any row was given at all."""
         taken = choices.slots[:, 0] >= 0
         shares = []
@@ -708,7 +718,3 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
                     utilization.copy_(torch.where(given[-1] > 0, now, utilization))
             losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
         return torch.stack(losses).mean()
-
-    def statistics(self) -> MixtureStatistics:
-        """Counters since the module was made."""
-        return self._asker.statistics()
