@@ -74,7 +74,7 @@ class Fields:
         return Fields(self.text, self.starts + first, self.lengths - gone)
 
     def characters(self, place: int) -> tuple[Bytes, NDArray[np.bool_]]:
-        """The character at a place of each field, and whether the field is that long."""
+        """Return the character at a place of each field, and whether the field is that long."""
         return self.text[np.minimum(self.starts + place, len(self.text) - 1)], self.lengths > place
 
     def first_is(self, character: str) -> NDArray[np.bool_]:
@@ -82,7 +82,7 @@ class Fields:
         return there & (found == ord(character))
 
     def refuse(self, bad: NDArray[np.bool_], first_column: int, reason: str) -> None:
-        """Raises for the first field that is ``bad``, if there is one."""
+        """Raise for the first field that is ``bad``, if there is one."""
         if bad.any():
             row, column = (int(index) for index in np.argwhere(bad)[0])
             start = self.starts[row, column]
@@ -221,7 +221,7 @@ class Part:
 
 
 def split_file(path: Path, held_out: int) -> tuple[Part, Part]:
-    """What is trained on, and the last ``held_out`` bytes or so, from the start of a line."""
+    """Return what is trained on, and the last ``held_out`` bytes or so, from the start of a line."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - held_out))
@@ -267,7 +267,7 @@ class Clicks:
             yield self._tensors(share, line)
 
     def _batches(self) -> Iterator[tuple[Bytes, Ints]]:
-        """The text of each batch, and where its lines end; a last line without an end is given one."""
+        """Return the text of each batch, and where its lines end; a last line without an end is given one."""
         end = self.part.path.stat().st_size if self.part.end is None else self.part.end
         with self.part.path.open("rb") as file:
             file.seek(self._at)
@@ -314,13 +314,13 @@ class Clicks:
         return {"at": self._at, "line": self._line}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next ``iter`` goes on from there."""
+        """Let the next ``iter`` go on from there."""
         self._at, self._line = state["at"], state["line"]
         self._resumed = True
 
 
 def ids_of(categories: Ints, rows: int | None) -> Ints:
-    """The id of each category of each field: apart from those of all other fields, then hashed to a row."""
+    """Return the id of each category of each field: apart from those of all other fields, then hashed to a row."""
     fields = np.arange(1, categories.shape[1] + 1, dtype=np.int64) << 33
     ids = fields + categories  # a missing one is the field's own, too
     return ids if rows is None else (mixed(ids.view(np.uint64)) % np.uint64(rows)).astype(np.int64)
@@ -338,7 +338,7 @@ def _without_remarks(share: Bytes) -> tuple[Bytes, Ints]:
 
 
 def area_under_curve(scores: Floats, clicked: Floats) -> float:
-    """The probability that a click scores above what was not clicked, ties counting half.
+    """Return the probability that a click scores above what was not clicked, ties counting half.
 
     ``clicked`` may be probabilities: then it is what is to be expected.
     """

@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 def uids_of(process: int) -> list[str]:
-    """The experts that a process serves.
+    """Return the experts that a process serves.
 
     >>> uids_of(1)
     ['feed_forward.2', 'feed_forward.3']

@@ -51,7 +51,7 @@ class Planted:
         return tuple(max(4, round(self.ids ** (0.2 + 0.8 * field / 25))) for field in range(26))
 
     def write(self, path: Path, lines: int, *, part: int) -> Best:
-        """Writes a file, whole or not at all, and what can be reached on it beside it; nothing if it is there.
+        """Write a file, whole or not at all, and what can be reached on it beside it; nothing if it is there.
 
         Files of different ``part`` share what is planted, and no line.
         """
@@ -92,7 +92,7 @@ class Planted:
             yield write(clicked, numbers, ranks), probability, clicked
 
     def _ranks(self, draw: np.random.Generator, count: int) -> Ints:
-        """The category of each field by its rank, 0 the most frequent; MISSING for one in thirty."""
+        """Return the category of each field by its rank, 0 the most frequent; MISSING for one in thirty."""
         columns = []
         for size in self.vocabularies:
             chances = np.cumsum(np.arange(1, size + 1, dtype=np.float64) ** -self.zipf)
@@ -111,7 +111,7 @@ class Planted:
         return np.where(draw.random(numbers.shape) < 0.15, np.nan, numbers.clip(max=999_999))
 
     def _odds(self, ranks: Ints, numbers: Floats) -> Floats:
-        """The logarithm of the odds of a click."""
+        """Return the logarithm of the odds of a click."""
         missing = np.isnan(numbers)
         steps = np.log1p(np.abs(np.where(missing, 0, numbers)))
         odds = -1.1 + 0.2 * (steps[:, 0] - steps[:, 2]) * (0.4 if self.form == "adult" else 1.0)
@@ -139,7 +139,9 @@ _TAB, _NOTHING = 9, 0
 
 
 def _criteo_lines(clicked: Floats, numbers: Floats, ranks: Ints) -> bytes:
-    """A matrix of characters with room for the longest number, from which the room that is left over is then taken."""
+    """Return a matrix of characters with room for the longest number, from which the room that is left over is then
+    taken.
+    """
     count = len(clicked)
     tab = np.full((count, 1), _TAB, np.uint8)
     columns = [48 + clicked[:, None].astype(np.uint8)]

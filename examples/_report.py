@@ -29,7 +29,7 @@ class Curve:
         temporary.replace(path)
 
     def continue_from(self, path: Path, step: int) -> None:
-        """Takes up what the file says of the steps before ``step``."""
+        """Take up what the file says of the steps before ``step``."""
         saved = json.loads(path.read_text())
         self.losses = saved["losses"][:step]
         self.held_out = [(at, bits) for at, bits in saved["held_out"] if at <= step]
@@ -110,7 +110,7 @@ class Screen:
         self.say(f"step {step}/{self._steps}  {self._figures()}  {(self._steps - step) * self._seconds():.0f} s left")
 
     def _seconds(self) -> float:
-        """A step's, of late."""
+        """Return the seconds of a step, of late."""
         return sum(self._recent) / max(1, len(self._recent))
 
     def _figures(self) -> str:

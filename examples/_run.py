@@ -75,7 +75,7 @@ def comm_mode(text: str) -> str:
 
 
 def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluations: str = "a fifth") -> None:
-    """The options that every example has."""
+    """Return the options that every example has."""
     add = parser.add_argument
     add("--steps", type=at_least_one, default=steps, help="optimizer steps (%(default)s)")
     add("--seed", type=from_zero, default=0, help="of the model and of all that is drawn (%(default)s)")
@@ -90,7 +90,7 @@ def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluati
 
 
 def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
-    """Makes the place for the model. What lies there goes on exactly as it began, or not at all."""
+    """Make the place for the model. What lies there goes on exactly as it began, or not at all."""
     checkpoint, kept = team.out / "checkpoint", team.out / "settings.json"
     team.out.mkdir(parents=True, exist_ok=True)
     if not fresh and checkpoint.exists():
@@ -125,7 +125,7 @@ def stopped_by_sigterm(executor: ab.Executor) -> Iterator[None]:
 
 
 def reported(run: Callable[[], Mapping[str, object]], job: ab.Job) -> int:
-    """Runs, and prints the last line on rank 0; the exit code."""
+    """Run, and print the last line on rank 0; returns the exit code."""
     try:
         result = run()
     except ab.CheckpointError as error:

@@ -71,7 +71,7 @@ def is_text(root: Path, path: Path) -> bool:
 
 
 def split_files(names: Mapping[Path, str], held_out: int, source: str) -> Text:
-    """Holds out the files whose names have the lowest hashes: the same ones on every machine."""
+    """Hold out the files whose names have the lowest hashes: the same ones on every machine."""
     by_hash = sorted(names, key=lambda path: (zlib.crc32(names[path].encode()), names[path], path))
 
     def read(paths: list[Path]) -> bytes:
@@ -102,7 +102,7 @@ class Windows(Dataset[Tensor]):
 def shared_out(
     windows: Windows, batch: int, rank: int, workers: int, collate: Callable[[list[Tensor]], Any] | None = None
 ) -> DataLoader[Any]:
-    """This worker's windows of every batch: the whole batch is the same for any number of workers."""
+    """Return this worker's windows of every batch: the whole batch is the same for any number of workers."""
     sampler = DistributedSampler(windows, num_replicas=workers, rank=rank, shuffle=False)
     return DataLoader(windows, batch_size=batch // workers, sampler=sampler, collate_fn=collate)
 

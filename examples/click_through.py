@@ -180,7 +180,7 @@ class Meter:
         self.bytes = self.hits = self.misses = 0
 
     def run(self) -> float:
-        """A step; its loss."""
+        """Do a step; returns its loss."""
         began, before = time.monotonic(), self._counted()
         value = self._executor.run("train")["loss"].item()
         self.seconds += time.monotonic() - began
@@ -257,7 +257,7 @@ def parse_options(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def text_of(options: argparse.Namespace, team: Team) -> tuple[Part, Part, Best | None]:
-    """What to train on, what to measure on, and what can be reached there, if that is known."""
+    """Return what to train on, what to measure on, and what can be reached there, if that is known."""
     if options.data:
         if options.held_out:
             return Part(options.data), Part(options.held_out), None

@@ -70,7 +70,7 @@ class Graph:
 
 
 def stochastic_block_model(nodes: int, seed: int, *, within: float = 8.0, between: float = 4.0) -> Graph:
-    """A graph whose nodes have ``within`` neighbours in their block and ``between`` outside it, on average.
+    """Return a graph whose nodes have ``within`` neighbours in their block and ``between`` outside it, on average.
 
     Each pair inside a block is linked with one probability, each other pair with a smaller one. How many pairs are
     linked is drawn first, then which; the few that are drawn twice are one link.
@@ -122,7 +122,8 @@ def _hashed(values: Ints, key: int) -> NDArray[np.uint64]:
 
 
 def sampled(graph: Graph, seeds: Ints, key: int, *, padded: bool = True) -> Batch:
-    """The seeds' surroundings: ``near`` (R,), seeds first; ``far`` (F,); ``blocks`` (S,); edges (2, E) into each layer.
+    """Return the seeds' surroundings: ``near`` (R,), seeds first; ``far`` (F,); ``blocks`` (S,); edges (2, E) into each
+    layer.
 
     ``outer`` edges lead into the near nodes, ``inner`` edges into the seeds; they name places among all nodes, near
     before far, from and to. Padding is the first seed over again, and edges from it to the place behind the last.
@@ -145,7 +146,7 @@ def sampled(graph: Graph, seeds: Ints, key: int, *, padded: bool = True) -> Batc
 
 
 def roomy(count: int) -> int:
-    """The next size up of which there are four between two powers of two."""
+    """Return the next size up of which there are four between two powers of two."""
     unit = max(16, 2 ** max(0, count.bit_length() - 3))
     return -(-count // unit) * unit
 
@@ -241,7 +242,7 @@ def right(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def seeds_in(batch: Batch) -> int:
-    """What a batch weighs: its tensors have no common dimension to count by."""
+    """Return what a batch weighs: its tensors have no common dimension to count by."""
     return len(batch["blocks"])
 
 
@@ -252,7 +253,7 @@ def training_step(model: GraphSage) -> ab.TrainStep:
 
 
 def accuracy(executor: ab.Executor, graph: Graph, nodes: Ints, team: Team) -> float:
-    """The share of nodes whose block is found; each worker looks at its part of them."""
+    """Return the share of nodes whose block is found; each worker looks at its part of them."""
     mine = np.array_split(nodes, team.workers)[team.rank]
     total = torch.zeros((), dtype=torch.float64)
     for number, seeds in enumerate(np.array_split(mine, max(1, len(mine) // 1000))):

@@ -175,7 +175,7 @@ def loss(model: nn.Module, text: Tensor) -> Tensor:
 
 
 def pair(windows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What a pipeline takes: its input and its target."""
+    """Return what a pipeline takes: its input and its target."""
     text = torch.stack(windows)
     return text[:, :-1], text[:, 1:]
 
@@ -190,7 +190,7 @@ def predicted(model: nn.Module, text: Tensor) -> dict[str, Tensor]:
 
 
 def warm_up_and_cool_down(steps: int, warm_up: int = 50) -> Callable[[int], float]:
-    """The share of the learning rate at a step: a straight rise, then half a cosine down to nearly nothing."""
+    """Return the share of the learning rate at a step: a straight rise, then half a cosine down to nearly nothing."""
 
     def share(step: int) -> float:
         return min(1.0, (step + 1) / warm_up) * (0.02 + 0.98 * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2)
@@ -238,7 +238,7 @@ def serve_experts(options: argparse.Namespace, job: ab.Job) -> DirectoryLike:
 
 
 def expert(uid: str, updates: int) -> ab.ExpertBackend:
-    """A feed-forward layer that trains itself; each worker's step is an update of its own."""
+    """Return a feed-forward layer that trains itself; each worker's step is an update of its own."""
     module = feed_forward()
     for weight in module.parameters():
         if weight.ndim > 1:
@@ -252,7 +252,7 @@ def expert(uid: str, updates: int) -> ab.ExpertBackend:
 
 
 def bits_per_byte(executor: ab.Executor, batches: list[Tensor], team: Team) -> float:
-    """What the model needs for the bytes of all batches; every worker measures its share of them."""
+    """Return what the model needs for the bytes of all batches; every worker measures its share of them."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches[team.rank :: team.workers]:
         total += executor.run("validate", batch)["nats"]
@@ -314,7 +314,7 @@ def batch_of(options: argparse.Namespace, team: Team) -> int:
 
 
 def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
-    """The workers as pipelines; a lone process has its stages on threads."""
+    """Return the workers as pipelines; a lone process has its stages on threads."""
     if options.stages == 1:
         return None
     if options.stages > BLOCKS + 2:
@@ -329,7 +329,7 @@ def grid_of(options: argparse.Namespace, job: ab.Job) -> Grid | None:
 
 
 def split(model: nn.Sequential, options: argparse.Namespace, team: Team) -> nn.Module:
-    """The model in stages of as many layers each, if there are to be any."""
+    """Return the model in stages of as many layers each, if there are to be any."""
     if options.stages == 1:
         return model
     layers = BLOCKS + 2

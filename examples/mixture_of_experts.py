@@ -90,7 +90,7 @@ class ExpertServerProcess(Protocol):
         """``kill -9``: no goodbye, nothing saved on the way out."""
 
     def come_back(self) -> None:
-        """Returns when it serves again."""
+        """Return when it serves again."""
 
 
 class OwnServer:
@@ -130,7 +130,7 @@ class OwnServer:
             self.end()
 
     def end(self) -> None:
-        """It ends with its input: saves, and leaves no file behind."""
+        """End the server's input: it saves, and leaves no file behind."""
         if self._process is not None:
             try:
                 self._process.communicate(timeout=10)
@@ -164,7 +164,7 @@ class JobServer:
 
 
 def serve(index: int, seed: int, directory: str, saved: str) -> None:
-    """The process of one server: says when it is up, serves until its input ends."""
+    """Run the process of one server: say when it is up, serve until its input ends."""
     torch.set_num_threads(1)
     with ab.ExpertServer(
         make_backends(index, SERVERS, seed),
@@ -194,7 +194,7 @@ def own_servers(seed: int) -> Iterator[tuple[DirectoryLike, Sequence[ExpertServe
 
 
 def job_servers(job: ab.Job, seed: int, out: Path) -> tuple[DirectoryLike, Sequence[ExpertServerProcess]]:
-    """The job's expert processes; in one of those, serves and never comes back."""
+    """Return the job's expert processes; in one of those, serve and never come back."""
 
     def make(index: int, count: int) -> list[ab.ExpertBackend]:
         return make_backends(index, count, seed)

@@ -84,7 +84,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def train(pipe: ab.Pipe, pictures: Tensor, steps: int, seed: int) -> list[float]:
-    """The loss of every step."""
+    """Train; returns the loss of every step."""
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
     losses = []
@@ -100,7 +100,7 @@ def train(pipe: ab.Pipe, pictures: Tensor, steps: int, seed: int) -> list[float]
 
 
 def from_rank(rank: int, found: Tensor | None, empty: Tensor) -> Tensor:
-    """What ``rank`` found, on every rank."""
+    """Return what ``rank`` found, on every rank."""
     if not dist.is_initialized():
         assert found is not None
         return found

@@ -34,7 +34,7 @@ class Display:
         self._announced = ""
 
     def take(self, line: str) -> None:
-        """Shows what a line of pip's output tells."""
+        """Show what a line of pip's output tells."""
         if found := re.match(r"Progress (\d+) of (\d+)", line):
             done, total = int(found[1]), int(found[2])
             if self._drawn:
@@ -52,12 +52,12 @@ class Display:
             print(f"\r{text[:width]}\x1b[K", end="", flush=True)
 
     def finish(self, text: str) -> None:
-        """The closing line, in place of the progress."""
+        """Return the closing line, in place of the progress."""
         print(f"\r{text}\x1b[K" if self._drawn else text, flush=True)
 
 
 def main() -> None:
-    """Runs the steps; exits with 1 and the end of the log if one fails."""
+    """Run the steps; exits with 1 and the end of the log if one fails."""
     started = time.monotonic()
     display = Display()
     print(f"installing into {Path(sys.prefix).name} (once; torch is large, this takes a minute or two)", flush=True)

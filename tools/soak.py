@@ -115,7 +115,7 @@ class Job:
         self._workers = workers
 
     def processes(self) -> dict[str, int]:
-        """The process of each role by its name, ``worker-0``."""
+        """Return the process of each role by its name, ``worker-0``."""
         found = {}
         for path in Path(f"/proc/{self.launcher.pid}/task").glob("*/children"):
             for pid in map(int, path.read_text().split()):
@@ -124,7 +124,7 @@ class Job:
         return found
 
     def watch(self) -> None:
-        """Takes a reading of each."""
+        """Take a reading of each."""
         now = time.monotonic()
         for name, pid in {"launcher": self.launcher.pid, **self.processes()}.items():
             if not _NAME.fullmatch(name) and name not in ("launcher", "fork-server"):
@@ -134,7 +134,7 @@ class Job:
             self.lives[pid].read(pid, now)
 
     def records(self) -> list[Record]:
-        """What each worker has written down by now."""
+        """Return what each worker has written down by now."""
         for rank in range(self._workers):
             self._records.setdefault(rank, Record()).follow(self.out / f"record-{rank}.jsonl")
         return list(self._records.values())
@@ -192,7 +192,7 @@ class Record:
     _read: int = 0
 
     def follow(self, path: Path) -> None:
-        """Reads on."""
+        """Read what was written since."""
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -242,7 +242,7 @@ class Result:
     trouble: list[str] = field(default_factory=list)
 
     def broken(self) -> list[str]:
-        """The promises that were broken, a line each."""
+        """Return the promises that were broken, a line each."""
         found = list(self.trouble)
         lost, doubled = sum(r.lost for r in self.records), sum(r.doubled for r in self.records)
         late = sum(record.late for record in self.records) + self.overdue
@@ -338,7 +338,7 @@ def _kill(job: Job, role: str, chance: random.Random, kills: Counter[str]) -> No
 
 
 def _wait_for_steps(job: Job, steps: int) -> bool:
-    """Returns whether every worker has done so many more steps, before the job's time for recovering was over."""
+    """Return True if every worker has done so many more steps before the job's time for recovering was over."""
     goal = [record.done + steps for record in job.records()]
     until = time.monotonic() + RECOVERY_SECONDS
     while any(record.done < done for record, done in zip(job.records(), goal, strict=True)):

@@ -78,7 +78,7 @@ class Model(nn.Module):
 
 
 def batch_of(step: int, rank: int, workers: int) -> dict[str, Tensor]:
-    """The same whenever the step is done, and done again."""
+    """Return the batch, the same whenever the step is done, and done again."""
     generator = torch.Generator().manual_seed(step * workers + rank)
     return {
         "counted": torch.randint(COUNTERS, (BATCH,), generator=generator),

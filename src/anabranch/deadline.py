@@ -16,7 +16,7 @@ _LONGEST = 1e9  # seconds; threads can wait longer, peers are not asked to
 
 
 def check_seconds(**given: float) -> None:
-    """Raises for an argument that is no length of time to wait for.
+    """Raise for an argument that is no length of time to wait for.
 
     >>> check_seconds(timeout=30.0, heartbeat=0)
     Traceback (most recent call last):
@@ -67,7 +67,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
-        """The deadline ``seconds`` from now."""
+        """Return the deadline ``seconds`` from now."""
         return cls(seconds, clock)
 
     def remaining(self) -> float:
@@ -80,26 +80,30 @@ class Deadline:
         return self._clock() - self._started
 
     def expired(self) -> bool:
-        """True if the moment has passed."""
+        """Return True if the moment has passed."""
         return self._clock() >= self._expires
 
     def __lt__(self, other: Deadline) -> bool:
-        """True if this moment comes first; of two deadlines by one clock."""
+        """Return True if this moment comes first; of two deadlines by one clock."""
         return self._expires < other._expires
 
     def sooner(self, seconds: float) -> Deadline:
-        """This deadline or ``seconds`` from now, whichever comes first; ``elapsed`` counts on from this one's start."""
+        """Return this deadline or ``seconds`` from now, whichever comes first; ``elapsed`` counts on from this one's
+        start.
+        """
         nearer = Deadline(seconds, self._clock)
         nearer._expires = min(nearer._expires, self._expires)
         nearer._started = self._started
         return nearer
 
     def check(self, *, peer: str, operation: str, step: int | None = None) -> None:
-        """Raises ``DeadlineExceeded`` naming ``peer`` and ``operation`` if the moment has passed."""
+        """Raise ``DeadlineExceeded`` naming ``peer`` and ``operation`` if the moment has passed."""
         if self.expired():
             raise self.error(peer=peer, operation=operation, step=step)
 
     def error(self, *, peer: str, operation: str, step: int | None = None, why: str = "") -> DeadlineExceeded:
-        """The error to raise when the wait for ``peer`` has ended without an answer, and why, where that is known."""
+        """Return the error to raise when the wait for ``peer`` has ended without an answer, and why, where that is
+        known.
+        """
         message = f"no answer before the deadline: {why}" if why else "no answer before the deadline"
         return DeadlineExceeded(message, peer=peer, operation=operation, step=step, elapsed=self.elapsed())

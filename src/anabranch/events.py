@@ -47,7 +47,7 @@ def report(name: str, /, **facts: object) -> None:
 
 @contextmanager
 def subscribe(sink: Sink) -> Iterator[None]:
-    """Calls ``sink`` with every event, from whichever thread reports it, until the block ends.
+    """Call ``sink`` with every event, from whichever thread reports it, until the block ends.
 
     >>> seen = []
     >>> with subscribe(lambda event: seen.append(event.name)):
@@ -68,14 +68,14 @@ def subscribe(sink: Sink) -> Iterator[None]:
 
 
 def fault_point(name: str) -> None:
-    """A named place where a test may raise, block or kill the process; nothing happens elsewhere."""
+    """Name a place where a test may raise, block or kill the process; nothing happens elsewhere."""
     if _fault_handler is not None:
         _fault_handler(name)
 
 
 @contextmanager
 def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``handler(name)`` at every fault point until the block ends; what it raises is raised there."""
+    """Call ``handler(name)`` at every fault point until the block ends; what it raises is raised there."""
     global _fault_handler
     with _lock:
         if _fault_handler is not None:

@@ -30,10 +30,10 @@ class DirectoryLike(Protocol):
         """``endpoint`` does not serve ``uids`` any more."""
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """The endpoint of each uid that somebody serves."""
+        """Return the endpoint of each uid that somebody serves."""
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        """The indices that follow each prefix in the uids that somebody serves."""
+        """Return the indices that follow each prefix in the uids that somebody serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Job:
         )
 
     def grid(self, data: int = 1, pipeline: int = 1) -> Grid:
-        """The workers as ``data`` pipelines of ``pipeline`` stages, with the process groups of both directions.
+        """Return the workers as ``data`` pipelines of ``pipeline`` stages, with the process groups of both directions.
 
         >>> import torch, anabranch as ab
         >>> grid = ab.job().grid(data=1, pipeline=1)  # a lone process is a grid of its own
@@ -191,7 +191,7 @@ class Job:
 
 
 def job(environment: Mapping[str, str] | None = None) -> Job:
-    """The job this process belongs to.
+    """Return the job this process belongs to.
 
     >>> job({})
     Job(rank=0, world_size=1, local_rank=0, role='worker', servers=(), experts=0, directory=None)

@@ -98,20 +98,20 @@ class Boundary(Protocol):
     def backward(
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """A gradient for each input. ``None`` is no gradient, on both sides."""
+        """Return a gradient for each input. ``None`` is no gradient, on both sides."""
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        """The outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
+        """Return the outputs' forms for inputs like these, of which only shape, dtype and device may be read."""
 
 
 class Tracer(Protocol):
     """The interface of a graph capture."""
 
     def entry(self) -> Tensor:
-        """A leaf that requires a gradient, towards which the captured backward is to sweep."""
+        """Return a leaf that requires a gradient, towards which the captured backward is to sweep."""
 
     def forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        """Writes the forward node."""
+        """Write the forward node."""
 
     def backward(
         self,
@@ -121,10 +121,10 @@ class Tracer(Protocol):
         gradients: Sequence[Tensor | None],
         wants: Sequence[bool],
     ) -> Sequence[Tensor | None]:
-        """Writes the backward node."""
+        """Write the backward node."""
 
     def outside(self) -> AbstractContextManager[None]:
-        """A block that is not traced."""
+        """Return a block that is not traced."""
 
 
 class _Capturing(threading.local):
@@ -147,18 +147,19 @@ def traced_by(tracer: Tracer | None) -> Iterator[None]:
 
 
 def current_tracer() -> Tracer | None:
-    """The tracer that captures a graph on this thread."""
+    """Return the tracer that captures a graph on this thread."""
     return _capturing.tracer
 
 
 def outside_tracing() -> AbstractContextManager[None]:
-    """A block whose operations are real ones even during a capture: asking what a graph must know."""
+    """Return a block whose operations are real ones even during a capture: asking what a graph must know."""
     tracer = _capturing.tracer
     return nullcontext() if tracer is None else tracer.outside()
 
 
 def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is captured.
+    """Return the outputs of ``boundary`` for ``inputs``, connected to them on the tape, or in the graph that is
+    captured.
 
     >>> def positive(entry, x):  # how many there are is nobody's business on this side
     ...     return [x[x > 0].sum()[None]]
@@ -302,13 +303,13 @@ class Answers:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A block whose crossings are noted."""
+        """Note the crossings of a block."""
         with self._during(replaying=False):
             yield
 
     @contextmanager
     def given_again(self) -> Iterator[None]:
-        """A block that is answered with what was noted; nothing is crossed.
+        """Answer a block with what was noted; nothing is crossed.
 
         Raises:
             AnswersDiffer: it asks for something else, or for less.
@@ -329,21 +330,21 @@ class Answers:
             _answers.now = before
 
     def note_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None], crossed: Crossed) -> None:
-        """Keeps an answer."""
+        """Keep an answer."""
         outputs = [output.detach().clone() for output in crossed.outputs]
         self._note((boundary.kind, boundary.name, "forward"), inputs, (outputs, list(crossed.no_gradient)))
 
     def note_backward(
         self, boundary: Boundary, gradients: Sequence[Tensor | None], found: Sequence[Tensor | None]
     ) -> None:
-        """Keeps the gradients that came back."""
+        """Keep the gradients that came back."""
         self._note((boundary.kind, boundary.name, "backward"), gradients, _copied(found))
 
     def _note(self, key: tuple[str, str, str], asked: Sequence[Tensor | None], answer: object) -> None:
         self._kept.setdefault(key, []).append((_copied(asked), answer))
 
     def replay_forward(self, boundary: Boundary, inputs: Sequence[Tensor | None]) -> Crossed:
-        """The answer that was kept."""
+        """Return the answer that was kept."""
         kept = self._again((boundary.kind, boundary.name, "forward"), inputs)
         outputs, no_gradient = cast("tuple[list[Tensor], list[int]]", kept)
         return Crossed([output.clone() for output in outputs], None, no_gradient, fresh=True)
@@ -351,7 +352,7 @@ class Answers:
     def replay_backward(
         self, boundary: Boundary, gradients: Sequence[Tensor | None], wants: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradients that were kept."""
+        """Return the gradients that were kept."""
         kept = cast("list[Tensor | None]", self._again((boundary.kind, boundary.name, "backward"), gradients))
         return [value.clone() if want and value is not None else None for value, want in zip(kept, wants, strict=True)]
 
@@ -437,11 +438,11 @@ class RecordedBoundary:
         return cross(self, *inputs)
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        """The outputs' forms."""
+        """Return the outputs' forms."""
         return self.output_forms(inputs)
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
-        """Runs the function, recording it if a gradient may come."""
+        """Run the function, recording it if a gradient may come."""
         if wants is None:
             with torch.no_grad():
                 return Crossed(self.function(None, *inputs))

@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 def run_at_once(
     calls: Sequence[Callable[[], _Result]], *, max_workers: int | None, describe: Callable[[int], str]
 ) -> list[_Result]:
-    """The calls' results, in order; the calling thread runs its share.
+    """Return the calls' results, in order; the calling thread runs its share.
 
     Args:
         calls: run with the calling thread's modes.

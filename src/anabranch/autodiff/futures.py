@@ -19,12 +19,12 @@ GradientFuture: TypeAlias = "concurrent.futures.Future[Tensor] | torch.futures.F
 
 
 def is_future(value: object) -> TypeGuard[GradientFuture]:
-    """True if ``value`` is a future of either kind."""
+    """Return True if ``value`` is a future of either kind."""
     return isinstance(value, concurrent.futures.Future | torch.futures.Future)
 
 
 def result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
-    """The future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
+    """Return the future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
     if isinstance(future, concurrent.futures.Future):
         try:
             return future.result(timeout=deadline.remaining())
@@ -47,7 +47,7 @@ _GRACE = 1.0
 
 
 def abandon(values: Iterable[object], error: BaseException) -> None:
-    """Cancels the futures among ``values``, gives those that run a moment to end, and notes on ``error`` which did not.
+    """Cancel the futures among ``values``, give those that run a moment to end, and note on ``error`` which did not.
 
     Their results are not looked at: ``error`` came first.
     """

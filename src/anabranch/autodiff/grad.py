@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 def get_grad_managers() -> list[Grad]:
-    """The live sessions: those made and not yet left.
+    """Return the live sessions: those made and not yet left.
 
     >>> with Grad("mine"):
     ...     [session.name for session in get_grad_managers()]

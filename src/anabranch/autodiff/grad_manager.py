@@ -42,7 +42,7 @@ class _Slot:
         self.aside: RemovableHandle | None = None
 
     def unhook(self) -> None:
-        """Takes the hooks off the tensor."""
+        """Take the hooks off the tensor."""
         for handle in (self.handle, self.aside):
             if handle is not None:
                 handle.remove()
@@ -132,7 +132,7 @@ class GradManager:
             held.pop(key, None)
 
     def attached_tensors(self) -> list[Tensor]:
-        """The attached tensors that are still alive, in the order in which they were first attached."""
+        """Return the attached tensors that are still alive, in the order in which they were first attached."""
         return [tensor for slot in list(self._slots.values()) if (tensor := slot.tensor()) is not None]
 
     def record(self) -> None:
@@ -178,7 +178,7 @@ class GradManager:
             slot.handle = self._sweep.watch_result(tensor, slot.callbacks)
 
     def release(self) -> None:
-        """Ends the session without a backward; nothing happens if there is none."""
+        """End the session without a backward; nothing happens if there is none."""
         if not self._recording:
             return
         self.tokens.clear()
@@ -283,7 +283,7 @@ class GradManager:
         self.release()
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
-        """A group, to be entered with ``with``, whose members do not record one another's backward."""
+        """Return a group, to be entered with ``with``, whose members do not record one another's backward."""
         if not isinstance(other, GradManager | GradManagerGroup):
             return NotImplemented
         return GradManagerGroup([self]) | other
@@ -306,7 +306,7 @@ class GradManagerGroup:
         self._members = list(dict.fromkeys(members))
 
     def __or__(self, other: GradManager | GradManagerGroup) -> GradManagerGroup:
-        """The group of both sides' members."""
+        """Return the group of both sides' members."""
         if isinstance(other, GradManager):
             return GradManagerGroup([*self._members, other])
         if isinstance(other, GradManagerGroup):

@@ -70,12 +70,12 @@ class Sweep:
         self._distinct = 0  # how many arrived in the last sweep that was seen to have no repetition
 
     def begin(self) -> None:
-        """The hooks act from here on."""
+        """Let the hooks act from here on."""
         self.replaced = False
         self.running = True
 
     def end(self) -> None:
-        """The hooks act no more; raises ``RuntimeError`` if a gradient arrived in parts."""
+        """Let the hooks act no more; raise ``RuntimeError`` if a gradient arrived in parts."""
         self.running = False
         if len(self.tensors) != self._distinct:
             if len({id(tensor) for tensor in self.tensors}) != len(self.tensors):
@@ -93,7 +93,7 @@ class Sweep:
         self.set_aside.clear()
 
     def watch_leaf(self, leaf: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
-        """Runs ``callbacks`` on the leaf's final gradient, taken at (3), and leaves ``.grad`` as it was."""
+        """Run ``callbacks`` on the leaf's final gradient, taken at (3), and leave ``.grad`` as it was."""
         hook = self._hooks.get(callbacks)
         if hook is None:
             hook = self._hooks[callbacks] = self._hook_at_3(callbacks)
@@ -123,7 +123,7 @@ class Sweep:
         return hook
 
     def set_grad_aside(self, leaf: Tensor) -> RemovableHandle:
-        """Keeps what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
+        """Keep what a watched leaf's ``.grad`` holds out of the accumulation, at (1)."""
         watched, key = weakref.ref(leaf), id(leaf)
 
         def hook(grad: Tensor | None) -> None:
@@ -134,7 +134,7 @@ class Sweep:
         return leaf.register_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     def watch_result(self, result: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
-        """Runs ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
+        """Run ``callbacks`` on the final gradient, at (1), of a tensor that an operation made."""
         hook = self._hook_at_3(callbacks)
 
         def look(tensor: Tensor | None, grad: Tensor) -> None:
@@ -148,7 +148,7 @@ class Sweep:
 
 
 def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]) -> RemovableHandle:
-    """Calls with the final gradient at (1), and with the tensor unless it has been dropped, in anybody's sweep."""
+    """Call with the final gradient at (1), and with the tensor unless it has been dropped, in anybody's sweep."""
     watched = weakref.ref(result)
 
     def hook(grad: Tensor | None) -> None:
@@ -162,13 +162,13 @@ def watch_result(result: Tensor, call: Callable[[Tensor | None, Tensor], object]
 def watch_node(
     node: Node, call: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]
 ) -> RemovableHandle:
-    """Calls with the final gradients of a node's outputs before it runs; what is returned replaces them."""
+    """Call with the final gradients of a node's outputs before it runs; what is returned replaces them."""
     return node.register_prehook(call)
 
 
 @contextmanager
 def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, object]]:
-    """Collects what the modules return while the block runs, under the names given.
+    """Collect what the modules return while the block runs, under the names given.
 
     >>> layer = nn.Identity()
     >>> with record_outputs({"layer": layer}) as outputs:
@@ -203,7 +203,7 @@ class OutputRecorder:
 
     @contextmanager
     def recording(self, model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, object]]:
-        """Collects the outputs of the submodules ``names`` while the block runs, the last of each."""
+        """Collect the outputs of the submodules ``names`` while the block runs, the last of each."""
         if not names:
             yield {}
             return
@@ -231,7 +231,7 @@ def _keeping(outputs: dict[str, object], name: str) -> Callable[..., None]:
 
 @contextmanager
 def move_at_edges(module: nn.Module, device: torch.device, around: torch.device) -> Iterator[None]:
-    """Moves the tensors that the module is given to ``device``, and those that it returns to ``around``, in the block.
+    """Move the tensors that the module is given to ``device``, and those that it returns to ``around``, in the block.
 
     >>> layer = nn.Identity()
     >>> with move_at_edges(layer, torch.device("meta"), torch.device("meta")):
@@ -256,7 +256,7 @@ def move_at_edges(module: nn.Module, device: torch.device, around: torch.device)
 
 @contextmanager
 def hooked(module: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
-    """A block in which ``hook`` is called after the module's forward."""
+    """Call ``hook`` after the module's forward, in a block."""
     handle = module.register_forward_hook(hook)
     try:
         yield

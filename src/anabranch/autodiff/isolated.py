@@ -44,7 +44,7 @@ class IsolatedCall:
     def backward(
         self, gradients: Sequence[Tensor | None], *, retain: bool = False, create: bool = False
     ) -> list[Tensor | None]:
-        """The leaves' gradients; ``None`` among ``gradients`` is an output that was not used."""
+        """Return the leaves' gradients; ``None`` among ``gradients`` is an output that was not used."""
         pairs = [
             (out, grad)
             for out, grad in zip(self.outputs, gradients, strict=True)
@@ -62,7 +62,7 @@ class IsolatedCall:
 
 
 def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]) -> tuple[IsolatedCall, object]:
-    """Runs the Function on ``args``, of which those ``wanted`` get gradients; returns its graph, and what it returned.
+    """Run the Function on ``args``, of which those ``wanted`` get gradients; returns its graph, and what it returned.
 
     Raises:
         TypeError: ``func`` is no ``autograd.Function`` class.
@@ -92,7 +92,7 @@ def isolate(func: type[Function], args: Sequence[object], wanted: Sequence[bool]
 
 
 def check_function(func: object) -> None:
-    """Raises ``TypeError`` unless ``func`` is the class of an ``autograd.Function``."""
+    """Raise ``TypeError`` unless ``func`` is the class of an ``autograd.Function``."""
     if not (isinstance(func, type) and issubclass(func, Function)):
         raise TypeError(f"what is called is the class of a torch.autograd.Function, got {func!r}")
 
@@ -102,7 +102,7 @@ def _version(arg: object) -> int | None:
 
 
 def run_isolated_forward(func: type[Function], *args: object) -> tuple[IsolatedCall, object]:
-    """Runs an ``autograd.Function`` outside the graph around it.
+    """Run an ``autograd.Function`` outside the graph around it.
 
     >>> class Square(Function):
     ...     @staticmethod
@@ -145,7 +145,7 @@ def _cut(out: object) -> object:
 def run_isolated_backward(
     func: type[Function], ctx: IsolatedCall, *grad_outputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the arguments of a call made by ``run_isolated_forward``, for gradients of its outputs.
+    """Return the gradients of the arguments of a call made by ``run_isolated_forward``, for gradients of its outputs.
 
     Args:
         func: the Function's class, as given to the forward.

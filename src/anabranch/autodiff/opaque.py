@@ -24,7 +24,7 @@ class Whole(Protocol):
     """Something whose calls stay whole."""
 
     def call_whole(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """Takes nested tensors and ``None``; returns flat tensors."""
+        """Take nested tensors and ``None``; returns flat tensors."""
 
 
 def learn_forms(modules: Iterable[object]) -> None:
@@ -56,7 +56,7 @@ _numbers = itertools.count()
 
 
 def handle_of(owner: Whole) -> str:
-    """A text by which ``call`` finds ``owner`` as long as it lives."""
+    """Return a text by which ``call`` finds ``owner`` as long as it lives."""
     handle = f"{type(owner).__name__}.{next(_numbers)}"
     _owners[handle] = owner
     return handle
@@ -67,7 +67,7 @@ _NONE = "\0none"
 
 
 def call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Calls the owner's ``call_whole``; Dynamo follows this as far as ``_whole``."""
+    """Call the owner's ``call_whole``; Dynamo follows this as far as ``_whole``."""
     return _whole(handle, _without_none(args), _without_none(kwargs))
 
 

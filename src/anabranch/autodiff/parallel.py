@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 def map_with_parallel_backward(
     func: type[Function], *args_per_call: Sequence[object], max_workers: int | None = None
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Applies ``func`` to several sets of arguments, all at once, in forward and in backward.
+    """Apply ``func`` to several sets of arguments, all at once, in forward and in backward.
 
     >>> class Double(Function):
     ...     @staticmethod
@@ -122,7 +122,7 @@ class _Calls:
         return [[None if out is None else next(remaining) for out in call.outputs] for call in self.calls]
 
     def backward(self, gradients: list[list[Tensor | None]], retain: bool) -> list[Tensor | None]:
-        """The gradients of all leaves of all calls."""
+        """Return the gradients of all leaves of all calls."""
 
         def one(call: IsolatedCall, grads: list[Tensor | None]) -> list[Tensor | None]:
             return call.backward(grads, retain=retain)
@@ -132,7 +132,7 @@ class _Calls:
     def differentiable_backward(
         self, gradients: list[list[Tensor | None]], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The same as a function of the inputs and gradients: their backward is again calls behind one node."""
+        """Return the same as a function of the inputs and gradients: their backward is again calls behind one node."""
 
         def one(call: IsolatedCall, grads: list[Tensor | None]) -> tuple[IsolatedCall, list[Tensor | None]]:
             starts = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
@@ -199,7 +199,7 @@ class _JoinContext(FunctionCtx):
 def _join(
     calls: _Calls, outputs: Sequence[tuple[Tensor | None, ...]], inputs: Sequence[object]
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """The outputs of all calls, those that have a gradient connected to ``inputs`` through one node."""
+    """Return the outputs of all calls, those that have a gradient connected to ``inputs`` through one node."""
     if not any(out is not None for call in calls.calls for out in call.outputs):
         return cast(tuple[tuple[Tensor, ...], ...], tuple(outputs))
     joined = iter(_Join.apply(calls, *inputs))  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ __all__ = ["check_differentiable", "roots_on_tape", "run_sweep"]
 
 
 def check_differentiable(tensor: object) -> None:
-    """Raises ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""
+    """Raise ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
     if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
@@ -24,7 +24,7 @@ def check_differentiable(tensor: object) -> None:
 def roots_on_tape(
     y: Tensor | Sequence[Tensor] | None, dy: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The roots that require a gradient and the gradients they start with, ones where none is given.
+    """Return the roots that require a gradient and the gradients they start with, ones where none is given.
 
     Raises:
         ValueError: another number or shape of ``dy``, or ``dy`` without ``y``.

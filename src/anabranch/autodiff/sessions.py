@@ -81,14 +81,16 @@ def begin(session: Session) -> None:
 
 
 def save_to_tape() -> saved_tensors_hooks:
-    """A context in which what operations save is freed once no session of this thread records."""
+    """Return a context in which what operations save is freed once no session of this thread records."""
     if _recording.tape is None:
         _recording.tape = Tape()
     return _recording.tape.hooks()
 
 
 def hold_on_tape(value: object) -> list[object]:
-    """A list of ``value``, which an operation keeps for its backward; emptied with the tape, if a session has one."""
+    """Return a list of ``value``, which an operation keeps for its backward; emptied with the tape, if a session has
+    one.
+    """
     return [value] if _recording.tape is None else _recording.tape.hold(value)
 
 
@@ -102,7 +104,7 @@ def end(session: Session) -> None:
 
 
 def live() -> list[Session]:
-    """This thread's recording sessions, oldest first."""
+    """Return this thread's recording sessions, oldest first."""
     return [session for ref in _recording.sessions if (session := ref()) is not None]
 
 
@@ -120,14 +122,14 @@ def sweep_flags(session: Session) -> tuple[bool, bool]:
 
 
 def boundary_exit(token: Tensor) -> Tensor:
-    """Makes ``token``, made by an operation that sent a value away, a root of every recording session's sweep."""
+    """Make ``token``, made by an operation that sent a value away, a root of every recording session's sweep."""
     for session in live():
         session.tokens.exits.append(token)
     return token
 
 
 def boundary_entry() -> Tensor:
-    """A token that requires a gradient, for an operation that brings in a value and has no other such input.
+    """Return a token that requires a gradient, for an operation that brings in a value and has no other such input.
 
     A sweep reaches the operation whatever it is asked for.
     """

@@ -50,7 +50,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes them the calling thread's until the block ends."""
+        """Make them the calling thread's until the block ends."""
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(torch.inference_mode(self.inference))

@@ -38,7 +38,7 @@ class Tape:
         self._prune_at = 4096
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context in which the operations of this thread save into the tape."""
+        """Return a context in which the operations of this thread save into the tape."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Cell:
@@ -51,13 +51,13 @@ class Tape:
         return cell
 
     def hold(self, value: object) -> list[object]:
-        """A list of ``value`` alone that is emptied when the tape is freed; the caller keeps the list."""
+        """Return a list of ``value`` alone that is emptied when the tape is freed; the caller keeps the list."""
         cell = _Cell((value,))
         self._cells.append(weakref.ref(cell))
         return cell
 
     def free(self) -> None:
-        """Empties every cell; a sweep that comes too late raises ``RuntimeError``."""
+        """Empty every cell; a sweep that comes too late raises ``RuntimeError``."""
         cells, self._cells = self._cells, []
         for reference in cells:
             cell = reference()

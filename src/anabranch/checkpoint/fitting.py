@@ -12,7 +12,7 @@ __all__ = ["fit"]
 
 
 def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str = "model") -> None:
-    """Raises ``CheckpointError`` unless both have the same names, and under each the same shape and dtype.
+    """Raise ``CheckpointError`` unless both have the same names, and under each the same shape and dtype.
 
     >>> import torch
     >>> fit({"weight": torch.ones(2)}, {"weight": torch.ones(3), "bias": torch.ones(2)})

@@ -82,7 +82,7 @@ def check_group(group: object) -> str:
 
 
 def pack(step: int, written: int, state: object, files: dict[str, FileRecord]) -> bytes:
-    """The manifest as the bytes of its file.
+    """Return the manifest as the bytes of its file.
 
     Raises:
         ValueError: the state is too long for a manifest.
@@ -100,7 +100,7 @@ def pack(step: int, written: int, state: object, files: dict[str, FileRecord]) -
 
 
 def load(path: Path) -> Manifest:
-    """The manifest in the file at ``path``.
+    """Return the manifest in the file at ``path``.
 
     Raises:
         CheckpointError: it is not there, or is none that ``pack`` made.
@@ -113,7 +113,7 @@ def load(path: Path) -> Manifest:
 
 
 def unpack(data: bytes) -> Manifest:
-    """The manifest that ``pack`` made of ``data``, its state decoded.
+    """Return the manifest that ``pack`` made of ``data``, its state decoded.
 
     Raises:
         CheckpointError: ``data`` is damaged, of a newer format, or names a file that no checkpoint can have.
@@ -136,7 +136,9 @@ def unpack(data: bytes) -> Manifest:
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The dict of a JSON object, for ``object_pairs_hook``; a key said twice is a ValueError, not the last one."""
+    """Return the dict of a JSON object, for ``object_pairs_hook``; a key said twice is a ValueError, not the last
+    one.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

@@ -53,7 +53,7 @@ class Checkpoint:
         return tuple(self._files)
 
     def tensors(self, group: str, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors of ``group``, each checked as it is read, and moved to ``device``.
+        """Return the tensors of ``group``, each checked as it is read, and moved to ``device``.
 
         They own their memory (nothing is mapped): one that is changed, or a file that is removed, harms neither.
 
@@ -71,7 +71,7 @@ class Checkpoint:
 
 
 def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Checkpoint:
-    """The newest whole checkpoint in the directory ``path`` itself.
+    """Return the newest whole checkpoint in the directory ``path`` itself.
 
     >>> import tempfile, torch
     >>> from anabranch.checkpoint import write
@@ -100,7 +100,7 @@ def read(path: str | os.PathLike[str], *, generation: int | None = None) -> Chec
 
 
 def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest whole checkpoint in the directory ``path`` or in any directory under it.
+    """Return the newest whole checkpoint in the directory ``path`` or in any directory under it.
 
     Of each directory its newest whole generation counts, and of these the one with the highest step (clocks differ
     between hosts, steps do not). ``None`` if there is none at all.
@@ -124,7 +124,7 @@ def read_newest(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    """Passes over what is gone or is no directory, and what a file system keeps for itself."""
+    """Pass over what is gone or is no directory, and what a file system keeps for itself."""
     place = Path(error.filename)
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)) and place.name != "lost+found":
         raise unreadable(place, error) from error

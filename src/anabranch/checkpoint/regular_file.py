@@ -34,7 +34,7 @@ class Unreadable(CheckpointError):
 
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
-    """Opens the regular file at ``path`` for reading, as ``open`` does, without waiting for anybody.
+    """Open the regular file at ``path`` for reading, as ``open`` does, without waiting for anybody.
 
     Raises:
         Unreadable: it may not be read by this user, or not now.
@@ -55,14 +55,14 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raises ``CheckpointError`` unless ``status``, which is of ``path``, is a regular file's."""
+    """Raise ``CheckpointError`` unless ``status``, which is of ``path``, is a regular file's."""
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         raise CheckpointError(f"{path.name} is {_KINDS.get(kind, 'a special file')}, not a regular file")
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
-    """The error to raise for a file or directory that could not be read and may be whole; says what to do."""
+    """Return the error to raise for a file or directory that could not be read and may be whole; says what to do."""
     cure = "try again once the system can open it"
     if isinstance(error, PermissionError):
         cure = f"let user {os.geteuid()} read it, with chown or chmod"

@@ -60,7 +60,7 @@ def encode(state: object) -> object:
 
 
 def decode(encoded: object) -> object:
-    """The state that ``encode`` was given.
+    """Return the state that ``encode`` was given.
 
     >>> decode(encode({3: (1, float("inf"))}))
     {3: (1, inf)}
@@ -79,7 +79,7 @@ def decode(encoded: object) -> object:
 
 
 def split(structure: object) -> tuple[object, dict[str, Tensor]]:
-    """Takes the tensors out of a nested structure; a ``TensorName`` stays in the place of each.
+    """Take the tensors out of a nested structure; a ``TensorName`` stays in the place of each.
 
     >>> import torch
     >>> state, tensors = split({"lr": 0.1, "moments": [torch.ones(2)]})
@@ -105,7 +105,7 @@ def split(structure: object) -> tuple[object, dict[str, Tensor]]:
 
 
 def join(state: object, tensors: Mapping[str, Tensor]) -> object:
-    """Puts the ``tensors`` that ``split`` took out back into ``state``.
+    """Put the ``tensors`` that ``split`` took out back into ``state``.
 
     Raises:
         CheckpointError: ``state`` names a tensor that is not in ``tensors``.

@@ -74,7 +74,8 @@ class _Entry:
 
 
 def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[bytes, list[str]]:
-    """The header of a file of ``tensors`` (with its length before it), and the order in which their bytes follow.
+    """Return the header of a file of ``tensors`` (with its length before it), and the order in which their bytes
+    follow.
 
     Raises:
         TypeError: a name that is not a str, or a value that is not a tensor.
@@ -102,7 +103,7 @@ def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[bytes, list[str]
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> FileRecord:
-    """Writes ``tensors`` to ``file``, holding one copy of one tensor at a time at most."""
+    """Write ``tensors`` to ``file``, holding one copy of one tensor at a time at most."""
     header, order = lay_out(tensors, group)
     write_all(file, memoryview(header))
     fault_point("checkpoint.header_written")
@@ -123,13 +124,13 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> 
 
 
 def write_all(file: BinaryIO, data: memoryview) -> None:
-    """Writes all of ``data`` to an unbuffered ``file``, which may take it in parts."""
+    """Write all of ``data`` to an unbuffered ``file``, which may take it in parts."""
     while data:
         data = data[file.write(data) :]
 
 
 def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors of the file, each checked against ``record`` as it is read into its own memory.
+    """Return the tensors of the file, each checked against ``record`` as it is read into its own memory.
 
     Raises:
         CheckpointError: the file is not there, or is not the one that ``record`` describes.
@@ -148,7 +149,7 @@ def load(path: Path, record: FileRecord, device: torch.device | str) -> dict[str
 
 
 def check(path: Path, record: FileRecord, *, data: bool) -> None:
-    """Raises ``CheckpointError`` unless the file is the one that ``record`` describes.
+    """Raise ``CheckpointError`` unless the file is the one that ``record`` describes.
 
     Args:
         path: the file.
@@ -204,7 +205,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _filled(file: BinaryIO, path: Path, name: str, buffer: memoryview) -> Iterator[memoryview]:
-    """Reads until ``buffer`` is full; yields each part of it as it comes, still warm in the processor's cache."""
+    """Read until ``buffer`` is full; yields each part of it as it comes, still warm in the processor's cache."""
     while buffer:
         try:
             count = file.readinto(buffer[:_CHUNK])  # type: ignore[attr-defined]
@@ -232,7 +233,9 @@ def _empty(path: Path, name: str, entry: _Entry) -> Tensor:
 
 
 def _read_header(file: BinaryIO, path: Path, record: FileRecord) -> dict[str, _Entry]:
-    """The header's entries in the order of their bytes, checked against ``record`` and against the size of the file."""
+    """Return the header's entries in the order of their bytes, checked against ``record`` and against the size of the
+    file.
+    """
     size = os.fstat(file.fileno()).st_size
     if size != record.bytes:
         raise CheckpointError(f"{path.name} has {size} bytes and had {record.bytes} when saved")

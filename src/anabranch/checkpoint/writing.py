@@ -55,7 +55,7 @@ def write(
     step: int,
     keep: int = 2,
 ) -> Path:
-    """Saves a checkpoint into the directory ``path``, whole or not at all; durable once it has returned.
+    """Save a checkpoint into the directory ``path``, whole or not at all; durable once it has returned.
 
     >>> import tempfile, torch
     >>> directory = tempfile.mkdtemp()
@@ -147,7 +147,7 @@ def _write_file(path: Path, tensors: Group, group: str) -> FileRecord:
 
 @contextlib.contextmanager
 def _removed_if_it_fails(directory: Path, generation: int) -> Iterator[None]:
-    """A failed save gives its space back at once; the next save finds a full disk as it was."""
+    """Give a failed save's space back at once; the next save finds a full disk as it was."""
     try:
         yield
     except BaseException:

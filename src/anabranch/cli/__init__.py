@@ -9,7 +9,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command that ``sys.argv`` names, and exits with its code."""
+    """Run the command that ``sys.argv`` names, and exit with its code."""
     try:
         from anabranch.cli.app import main as run_command  # a third of a second, in which Ctrl-C may come
     except KeyboardInterrupt:

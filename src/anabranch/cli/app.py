@@ -42,6 +42,6 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command that ``sys.argv`` names, and exits with its code."""
+    """Run the command that ``sys.argv`` names, and exit with its code."""
     open_standard_streams()
     _app(prog_name="anabranch")

@@ -163,12 +163,12 @@ class _OnStderr(logging.Handler):
     """Shows a line as the command line says things."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints the record's message."""
+        """Print the record's message."""
         say(f"anabranch: {record.getMessage()}")
 
 
 def _show_compiling() -> None:
-    """Shows why nothing happens while the kernels of tables are compiled; `anabranch run` looks for this line."""
+    """Show why nothing happens while the kernels of tables are compiled; `anabranch run` looks for this line."""
     logger = logging.getLogger("anabranch.compiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(_OnStderr())
@@ -180,7 +180,7 @@ _Server = TypeVar("_Server")
 def _beside(
     address: str | None, read: Callable[[_Server], list[Metric]]
 ) -> Callable[[_Server], AbstractContextManager[object]] | None:
-    """The HTTP server of a server's metrics at ``address``, if there is one."""
+    """Serve a server's metrics at ``address``, if there is one."""
     if address is None:
         return None
     from anabranch.observe import serve_metrics

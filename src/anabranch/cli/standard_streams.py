@@ -12,7 +12,7 @@ __all__ = ["open_standard_streams", "say"]
 
 
 def say(text: str) -> None:
-    """Prints ``text`` on stderr, or nowhere once that has gone: a closed terminal, a full disk, an unread pipe."""
+    """Print ``text`` on stderr, or nowhere once that has gone: a closed terminal, a full disk, an unread pipe."""
     try:
         typer.echo(text, err=True)
     except OSError:
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens those of stdin, stdout and stderr that the caller has closed (``>&-``) on nothing.
+    """Open those of stdin, stdout and stderr that the caller has closed (``>&-``) on nothing.
 
     A process that begins with a closed descriptor is given its number for the next file, socket or pipe that it opens,
     and whoever prints then writes into that. Python's own ``sys.stdout`` is ``None`` in such a process.

@@ -80,12 +80,12 @@ class _DenseBucket:
         return len(self.arrived) == len(self.parameters)
 
     def put(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Takes a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
+        """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one a parameter."""
         self.taken.append((index, gradient))
         return None if self._widened else self.slots[index]
 
     def copy(self, weight: float) -> None:
-        """Adds what was taken, times ``weight``, to the window's sums."""
+        """Add what was taken, times ``weight``, to the window's sums."""
         if not self.taken:
             return
         added = [(self.slots[index], gradient) for index, gradient in self.taken if index in self.written]
@@ -108,7 +108,7 @@ class _DenseBucket:
         self.sparse[index].add(gradient, weight)
 
     def launch(self, workers: Workers, step: int | None) -> None:
-        """Fills what is missing with zeros, sets the flags and starts the all-reduce."""
+        """Fill what is missing with zeros, set the flags and start the all-reduce."""
         count = len(self.parameters)
         if len(self.written) == count and not self.sparse:
             self._flags.copy_(self._all_dense)
@@ -122,13 +122,13 @@ class _DenseBucket:
         self.pending = workers.start_all_reduce(self.flat, operation="all_reduce of gradients", step=step)
 
     def arrive(self) -> None:
-        """Returns when the sums over the workers are there."""
+        """Return when the sums over the workers are there."""
         if self.pending is not None:
             self.pending.finish()
             self.pending = None
 
     def flags(self, workers: Workers | None) -> tuple[list[bool], list[bool]]:
-        """The parameters that have a dense, and those that have a sparse gradient on any worker."""
+        """Return the parameters that have a dense, and those that have a sparse gradient on any worker."""
         count = len(self.parameters)
         if workers is None:
             return [i in self.written for i in range(count)], [i in self.sparse for i in range(count)]
@@ -225,7 +225,7 @@ class GradientBuckets:
             bucket.start_run()
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        """Takes a final gradient; the callback to attach to every parameter."""
+        """Take a final gradient; the callback to attach to every parameter."""
         where = self._where[parameter]
         if isinstance(where, SparseRows):
             self._table_ready(where, gradient)
@@ -274,14 +274,14 @@ class GradientBuckets:
         report("bucket.launched", index=index, step=self._step)
 
     def header(self) -> Tensor:
-        """The header's sums over the workers; launches the bucket that carries it if backward has not."""
+        """Return the header's sums over the workers; launches the bucket that carries it if backward has not."""
         if self._launched == 0:
             self._launch(0)
         self._buckets[0].arrive()
         return self._buckets[0].header
 
     def launch_rest(self) -> None:
-        """Launches what backward has not completed; called when backward has ended."""
+        """Launch what backward has not completed; called when backward has ended."""
         for bucket in self._buckets:
             bucket.copy(self._weight)
         if self._launching:
@@ -289,7 +289,7 @@ class GradientBuckets:
                 self._launch(self._launched)
 
     def finish(self, divisor: float) -> None:
-        """Ends the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
+        """End the window: every ``.grad`` is the sum over runs and workers divided by ``divisor``, or ``None``."""
         found_sparse: set[str] = set()
         found_dense: set[str] = set()
         for bucket in self._buckets:
@@ -325,7 +325,7 @@ class GradientBuckets:
     # The sums of a window under way, for a checkpoint in the middle of it.
 
     def sums(self) -> dict[str, Tensor]:
-        """This worker's sums of the open window, by parameter; sparse sums stay sparse."""
+        """Return this worker's sums of the open window, by parameter; sparse sums stay sparse."""
         found: dict[str, Tensor] = {}
         for bucket in self._buckets:
             for index, name in enumerate(bucket.names):

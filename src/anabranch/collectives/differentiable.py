@@ -41,7 +41,7 @@ def all_reduce(
     *,
     timeout: float = _TIMEOUT,
 ) -> Tensor:
-    """The sum or the mean of every rank's ``tensor``, differentiable to any order.
+    """Return the sum or the mean of every rank's ``tensor``, differentiable to any order.
 
     >>> all_reduce(torch.tensor([1.0, 2.0]))  # a job of one worker
     tensor([1., 2.])
@@ -69,7 +69,7 @@ def all_reduce(
 
 
 def send(tensor: Tensor, rank: int, *, timeout: float = _TIMEOUT) -> Tensor:
-    """Sends ``tensor`` to ``rank``, which calls ``recv``; returns a token from which this rank's backward can start.
+    """Send ``tensor`` to ``rank``, which calls ``recv``; returns a token from which this rank's backward can start.
 
     Args:
         tensor: of any shape of at most 8 dimensions. The other rank learns shape and dtype with it, and sends a
@@ -151,14 +151,14 @@ class _Reduction:
     timeout: float
 
     def run(self, tensor: Tensor) -> Tensor:
-        """Sums ``tensor`` over the ranks in place."""
+        """Sum ``tensor`` over the ranks in place."""
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None  # this rank is a member of the group
         wait_until_reduced(work, self.group, "all_reduce", self.timeout, on_host=not tensor.is_cuda)
         return tensor
 
     def scale(self, tensor: Tensor) -> Tensor:
-        """The mean, in place, of what is the sum, if that is asked for."""
+        """Return the mean, in place, of what is the sum, if that is asked for."""
         return tensor.div_(dist.get_world_size(self.group)) if self.op == "mean" else tensor
 
 
@@ -238,7 +238,7 @@ class _Line:
     timeout: float
 
     def post(self, tensor: Tensor | None, *, wants_gradient: bool, operation: str) -> None:
-        """Sends a header, and the tensor if there is one."""
+        """Send a header, and the tensor if there is one."""
         fields = [_MAGIC, _NOTHING, 0, 0, 0]
         if tensor is not None:
             fields = [_MAGIC, _TENSOR, int(wants_gradient), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
@@ -254,7 +254,7 @@ class _Line:
         move_message(move, self.rank, operation, self.timeout)
 
     def take(self, operation: str) -> _Message | None:
-        """The next message; ``None`` if it says that there is nothing."""
+        """Return the next message; ``None`` if it says that there is nothing."""
         return move_message(lambda: self._take(operation), self.rank, operation, self.timeout)
 
     def _take(self, operation: str) -> _Message | None:
@@ -289,7 +289,7 @@ class _Message:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as numbers that every backend moves."""
+    """Return the same memory as numbers that every backend moves."""
     return tensor.view(-1).view(torch.uint8)
 
 

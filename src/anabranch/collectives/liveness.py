@@ -36,12 +36,12 @@ _PAUSE = 0.01
 
 
 def job_store() -> Store:
-    """The store that the job's processes met through."""
+    """Return the store that the job's processes met through."""
     return cast(Store, dist.distributed_c10d._get_default_store())
 
 
 def end_without_waiting() -> None:
-    """Ends the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
+    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -80,7 +80,7 @@ class Peers:
         atexit.register(self._leave)
 
     def wait(self, done: Callable[[float], bool], ranks: Sequence[int], operation: str, deadline: Deadline) -> None:
-        """Returns when ``done(seconds)``, which waits so long at most, returns true.
+        """Return when ``done(seconds)``, which waits so long at most, returns true.
 
         Raises:
             PeerLost: one of ``ranks`` died or froze; names it.
@@ -97,7 +97,7 @@ class Peers:
                 raise _too_late(ranks, operation, deadline)
 
     def explain(self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline) -> BoundaryError:
-        """The error to raise for a connection that failed, or that gloo gave up at the deadline."""
+        """Return the error to raise for a connection that failed, or that gloo gave up at the deadline."""
         if deadline.expired():
             return _too_late(ranks, operation, deadline)
         # A killed process closes its sockets a moment before the kernel has buried it.
@@ -135,7 +135,7 @@ class Peers:
             end_without_waiting()
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._beats.close()
         if not self._has_lost:
             atexit.unregister(self._leave)
@@ -184,7 +184,7 @@ class _Mover:
         threading.Thread(target=self._run, name="anabranch-message", daemon=True).start()
 
     def begin(self, move: Callable[[], object]) -> Future[object]:
-        """Calls ``move`` on the thread."""
+        """Call ``move`` on the thread."""
         future: Future[object] = Future()
         self._asked.put((move, future))
         return future
@@ -253,7 +253,7 @@ def move_message(move: Callable[[], _T], rank: int, operation: str, timeout: flo
 def wait_until_reduced(
     work: dist.Work, group: dist.ProcessGroup | None, operation: str, timeout: float, *, on_host: bool
 ) -> None:
-    """Returns when a collective of ``group`` is done.
+    """Return when a collective of ``group`` is done.
 
     Raises:
         PeerLost: a rank died or froze.

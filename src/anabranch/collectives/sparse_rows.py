@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # complex128
 
 
 def summing_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that gradients times their rows are summed in.
+    """Return the dtype that gradients times their rows are summed in.
 
     float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. The mean is float16 again.
     """
@@ -46,19 +46,19 @@ class SparseRows:
         self.has_dense = False
 
     def add_dense(self, gradient: Tensor, weight: float) -> None:
-        """Takes one run's gradient that autograd made dense."""
+        """Take one run's gradient that autograd made dense."""
         self.has_dense = True
         self.add(gradient.to_sparse(1), weight)
 
     def add(self, gradient: Tensor, weight: float) -> None:
-        """Takes one run's gradient times ``weight``."""
+        """Take one run's gradient times ``weight``."""
         if gradient.layout is not torch.sparse_coo:
             raise TypeError(f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO")
         gradient = gradient.to(summing_dtype(self.parameter))
         self._parts.append(gradient if weight == 1.0 else gradient * weight)
 
     def parts(self) -> Tensor | None:
-        """The rows taken so far, merged; ``None`` when there were none."""
+        """Return the rows taken so far, merged; ``None`` when there were none."""
         if not self._parts:
             return None
         total = self._parts[0]
@@ -69,7 +69,7 @@ class SparseRows:
         return merged
 
     def launch(self, step: int | None) -> None:
-        """Starts telling the other workers how many rows this one has."""
+        """Start telling the other workers how many rows this one has."""
         self._merged = self.parts()
         if self._workers is None:
             return
@@ -81,7 +81,7 @@ class SparseRows:
         )
 
     def finish(self, divisor: float, step: int | None) -> Tensor | None:
-        """The gradient over all workers divided by ``divisor``; ``None`` when no worker has one."""
+        """Return the gradient over all workers divided by ``divisor``; ``None`` when no worker has one."""
         merged, self._merged, self._parts = self._merged, None, []
         dense = self.has_dense
         if self._workers is not None:

@@ -49,7 +49,7 @@ class Pending:
         self._started = time.monotonic()
 
     def finish(self) -> None:
-        """Returns when the result is there.
+        """Return when the result is there.
 
         Raises:
             PeerLost: a rank died or froze; names it.
@@ -115,7 +115,7 @@ class Workers:
     # Collectives. Each starts at once and in the same order on every rank; `finish` what they return.
 
     def start_all_reduce(self, tensor: Tensor, *, operation: str = "all_reduce", step: int | None = None) -> Pending:
-        """Starts summing ``tensor``, in place, over the workers."""
+        """Start summing ``tensor``, in place, over the workers."""
         self.bytes_sent += tensor.nbytes
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return Pending(cast(dist.Work, work), self, operation, step)
@@ -123,13 +123,13 @@ class Workers:
     def start_all_gather(
         self, tensor: Tensor, into: Tensor, *, operation: str = "all_gather", step: int | None = None
     ) -> Pending:
-        """Starts gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
+        """Start gathering the workers' tensors into ``into``, of shape ``(workers, *tensor.shape)``."""
         self.bytes_sent += tensor.nbytes
         work = dist.all_gather(list(into.unbind(0)), tensor, group=self._group, async_op=True)
         return Pending(cast(dist.Work, work), self, operation, step)
 
     def start_broadcast(self, tensor: Tensor, *, operation: str = "broadcast", step: int | None = None) -> Pending:
-        """Starts copying rank 0's ``tensor`` over everyone's."""
+        """Start copying rank 0's ``tensor`` over everyone's."""
         self.bytes_sent += tensor.nbytes
         work = dist.broadcast(tensor, src=self._global_ranks[0], group=self._group, async_op=True)
         return Pending(cast(dist.Work, work), self, operation, step)
@@ -166,18 +166,18 @@ class Workers:
         return [row.cpu().numpy()[:length].tobytes() for row, length in zip(into or (), lengths, strict=False)]
 
     def broadcast(self, tensors: Sequence[Tensor], *, operation: str = "broadcast") -> None:
-        """Copies rank 0's tensors over everyone's, all under way at once."""
+        """Copy rank 0's tensors over everyone's, all under way at once."""
         for pending in [self.start_broadcast(tensor, operation=operation) for tensor in tensors]:
             pending.finish()
 
     def barrier(self, *, operation: str = "barrier") -> None:
-        """Returns when every worker has called it."""
+        """Return when every worker has called it."""
         self.all_reduce(torch.zeros(1, device=self.device), operation=operation)
 
     # Waits, and what they end with.
 
     def check_present(self) -> None:
-        """Looks whether everyone is still there, for who waits for the others by another way.
+        """Look whether everyone is still there, for who waits for the others by another way.
 
         Raises:
             PeerLost: a rank died or froze; names it.
@@ -187,7 +187,7 @@ class Workers:
             raise self._peer_lost(lost, time.monotonic(), "wait for the other workers", None)
 
     def wait_for(self, work: dist.Work, started: float, operation: str, step: int | None) -> None:
-        """Returns when ``work`` is done, or raises the error that says why it will not be."""
+        """Return when ``work`` is done, or raise the error that says why it will not be."""
         began = time.monotonic()
         while True:
             left = started + self.timeout - time.monotonic()
@@ -211,7 +211,9 @@ class Workers:
                 )
 
     def _failure(self, error: RuntimeError, started: float, operation: str, step: int | None) -> BoundaryError:
-        """The error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found so."""
+        """Return the error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found
+        so.
+        """
         lost: dict[int, str] = {}
         if self._beats is not None:
             # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
@@ -256,13 +258,13 @@ class Workers:
     _lost_someone = False
 
     def _leave_without_the_lost(self) -> None:
-        """Ends the process: gloo's threads would wait for the lost rank, and the interpreter for them."""
+        """End the process: gloo's threads would wait for the lost rank, and the interpreter for them."""
         if not self._lost_someone:
             return
         end_without_waiting()
 
     def close(self) -> None:
-        """Ends what was started here: the beats, and the process group if it was initialised here."""
+        """End what was started here: the beats, and the process group if it was initialised here."""
         if self._beats is not None:
             self._beats.close()
         if self._lost_someone:
@@ -289,7 +291,7 @@ _meetings = itertools.count()
 
 
 def meet_peers(backend: str, timeout: timedelta) -> None:
-    """Initialises the job's process group from the environment, as ``init_process_group`` does, under keys of its own.
+    """Initialise the job's process group from the environment, as ``init_process_group`` does, under keys of its own.
 
     Ranks leave each other their addresses in a store that may outlive them: torchrun's survives a restart of the
     workers, and a process may meet the others again after it closed the first group. Under the same keys a rank would

@@ -11,7 +11,7 @@ __all__ = ["clip_gradients", "clip_scale"]
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor for gradients of this ``norm``."""
+    """Return the factor for gradients of this ``norm``."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

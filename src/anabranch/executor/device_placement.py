@@ -63,7 +63,7 @@ class Placement:
 
     @staticmethod
     def home(model: nn.Module, devices: Mapping[str, str | torch.device]) -> torch.device:
-        """The device that batches are moved to: that of the modules that were not placed."""
+        """Return the device that batches are moved to: that of the modules that were not placed."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in devices):
@@ -71,7 +71,7 @@ class Placement:
         return tensors[0][1].device if tensors else torch.device("cpu")
 
     def _place(self, name: str, modules: Mapping[str, nn.Module], home: torch.device) -> None:
-        """Moves what lies in the module of this name, and in no other placed one within it."""
+        """Move what lies in the module of this name, and in no other placed one within it."""
         device = self._wanted[name]
         for inner, module in modules.items():
             if self._prefix(f"{inner}.") == name:
@@ -86,7 +86,7 @@ class Placement:
         self._undo.enter_context(move_at_edges(modules[name], device, around))
 
     def _prefix(self, name: str) -> str | None:
-        """The nearest placed module that the module or parameter of this name lies in."""
+        """Return the nearest placed module that the module or parameter of this name lies in."""
         return max((prefix for prefix in self._wanted if name.startswith(f"{prefix}.")), key=len, default=None)
 
     def _check_shared(self, model: nn.Module) -> None:
@@ -115,5 +115,5 @@ class Placement:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Moves the module's own parameters and buffers, which stay the objects that they are if they are parameters."""
+    """Move the module's own parameters and buffers, which stay the objects that they are if they are parameters."""
     module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]

@@ -279,7 +279,7 @@ class Executor:
         fetch: Sequence[str] | None = None,
         as_numpy: bool = False,
     ) -> dict[str, Tensor]:
-        """Runs the step ``name`` once.
+        """Run the step ``name`` once.
 
         Args:
             name: one of the steps.
@@ -368,7 +368,7 @@ class Executor:
         return self._steps[name]
 
     def engine(self, name: str = "default") -> str:
-        """The engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
+        """Return the engine of the step's last run: ``"tape"``, ``"graph"`` or ``"graph+inductor"``."""
         self._step(name)
         return self._evaluators[name].name if name in self._evaluators else self._runners[name].engine.name
 
@@ -380,7 +380,7 @@ class Executor:
         return self._runners[name].engine.explain()
 
     def graph(self, name: str = "default") -> Graph:
-        """The graph that the last run of the step ran, forward to optimizers.
+        """Return the graph that the last run of the step ran, forward to optimizers.
 
         Raises:
             RuntimeError: it has not run as one graph.
@@ -393,11 +393,11 @@ class Executor:
         return program.graph
 
     def routes(self) -> Routes:
-        """The place of every parameter, and the reason; ``print`` shows a table."""
+        """Return the place of every parameter, and the reason; ``print`` shows a table."""
         return self._routes
 
     def statistics(self) -> Statistics:
-        """Counts since this executor was made."""
+        """Count since this executor was made."""
         workers = self._workers
         tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
@@ -412,7 +412,7 @@ class Executor:
         )
 
     def record_loads(self) -> Statistics:
-        """Counts since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
+        """Count since the last call: returned, printed, and appended to ``log_path`` as a line of JSON."""
         now = self.statistics()
         difference = now.since(self._reported)
         self._reported = now
@@ -447,7 +447,7 @@ class Executor:
     # Checkpoints.
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves everything that training goes on from, whole or not at all; every worker calls it.
+        """Save everything that training goes on from, whole or not at all; every worker calls it.
 
         Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
         number generators, and the positions of the bound loaders, batches fetched ahead not counted. The previous
@@ -472,7 +472,7 @@ class Executor:
         self._saver.load(check_path(path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
-        """Loads the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
+        """Load the newest whole checkpoint in ``path`` or under it; ``False`` if there is none. Every worker calls it.
 
         Raises:
             CheckpointError: there are some and none is whole, or the newest does not fit.
@@ -487,7 +487,7 @@ class Executor:
             raise RuntimeError("this executor is closed")
 
     def close(self) -> None:
-        """Ends what was started here: loaders' threads, watching the other workers, the process group if made here.
+        """End what was started here: loaders' threads, watching the other workers, the process group if made here.
 
         Dense parameters whose home is on servers are then here as they were trained, and so are tables of servers in
         this process; tables of other servers stay there. Every worker calls it.

@@ -53,15 +53,15 @@ class Fetch:
         self.modules, self.gradients = list(self._modules), list(self._gradients)
 
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
-        """Takes gradients from an engine that leaves none in ``.grad``."""
+        """Take gradients from an engine that leaves none in ``.grad``."""
         self._recorded = gradients
 
     def record(self, outputs: Mapping[str, Structure]) -> None:
-        """Takes the outputs of the submodules from an engine that has them."""
+        """Take the outputs of the submodules from an engine that has them."""
         self._outputs = outputs
 
     def recording(self) -> AbstractContextManager[None]:
-        """Records the outputs of the submodules asked for while the block runs forward."""
+        """Record the outputs of the submodules asked for while the block runs forward."""
         return self._recording() if self._modules else nullcontext()
 
     @contextmanager
@@ -71,7 +71,7 @@ class Fetch:
         self._outputs = outputs
 
     def check(self, returned: Mapping[str, object]) -> None:
-        """Raises ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
+        """Raise ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
         for name in self.names or ():
             if name == "loss" or name in returned or name in self._modules or name in self._gradients:
                 continue
@@ -81,7 +81,9 @@ class Fetch:
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
-        """The fetched values, once the step has run, without the tape that they hang on: it was swept by then."""
+        """Return the fetched values, once the step has run, without the tape that they hang on: it was swept by
+        then.
+        """
         return {name: _detached(value) for name, value in self._collect(returned).items()}
 
     def _collect(self, returned: Mapping[str, Tensor]) -> Mapping[str, Structure]:

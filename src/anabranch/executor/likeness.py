@@ -81,7 +81,7 @@ def _optimizer_lines(steps: Mapping[str, Step], reduced: set[nn.Parameter | None
 
 
 def _lines_of(label: str, optimizer: Optimizer, shared: Mapping[Tensor, str]) -> Iterator[str]:
-    """The optimizer in lines, as far as it moves parameters of ``shared``, which gives their names."""
+    """Describe the optimizer in lines, as far as it moves parameters of ``shared``, which gives their names."""
     groups = sorted(
         (sorted(shared[p] for p in group["params"] if p in shared), list(_settings(group)))
         for group in optimizer.param_groups

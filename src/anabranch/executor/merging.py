@@ -35,20 +35,20 @@ _NO_OPTIMIZER = _OptimizerState(optimizer="none", state={}, groups=[])
 
 
 def names_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of ``model`` by the names that checkpoints know them by."""
+    """Return the parameters of ``model`` by the names that checkpoints know them by."""
     if isinstance(model, Pipe):
         return {name: parameter for parameter, name in model.first_names().items()}
     return dict(model.named_parameters())
 
 
 def rows_of(state: Mapping[str, object]) -> list[range]:
-    """The ranks that saved, by pipeline; a worker without stages is a pipeline of its own."""
+    """Return the ranks that saved, by pipeline; a worker without stages is a pipeline of its own."""
     workers, stages = cast(int, state["workers"]), cast(int, state.get("stages", 1))
     return [range(first, first + stages) for first in range(0, workers, stages)]
 
 
 def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[str, list[object]]) -> None:
-    """Adds what another stage's optimizers know to ``states``, parameter by parameter, group by group.
+    """Add what another stage's optimizers know to ``states``, parameter by parameter, group by group.
 
     Raises:
         CheckpointError: the stages' optimizers are of different kinds or have different numbers of groups.
@@ -70,7 +70,7 @@ def merge_optimizer_states(states: Mapping[str, list[object]], other: Mapping[st
 
 
 def restrict(saved: dict[str, object], model: nn.Module) -> dict[str, object]:
-    """An optimizer's saved state, without the parameters that lie on other ranks."""
+    """Return an optimizer's saved state, without the parameters that lie on other ranks."""
     if not isinstance(model, Pipe) or not model.elsewhere:
         return saved
     here = names_of(model)

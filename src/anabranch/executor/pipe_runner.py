@@ -39,7 +39,9 @@ _log = logging.getLogger("anabranch.executor")
 def runner_for(
     name: str, step: TrainStep, workers: Workers | None, make: Callable[[], Engine], asked: str
 ) -> StepRunner:
-    """The runner of the step called ``name``; the engine that was ``asked`` for is made if it can run this model."""
+    """Return the runner of the step called ``name``; the engine that was ``asked`` for is made if it can run this
+    model.
+    """
     if not isinstance(step.model, Pipe):
         return StepRunner(step, make(), workers)
     if asked == "graph":
@@ -111,7 +113,7 @@ class _ScheduleEngine:
         """Nothing is kept of the model's parameters."""
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
-        """Runs the schedule; then ``begin(loss)``, then hands over the gradients."""
+        """Run the schedule; then ``begin(loss)``, then hands over the gradients."""
         shared = self._run(batch)
         begin(shared.loss)
         for parameter in self._handed_over:
@@ -120,7 +122,7 @@ class _ScheduleEngine:
         return StepOutput(shared.loss, {})
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """The schedule, clipping and the optimizers' step."""
+        """Return the schedule, clipping and the optimizers' step."""
         shared = self._run(batch)
         if self._step.clip_grad_norm is not None:
             self._pipe.clip_grad_norm(self._step.clip_grad_norm)
@@ -128,7 +130,7 @@ class _ScheduleEngine:
         return StepOutput(shared.loss, {})
 
     def update(self) -> None:
-        """The optimizers' step on this process's stages."""
+        """Step the optimizers of this process's stages."""
         for optimizer in self._step.optimizers:
             optimizer.step()
 
@@ -184,7 +186,7 @@ def evaluated(model: nn.Module, fetch: Fetch) -> AbstractContextManager[None]:
 
 
 def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm_mode: str | None) -> Pipe | None:
-    """The pipe whose ranks these are, if one of the steps' lies across ranks.
+    """Return the pipe whose ranks these are, if one of the steps' lies across ranks.
 
     Raises:
         ValueError: steps that cannot run on the same ranks, ``rows=`` for a pipe, or a data-parallel ``group`` with
@@ -250,7 +252,7 @@ class PipelineGrid:
         return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
 
     def gather_bytes(self, data: bytes, *, operation: str) -> list[bytes]:
-        """The same on rank 0; nothing on the others."""
+        """Return the same on rank 0, nothing on the others."""
         row = self._line.gather_bytes(data, operation=operation)
         if self._column is None or self._line.rank:
             return row
@@ -258,5 +260,5 @@ class PipelineGrid:
         return [one for text in rows for one in msgspec.msgpack.decode(text, type=list[bytes])]
 
     def close(self) -> None:
-        """Ends watching the ranks of this pipeline."""
+        """End watching the ranks of this pipeline."""
         self._line.close()

@@ -16,7 +16,7 @@ __all__ = ["random_state", "restore_random_state", "same_random_state"]
 
 
 def random_state() -> dict[str, object]:
-    """The states of all of them, as values that a checkpoint keeps."""
+    """Return the states of all of them, as values that a checkpoint keeps."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, object] = {
         "torch": torch.get_rng_state(),
@@ -30,7 +30,7 @@ def random_state() -> dict[str, object]:
 
 
 def restore_random_state(state: dict[str, object]) -> None:
-    """Puts the generators back to ``state``; those of GPUs only where there are as many."""
+    """Put the generators back to ``state``; those of GPUs only where there are as many."""
     torch.set_rng_state(cast(Tensor, state["torch"]))
     random.setstate(cast("tuple[object, ...]", state["python"]))
     kind, keys, position, has_gauss, gauss = cast("list[object]", state["numpy"])
@@ -41,7 +41,7 @@ def restore_random_state(state: dict[str, object]) -> None:
 
 
 def same_random_state(a: dict[str, object], b: dict[str, object]) -> bool:
-    """True if nothing was drawn between the two."""
+    """Return True if nothing was drawn between the two."""
     return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
 
 

@@ -188,7 +188,7 @@ class RemotePart:
         self.tables.prefetch(ids)
 
     def check_fetch(self, names: Iterable[str], model: nn.Module) -> None:
-        """Raises ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
+        """Raise ``ValueError`` for the gradient of what lives on the servers: they alone have the workers' sum."""
         prefix = next(prefix for prefix, other in self._models.items() if other is model)
         served = {f"{name.removeprefix(prefix)}.grad": name for moved in self.moved for name in moved.names}
         for name in names:
@@ -199,7 +199,7 @@ class RemotePart:
                 )
 
     def loads(self) -> dict[str, TableLoads]:
-        """Counts of this worker's requests so far."""
+        """Count of this worker's requests so far."""
         caches = self.tables.statistics()
         none = CacheStatistics(0, 0, 0, 0, 0)
         return {
@@ -231,7 +231,7 @@ class RemotePart:
         state: Mapping[str, object],
         groups: Callable[[str], Mapping[str, Tensor]],
     ) -> None:
-        """Puts a checkpoint's values on the servers; one worker does so while the others wait."""
+        """Put a checkpoint's values on the servers; one worker does so while the others wait."""
         self.client.drop([*(moved.name for moved in self.moved), *self.embeddings])
         for moved in self.moved:
             self._tables_or_whole(moved, kept[moved.parameter])

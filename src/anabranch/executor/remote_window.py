@@ -45,11 +45,11 @@ class RemoteWindow:
         self._weight = weight
 
     def holds(self, parameter: Tensor) -> bool:
-        """True if the gradient of ``parameter`` belongs here."""
+        """Return True if the gradient of ``parameter`` belongs here."""
         return parameter in self._names
 
     def ready(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Takes a final gradient of a copy."""
+        """Take a final gradient of a copy."""
         name = self._names[parameter]
         if self._alone:
             self._dense[name] = gradient
@@ -64,7 +64,7 @@ class RemoteWindow:
         return self._step.accumulate == 1
 
     def end_run(self) -> None:
-        """Takes what backward has left of the looked-up tables."""
+        """Take what backward has left of the looked-up tables."""
         self._total += self._weight
         frozen = {moved.name for moved in self.part.moved if not moved.parameter.requires_grad}
         for name, (ids, grads) in self.part.tables.take().items():
@@ -75,7 +75,7 @@ class RemoteWindow:
             parameter.grad = None
 
     def push(self) -> None:
-        """Sends the window's gradients; with clipping they wait for ``release``."""
+        """Send the window's gradients; with clipping they wait for ``release``."""
         mean = self._step.reduction == "mean"
         divisor = self._total if mean and not self._alone and self._total else 1.0
         given = {name: parts[0] if len(parts) == 1 else merge_rows(parts) for name, parts in self._rows.items()}
@@ -99,7 +99,7 @@ class RemoteWindow:
         return {*self.parameters, *self.part.tables.names}
 
     def sums(self) -> Sums:
-        """The open window on this worker, for a checkpoint."""
+        """Return the open window on this worker, for a checkpoint."""
         rows = {name: merge_rows(parts) for name, parts in self._rows.items()}
         return {
             "total": self._total,
@@ -118,9 +118,9 @@ class RemoteWindow:
                 self._rows.setdefault(name, []).append((part["ids"], part["grads"]))
 
     def squared_norm(self) -> float:
-        """The sum of squares of the gradients just pushed, of all workers together."""
+        """Return the sum of squares of the gradients just pushed, of all workers together."""
         return self.part.client.squared_norm(self.part.clock - 1)
 
     def release(self, scale: float) -> None:
-        """Applies the gradients just pushed, times ``scale``."""
+        """Apply the gradients just pushed, times ``scale``."""
         self.part.client.release(self.part.clock - 1, scale)

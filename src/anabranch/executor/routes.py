@@ -32,7 +32,7 @@ _SERVED = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def comm_mode_of(given: str | None) -> CommMode | None:
-    """The mode that ``given`` names, in any case.
+    """Return the mode that ``given`` names, in any case.
 
     Raises:
         ValueError: it names none.
@@ -173,7 +173,7 @@ def _checked_overrides(
 
 
 def _owners(steps: Mapping[str, Step]) -> dict[nn.Parameter, list[torch.optim.Optimizer]]:
-    """The optimizers that hold each parameter."""
+    """Return the optimizers that hold each parameter."""
     owners: dict[nn.Parameter, list[torch.optim.Optimizer]] = {}
     for step in steps.values():
         if isinstance(step, TrainStep):

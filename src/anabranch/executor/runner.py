@@ -169,7 +169,7 @@ class StepRunner:
         self._end_run(total.rows)
 
     def run_idle(self) -> StepOutput | None:
-        """A run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
+        """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
         self._begin_run()
         if self.remote is not None:
             self.remote.part.tables.begin(self.remote.part.clock)
@@ -201,7 +201,7 @@ class StepRunner:
             raise
 
     def _run_alone(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """The whole step at once: nobody to sum with."""
+        """Run the whole step at once: nobody to sum with."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
         self._clear_gradients()
@@ -268,7 +268,7 @@ class StepRunner:
         self._held = held
 
     def _check_thawed(self) -> None:
-        """Raises ``ValueError`` for a gradient that is this run's and this worker's alone."""
+        """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
         assert self._layout is not None
         for parameter, laid_out in zip(self._parameters, self._layout, strict=True):
             if not laid_out and parameter.grad is not None:
@@ -279,7 +279,7 @@ class StepRunner:
                 )
 
     def _call_own_zero_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Calls ``zero_grad`` if an optimizer has one of its own; returns the gradients that are left."""
+        """Call ``zero_grad`` if an optimizer has one of its own; returns the gradients that are left."""
         optimizers = self.step.optimizers
         if all(type(o).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(o) for o in optimizers):
             return []
@@ -293,7 +293,7 @@ class StepRunner:
             parameter.grad = None
 
     def _engine_that_accumulates(self) -> Engine:
-        """The engine that adds to the gradients that are there."""
+        """Return the engine that adds to the gradients that are there."""
         if isinstance(self.engine, (AutoEngine, CheckedGraph)):
             return self.engine.tape
         if isinstance(self.engine, GraphEngine):
@@ -350,7 +350,7 @@ class StepRunner:
     # The window under way, for a checkpoint in the middle of it.
 
     def window(self) -> tuple[int, float, dict[str, Tensor]]:
-        """The runs in the open window, their rows over all workers, and this worker's sums by parameter."""
+        """Return the runs in the open window, their rows over all workers, and this worker's sums by parameter."""
         sums = self._buckets.sums() if self._buckets is not None and self._in_window else {}
         return self._in_window, self._window_rows, sums
 
@@ -369,12 +369,12 @@ class StepRunner:
 
 
 def _held_by(step: TrainStep) -> list[int]:
-    """The identity of each parameter that the optimizers hold, in their order."""
+    """Return the identity of each parameter that the optimizers hold, in their order."""
     return [id(p) for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:
-    """The parameters whose gradients are known to be sparse before the first one arrives."""
+    """Return the parameters whose gradients are known to be sparse before the first one arrives."""
     found = {
         module.weight
         for module in model.modules()

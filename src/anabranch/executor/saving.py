@@ -94,7 +94,7 @@ class Saver:
     # Saving.
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint; on every worker, or raised on every worker."""
+        """Write a checkpoint; on every worker, or raised on every worker."""
         if self.remote is not None:
             self.remote.settle()
         mine: dict[str, object] = {"random": random_state(), "loaders": self._positions(), "windows": self._windows()}
@@ -215,11 +215,11 @@ class Saver:
     # Loading.
 
     def resume(self, path: Path) -> bool:
-        """Loads the newest whole checkpoint under ``path``; ``False`` if there is none."""
+        """Load the newest whole checkpoint under ``path``; ``False`` if there is none."""
         return self._load_chosen(path, search=True)
 
     def load(self, path: Path) -> None:
-        """Loads the newest whole checkpoint in ``path``."""
+        """Load the newest whole checkpoint in ``path``."""
         self._load_chosen(path, search=False)
 
     def _load_chosen(self, path: Path, *, search: bool) -> bool:
@@ -263,7 +263,7 @@ class Saver:
         return planned
 
     def _plan(self, found: Checkpoint) -> Callable[[], None]:
-        """Reads and checks everything; what it returns changes things, and cannot fail for what the checkpoint is."""
+        """Read and check everything; what it returns changes things, and cannot fail for what the checkpoint is."""
         state = _checked_state(found)
         tensors = found.tensors("model")
         for prefix, pipe in self._pipes().items():
@@ -328,7 +328,7 @@ class Saver:
         tensors: Mapping[str, Tensor],
         plans: list[tuple[Optimizer, dict[str, object]]],
     ) -> Callable[[], None]:
-        """Takes the states of what lives on servers out of the ``plans``; what it returns puts them there."""
+        """Take the states of what lives on servers out of the ``plans``; what it returns puts them there."""
         remote = self.remote
         servers = cast("dict[str, list[dict[str, dict[str, object]]]] | None", state.get("servers"))
         tables = {} if servers is None else {entry["spec"]["name"]: entry for entry in servers["tables"]}
@@ -413,7 +413,7 @@ class Saver:
         return len(rows_of(state)) == self._size // self._stages
 
     def _check_windows(self, found: Checkpoint, state: dict[str, object]) -> None:
-        """Raises ``CheckpointError`` for an open window whose sums belong elsewhere now."""
+        """Raise ``CheckpointError`` for an open window whose sums belong elsewhere now."""
         for name, windows in self._saved_windows(found, state).items():
             remote = self._runners[name].remote
             there = set() if remote is None else remote.names
@@ -478,7 +478,7 @@ def _add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of each group's parameters."""
+    """Return the names of each group's parameters."""
     names = {parameter: name for name, parameter in parameters.items()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -486,7 +486,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> list[list[
 def _by_parameter_name(
     optimizer: Optimizer, names: list[list[str]], elsewhere: Mapping[Tensor, dict[str, object]]
 ) -> dict[str, object]:
-    """The optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
+    """Return the optimizer's state with names in place of torch's running numbers, and what it keeps ``elsewhere``."""
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
@@ -507,7 +507,7 @@ def _by_parameter_name(
 def _by_position(
     saved: dict[str, object], optimizer: Optimizer, names: list[list[str]], what: str
 ) -> dict[str, object]:
-    """The inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
+    """Return the inverse of ``_by_parameter_name``; the groups may list their parameters in another order."""
     if saved["optimizer"] != type(optimizer).__qualname__:
         raise CheckpointError(
             f"{what} is {type(optimizer).__qualname__}, the checkpoint's {saved['optimizer']}; load with the optimizer "

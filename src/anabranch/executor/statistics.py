@@ -31,7 +31,7 @@ class TableLoads:
     wait_seconds: float = 0.0
 
     def since(self, earlier: TableLoads) -> TableLoads:
-        """The difference between this record and ``earlier``."""
+        """Return the difference between this record and ``earlier``."""
         return TableLoads(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
@@ -60,7 +60,7 @@ class Statistics:
     tables: Mapping[str, TableLoads] = field(default_factory=dict)
 
     def since(self, earlier: Statistics) -> Statistics:
-        """The difference between this record and ``earlier``."""
+        """Return the difference between this record and ``earlier``."""
         return Statistics(
             steps=self.steps - earlier.steps,
             runs={name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()},
@@ -73,5 +73,5 @@ class Statistics:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The same as plain values, for JSON."""
+        """Return the same as plain values, for JSON."""
         return asdict(self)

@@ -190,7 +190,7 @@ def _schedulers(given: LRScheduler | Sequence[LRScheduler] | None, optimizers: l
 
 
 def named_steps(steps: Step | Mapping[str, Step]) -> dict[str, Step]:
-    """``steps`` by name; a lone step is called ``"default"``.
+    """Return ``steps`` by name; a lone step is called ``"default"``.
 
     Raises:
         TypeError, ValueError: no steps, a name that is no text, or a value that is no step.

@@ -63,7 +63,7 @@ def header(
     device: torch.device,
     vote: tuple[bool, bool] = (False, False),
 ) -> Tensor:
-    """This worker's share; a worker without rows has no loss."""
+    """Return this worker's share; a worker without rows has no loss."""
     high = math.floor(rows / _PART)
     on_host = device.type == "cpu"
     weighted = loss.item() * rows if loss is not None and on_host else 0.0
@@ -86,7 +86,7 @@ class Totals:
 
     @classmethod
     def alone(cls, share: Tensor, workers: Workers | None, step: int) -> Totals:
-        """Sends a header in a message of its own; without workers it is the total already."""
+        """Send a header in a message of its own; without workers it is the total already."""
         if workers is None:
             return cls(lambda: share, step, 1)
         pending = workers.start_all_reduce(share, operation="all_reduce of rows and loss", step=step)
@@ -98,7 +98,7 @@ class Totals:
         return cls(arrived, step, workers.size)
 
     def wait_for(self) -> Total:
-        """The totals, once they are there.
+        """Return the totals, once they are there.
 
         Raises:
             BoundaryError: the workers are not all in the same run.

@@ -25,7 +25,7 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of each tensor that carries ``rows`` rows of ``spec``.
+    """Return the dtype and shape of each tensor that carries ``rows`` rows of ``spec``.
 
     >>> wire_parts(TensorSpec(512, compression="int8"), 3)
     [(torch.int8, (3, 512)), (torch.float32, (6,))]
@@ -40,7 +40,7 @@ def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int
 
 
 def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
-    """The tensors to send for rows of ``spec``."""
+    """Return the tensors to send for rows of ``spec``."""
     if spec.compression is None:
         return [tensor]
     tensor = tensor.detach()
@@ -53,7 +53,7 @@ def compress(tensor: Tensor, spec: TensorSpec) -> list[Tensor]:
 
 
 def decompress(parts: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-    """The rows of ``spec`` that ``compress`` made ``parts`` of, up to rounding."""
+    """Return the rows of ``spec`` that ``compress`` made ``parts`` of, up to rounding."""
     if spec.compression is None:
         return parts[0]
     if spec.compression == "int8":

@@ -160,7 +160,7 @@ class Directory:
         self._client = client
 
     def within(self, deadline: Deadline) -> Directory:
-        """The same directory, with every wait ended by ``deadline``."""
+        """Return the same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
         same._within = deadline
         return same
@@ -183,7 +183,7 @@ class Directory:
             self._ask("directory.withdraw", (some, endpoint), type(None))
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
-        """The endpoint of each of ``uids`` that is announced; the others are left out."""
+        """Return the endpoint of each of ``uids`` that is announced; the others are left out."""
         if self.endpoint is None:
             return self._table.lookup(uids)
         found: dict[str, str] = {}
@@ -352,11 +352,11 @@ class DirectoryServer:
         )
 
     def _table_of(self, peer: Peer) -> _Table:
-        """The announcements of the peer's job."""
+        """Return the announcements of the peer's job."""
         return self._tables.setdefault(peer.job or EVERY_JOB, _Table(self._clock))
 
     def _seen_by(self, peer: Peer) -> list[_Table]:
-        """The tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
+        """Return the tables that ``peer`` sees: that of every job, then its own job's, which takes precedence."""
         every = self._tables[EVERY_JOB]
         own = self._tables.get(peer.job or EVERY_JOB, every)
         return [every] if own is every else [every, own]

@@ -106,7 +106,7 @@ class Schema:
         return flatten((self.arguments, dict(self.keywords)))[1]
 
     def output_form(self) -> Structure:
-        """The outputs' nesting, with each tensor's index in its place."""
+        """Return the outputs' nesting, with each tensor's index in its place."""
         numbers = itertools.count()
         return unflatten(self.output_structure, [None if spec is None else next(numbers) for spec in self.output_specs])
 
@@ -127,7 +127,7 @@ class Schema:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Schema:
-        """The schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
+        """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
         nodes = unpack(payload, list[object])
         if len(nodes) != 3:
             raise ProtocolError("a schema has three parts: arguments, keywords, outputs")
@@ -137,7 +137,7 @@ class Schema:
         return cls(arguments, keywords, outputs)
 
     def flatten_inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor | None]:
-        """The inputs of a call, in order.
+        """Return the inputs of a call, in order.
 
         Raises:
             SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
@@ -160,7 +160,7 @@ def _travels_as_is(specs: Sequence[TensorSpec | None]) -> bool:
 
 
 def specs_of(structure: Structure) -> list[TensorSpec | None]:
-    """The leaves of a structure of specs.
+    """Return the leaves of a structure of specs.
 
     Raises:
         SchemaError: a leaf is neither a spec nor ``None``.
@@ -242,7 +242,7 @@ def _unpack(node: object, depth: int) -> Structure:
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
-    """The specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
+    """Return the specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
     leaves, treedef = flatten(outputs)
     specs: list[object] = []
     for name, leaf in zip(paths(outputs), leaves, strict=True):
@@ -263,7 +263,7 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """True if a tensor holds neither NaN nor Inf; always true for integers."""
+    """Return True if a tensor holds neither NaN nor Inf; always true for integers."""
     floating = tensor.is_floating_point()
     if not (floating or tensor.is_complex()) or tensor.numel() == 0:
         return True
@@ -274,7 +274,9 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str]) -> str | None:
-    """The name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread alone."""
+    """Return the name of the first tensor that holds NaN or Inf, ``None`` if all are finite; computes on this thread
+    alone.
+    """
     for tensor, name in zip(tensors, names, strict=True):
         if tensor is None or (tensor.numel() <= _PIECE and all_finite(tensor)):
             continue

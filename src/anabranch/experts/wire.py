@@ -50,12 +50,12 @@ _unpack_present = unpacker(list[bool])
 
 
 def output_layout(schema: Schema) -> Layout:
-    """The layout of a forward's answer."""
+    """Return the layout of a forward's answer."""
     return schema.output_layout
 
 
 def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool], what: str) -> Layout:
-    """The layout of the gradients of ``specs``, of which those ``present`` are sent.
+    """Return the layout of the gradients of ``specs``, of which those ``present`` are sent.
 
     Raises:
         SchemaError: a gradient is present where none can be, or the count differs.
@@ -72,7 +72,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 
 
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
-    """The layout that a forward or backward request with ``header`` must have."""
+    """Return the layout that a forward or backward request with ``header`` must have."""
     layout = schema.input_layout
     if header.verb == BACKWARD:
         present, ticket = read_backward(header.payload)
@@ -85,12 +85,12 @@ def request_layout(schema: Schema, header: RequestHeader) -> Layout:
 
 
 def check_layout(headers: Sequence[TensorHeader], layout: Layout) -> int:
-    """The rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
+    """Return the rows of a message whose tensors have ``headers``; a ``SchemaError`` unless they fit ``layout``."""
     return check_parts(headers, layout)
 
 
 def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]) -> list[Tensor]:
-    """The tensors to send, without those that are ``None``."""
+    """Return the tensors to send, without those that are ``None``."""
     parts: list[Tensor] = []
     for tensor, spec in zip(tensors, specs, strict=True):
         if tensor is not None and spec is not None:
@@ -104,7 +104,7 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
 def from_wire(
     parts: Sequence[Tensor], specs: Sequence[TensorSpec | None], present: Sequence[bool] | None = None
 ) -> list[Tensor | None]:
-    """The tensors in the places of ``specs``, ``None`` for those that are not ``present``."""
+    """Return the tensors in the places of ``specs``, ``None`` for those that are not ``present``."""
     tensors: list[Tensor | None] = []
     position = 0
     for index, spec in enumerate(specs):
@@ -122,7 +122,7 @@ def from_wire(
 
 
 def read_ticket(payload: bytes) -> bytes:
-    """The ticket in a payload: a forward's, empty for none; in an answer, not empty if activations are kept."""
+    """Return the ticket in a payload: a forward's, empty for none; in an answer, not empty if activations are kept."""
     if len(payload) > _LONGEST_TICKET:
         raise SchemaError(f"a ticket is at most {_LONGEST_TICKET} bytes, got {len(payload)}")
     return payload

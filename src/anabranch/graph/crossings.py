@@ -107,5 +107,5 @@ class BackwardCrossing(Crossing):
 
 
 def crossing_of(node: fx.Node) -> Crossing | None:
-    """The node's crossing; ``None`` for any other node."""
+    """Return the node's crossing; ``None`` for any other node."""
     return node.target if isinstance(node.target, Crossing) else None

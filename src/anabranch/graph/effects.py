@@ -63,29 +63,29 @@ def _signature(op: OpOverload) -> _Signature:
 
 
 def arguments(node: fx.Node) -> Iterator[tuple[str, object]]:
-    """The node's arguments by the names that the operator's schema gives them."""
+    """Yield the node's arguments by the names that the operator's schema gives them."""
     assert isinstance(node.target, OpOverload)
     yield from zip(_signature(node.target).names, node.args, strict=False)
     yield from node.kwargs.items()
 
 
 def is_random(node: fx.Node) -> bool:
-    """True if the node draws from a random number generator, so that its place in the order matters."""
+    """Return True if the node draws from a random number generator, so that its place in the order matters."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True if the node starts a collective, whose order is the same on all ranks."""
+    """Return True if the node starts a collective, whose order is the same on all ranks."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" and not is_wait(node)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """True if the node waits for a collective."""
+    """Return True if the node waits for a collective."""
     return isinstance(node.target, OpOverload) and node.target._schema.name == "_c10d_functional::wait_tensor"
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if the node's result shares the memory of an argument that it does not write to."""
+    """Return True if the node's result shares the memory of an argument that it does not write to."""
     if not isinstance(node.target, OpOverload):
         return False
     signature = _signature(node.target)
@@ -101,7 +101,7 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
 
 
 def mark_unused_calls(graph: fx.Graph) -> None:
-    """Keeps calls whose results nobody uses for the errors that they raise on some values."""
+    """Keep calls whose results nobody uses for the errors that they raise on some values."""
     used: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or node in used or not _is_pure(node.target):
@@ -111,7 +111,7 @@ def mark_unused_calls(graph: fx.Graph) -> None:
 
 
 def _is_pure(target: object) -> bool:
-    """True for a call that does nothing but to give its result."""
+    """Return True for a call that does nothing but to give its result."""
     return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
 
 
@@ -162,11 +162,11 @@ class Effects:
         return True
 
     def written_by(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The arguments that the node changes in place."""
+        """Return the arguments that the node changes in place."""
         return self._writes.get(node, ())
 
     def must_stay(self, node: fx.Node) -> bool:
-        """True if dropping the node would be noticed even if its result is unused."""
+        """Return True if dropping the node would be noticed even if its result is unused."""
         if node.meta.get("may_raise"):
             return True
         if node.op in ("placeholder", "output") or is_random(node) or crossing_of(node) is not None:

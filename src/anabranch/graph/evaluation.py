@@ -37,7 +37,7 @@ class PreparedEvaluation:
         self.forward, self.args = forward, args
 
     def run(self) -> dict[str, object]:
-        """Runs on the batch that it was made for; returns the results by name."""
+        """Run on the batch that it was made for; returns the results by name."""
         return dict(zip(self.forward.graph.outputs, self.forward.results(self.args), strict=True))
 
     def confirm(self) -> None:
@@ -45,7 +45,7 @@ class PreparedEvaluation:
         self.forward.confirmed = True
 
     def talks(self) -> bool:
-        """True if it has collectives of its own, which a run in addition to the eager one would repeat."""
+        """Return True if it has collectives of its own, which a run in addition to the eager one would repeat."""
         return any(map(is_collective, self.forward.graph.fx.nodes))
 
 
@@ -92,7 +92,8 @@ class EvalProgram:
     def run(
         self, batch: Structure, fetch: Sequence[str] = (), *, may_trace: bool = True
     ) -> tuple[Any, dict[str, Structure]]:
-        """The result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under ``no_grad``.
+        """Return the result of ``outputs``, and the outputs of the submodules ``fetch``; to be called under
+        ``no_grad``.
 
         Args:
             batch: a nested structure of tensors.
@@ -115,7 +116,7 @@ class EvalProgram:
         return found, dict(outputs)
 
     def prepare(self, batch: Structure, fetch: Sequence[str] = ()) -> PreparedEvaluation:
-        """Captures the evaluation for this batch without running it."""
+        """Capture the evaluation for this batch without running it."""
         self._preparing = True
         try:
             self.run(batch, fetch)
@@ -174,17 +175,17 @@ class _Forward:
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
-        """The results in the order of the graph's outputs."""
+        """Return the results in the order of the graph's outputs."""
         return self._program.run(*self.binding.free(args))
 
     def in_order(self, args: Sequence[object]) -> Sequence[object]:
-        """The results as Dynamo's code expects them."""
+        """Return the results as Dynamo's code expects them."""
         found = dict(zip(self.graph.outputs, self.results(args), strict=True))
         return [found[name] for name in self._outputs]
 
 
 def _marked(outputs: Callable[..., object]) -> Callable[..., object]:
-    """``outputs`` with its results named, in a form that Dynamo can read."""
+    """Return ``outputs`` with its results named, in a form that Dynamo can read."""
 
     def marked(model: nn.Module, batch: object) -> object:
         result = outputs(model, batch)

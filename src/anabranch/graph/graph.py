@@ -105,21 +105,25 @@ class Graph:
         return self.program().source
 
     def program(self) -> Program:
-        """The generated program, made at first use."""
+        """Return the generated program, made at first use."""
         if self._program is None:
             lowered = self.lowered()
             self._program = generate(lowered.fx, dict(lowered.shared()))
         return self._program
 
     def telling_program(self, told: Mapping[str, Callable[[object], None]]) -> Program:
-        """A program that hands each output in ``told`` over at the line where it is final, the first of them first."""
+        """Return a program that hands each output in ``told`` over at the line where it is final, the first of them
+        first.
+        """
         lowered = self.lowered()
         results = dict(zip(lowered.outputs, lowered.results, strict=True))
         calls = [(node, call) for name, call in told.items() if isinstance(node := results[name], fx.Node)]
         return generate(lowered.fx, dict(lowered.shared()), calls)
 
     def lowered(self) -> Graph:
-        """The graph that the program is generated from: handles dropped, quicker kernels, memory reused in place."""
+        """Return the graph that the program is generated from: handles dropped, quicker kernels, memory reused in
+        place.
+        """
         from anabranch.graph.passes.dead_nodes import drop_handles, sum_to_final_shape
         from anabranch.graph.passes.in_place import reuse_in_place
         from anabranch.graph.passes.table_gradients import sum_table_gradients
@@ -131,12 +135,12 @@ class Graph:
         return copy_beside_compute(reuse_in_place(launch_before_crossings(graph)))
 
     def shared(self) -> list[tuple[fx.Node, Tensor]]:
-        """The bound inputs, with their tensors."""
+        """Return the bound inputs, with their tensors."""
         pairs = zip(self.placeholders, self.bindings, strict=True)
         return [(node, binding.bound) for node, binding in pairs if binding.bound is not None]
 
     def effects(self) -> Effects:
-        """The arguments that each operation writes and aliases, and whether it draws random numbers."""
+        """Return the arguments that each operation writes and aliases, and whether it draws random numbers."""
         return Effects(self.fx, self.shared())
 
     def examples(self) -> tuple[object, ...]:
@@ -144,14 +148,14 @@ class Graph:
         return tuple(r.meta["val"] if isinstance(r, fx.Node) else r for r in self.results)
 
     def copy(self) -> Graph:
-        """A graph of the same nodes that can be changed without changing this one."""
+        """Return a graph of the same nodes that can be changed without changing this one."""
         fresh, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.fx.nodes:
             copies[node] = copy_node(fresh, node, copies.__getitem__)
         return self.with_nodes(fresh)
 
     def with_nodes(self, graph: fx.Graph) -> Graph:
-        """A graph of other nodes with the inputs and outputs of this one."""
+        """Return a graph of other nodes with the inputs and outputs of this one."""
         return Graph(
             graph,
             self.bindings,
@@ -163,14 +167,14 @@ class Graph:
     def with_structure(
         self, arguments: PyTreeSpec | None, outputs: PyTreeSpec, fixed: Mapping[str, object] | None = None
     ) -> Graph:
-        """This graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
+        """Return this graph, called with and returning nested structures; inputs in ``fixed`` take that value only."""
         bindings = [replace(b, fixed=fixed[b.name]) if fixed and b.name in fixed else b for b in self.bindings]
         graph = Graph(self.fx, bindings, self.outputs, argument_structure=arguments, output_structure=outputs)
         graph.origin = self.origin
         return graph
 
     def memory_plan(self) -> MemoryPlan:
-        """The lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
+        """Return the lifetime of each value in a run, the values reused in place, and the most bytes alive at once.
 
         Only memory that a run allocates is counted: neither the inputs nor the state.
         """
@@ -179,7 +183,8 @@ class Graph:
         return plan_memory(self)
 
     def recompute(self, budget_bytes: int) -> Graph:
-        """This graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the budget.
+        """Return this graph with values computed again instead of kept, so that ``memory_plan().peak_bytes`` fits the
+        budget.
 
         >>> import torch
         >>> from anabranch.graph import capture
@@ -207,7 +212,7 @@ class Graph:
         return recompute(self, budget_bytes)
 
     def infer_shapes(self, *input_shapes: Sequence[int]) -> dict[str, torch.Size]:
-        """The shape of every input, operation and output, for free inputs of these shapes.
+        """Return the shape of every input, operation and output, for free inputs of these shapes.
 
         >>> import torch
         >>> from anabranch.graph import capture
@@ -226,7 +231,7 @@ class Graph:
         return infer_shapes(self, input_shapes)
 
     def profile(self, *inputs: Structure, runs: int = 10) -> dict[str, float]:
-        """Runs the graph operation by operation; returns the median seconds of each, which ``to_html`` shows too.
+        """Run the graph operation by operation; returns the median seconds of each, which ``to_html`` shows too.
 
         These are real runs: state is updated. Free inputs are given as in a call.
         """
@@ -237,7 +242,7 @@ class Graph:
         return self.times
 
     def to_html(self, path: str | Path) -> None:
-        """Writes one page that loads nothing: the operations by module, boundaries coloured, shapes and bytes on edges.
+        """Write one page that loads nothing: the operations by module, boundaries coloured, shapes and bytes on edges.
 
         Forward reads downwards, backward upwards beside it. The page can be searched and zoomed; after ``profile`` it
         shows the time of each operation.
@@ -247,13 +252,13 @@ class Graph:
         to_html(self, path)
 
     def to_dot(self) -> str:
-        """The graph in Graphviz's language, a cluster a module."""
+        """Return the graph in Graphviz's language, a cluster a module."""
         from anabranch.graph.view.dot import to_dot
 
         return to_dot(self)
 
     def __call__(self, *inputs: Structure) -> Structure:
-        """Runs the operations; returns what the captured function returns.
+        """Run the operations; returns what the captured function returns.
 
         Raises:
             SchemaError: if an input differs from the captured example in structure, shape or dtype.

@@ -10,7 +10,7 @@ __all__ = ["kind_of"]
 
 
 def kind_of(batch: object) -> object:
-    """The shapes, dtypes and devices of the tensors of plain containers, and the types of all else."""
+    """Return the shapes, dtypes and devices of the tensors of plain containers, and the types of all else."""
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype, batch.device
     if isinstance(batch, Mapping):

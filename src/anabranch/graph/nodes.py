@@ -14,7 +14,9 @@ __all__ = ["RECURRENT", "call_recurrent", "copy_node", "evaluate", "made", "reso
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy of ``node`` at the end of ``graph``, of the arguments that ``look`` gives; ``fx`` takes twice as long."""
+    """Return a copy of ``node`` at the end of ``graph``, of the arguments that ``look`` gives; ``fx`` takes twice as
+    long.
+    """
     if node.op == "placeholder":
         return graph.node_copy(node, look)
     copied = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
@@ -24,13 +26,15 @@ def copy_node(graph: fx.Graph, node: fx.Node, look: Callable[[fx.Node], fx.Node]
 
 
 def resolved(node: fx.Node, look: Callable[[fx.Node], object]) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The node's arguments, with ``look(source)`` in place of each node that they name."""
+    """Return the node's arguments, with ``look(source)`` in place of each node that they name."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), look)  # type: ignore[arg-type]
     return args, kwargs  # type: ignore[return-value]
 
 
 def same_layout(one: Tensor, other: Tensor) -> bool:
-    """True if dtypes, shapes and strides are known to be equal; of sizes that depend on an input nobody can tell."""
+    """Return True if dtypes, shapes and strides are known to be equal; of sizes that depend on an input nobody can
+    tell.
+    """
     if one.dtype != other.dtype or one.dim() != other.dim():
         return False
     pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
@@ -41,7 +45,9 @@ RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 def call_recurrent(*args: object, **kwargs: object) -> object:
-    """A layer of ``nn.LSTM`` on a CPU, which makes the workspace for its backward only where gradients are enabled."""
+    """Return a layer of ``nn.LSTM`` on a CPU, which makes the workspace for its backward only where gradients are
+    enabled.
+    """
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:
@@ -61,7 +67,9 @@ def evaluate(node: fx.Node, look: Callable[[fx.Node], object]) -> object:
 
 
 def made(graph: fx.Graph, like: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-    """A new node where ``graph`` inserts now, in the place of ``like``, with the example of its operation's result."""
+    """Return a new node where ``graph`` inserts now, in the place of ``like``, with the example of its operation's
+    result.
+    """
     node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded", "stop") if key in like.meta})
     examples = [like.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]

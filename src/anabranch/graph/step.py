@@ -87,15 +87,15 @@ class Prepared:
         self.joint.confirmed = True
 
     def talks(self) -> bool:
-        """True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
+        """Return True if the loss has collectives of its own, which a run in addition to the tape's would repeat."""
         return any(map(is_collective, self.joint.backward.graph.fx.nodes))
 
     def run(self) -> dict[str, object]:
-        """Runs on the batch that it was made for; returns the results by name."""
+        """Run on the batch that it was made for; returns the results by name."""
         return self.joint.run(self.args)
 
     def differentiate(self) -> dict[str, object]:
-        """Runs forward and backward alone; returns the backward graph's results by name."""
+        """Run forward and backward alone; returns the backward graph's results by name."""
         return self.joint.run_backward(self.args)
 
 
@@ -169,7 +169,7 @@ class StepProgram:
         self._bind()
 
     def _bind(self) -> None:
-        """Looks the state up again and forgets every graph's binding, as at construction."""
+        """Look the state up again and forget every graph's binding, as at construction."""
         self.epoch = object()
         self._state = BoundState(self.model, self.optimizers)
         self.parameters = self._state.parameters
@@ -250,7 +250,7 @@ class StepProgram:
         return Gradients({**found, **outputs}, sorted_.dense, sorted_.sparse)
 
     def prepare(self, batch: Structure, fetch: Sequence[str] = (), *, whole: bool) -> Prepared:
-        """Captures the step for this batch without running it.
+        """Capture the step for this batch without running it.
 
         Args:
             batch: a nested structure of tensors.
@@ -320,7 +320,7 @@ class StepProgram:
         return found, dict(outputs)
 
     def finish(self, prepared: Prepared) -> None:
-        """Confirms a program after the optimizers' own step beside it, whose new state is not a change."""
+        """Confirm a program after the optimizers' own step beside it, whose new state is not a change."""
         prepared.confirm()
         self._state.note_optimizer_state()
         prepared.joint.take_state()
@@ -348,7 +348,7 @@ class StepProgram:
         return replace(key, epoch=self.epoch)
 
     def joint(self, call: TracedCall, args: Sequence[object], task: _Task) -> Joint:
-        """A program for these arguments."""
+        """Return a program for these arguments."""
         self.captures += 1
         try:
             with undisturbed():
@@ -361,7 +361,7 @@ class StepProgram:
             ) from error
 
     def update_graph(self, dense: Mapping[str, Tensor]) -> Graph:
-        """The optimizers' step on dense gradients like these."""
+        """Return the optimizers' step on dense gradients like these."""
         key = (tuple(dense), self._group_numbers.current())
         if key not in self._updates:
             self._state.note_optimizer_state()
@@ -370,7 +370,7 @@ class StepProgram:
         return self._updates[key]
 
     def update(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]] | None = None) -> None:
-        """The optimizers' step on these gradients; parameters without one are left alone."""
+        """Step the optimizers on these gradients; parameters without one are left alone."""
         if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
         dense = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
@@ -387,7 +387,7 @@ class StepProgram:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
-        """True if ``update`` on these gradients runs no code of the optimizers."""
+        """Return True if ``update`` on these gradients runs no code of the optimizers."""
         wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
         if not wanted and self.refused_update is None:
             try:
@@ -399,15 +399,15 @@ class StepProgram:
         return ready and self._can_capture_update(wanted)
 
     def knows_state(self) -> bool:
-        """True if nobody has replaced anything in the optimizers' state since the last look."""
+        """Return True if nobody has replaced anything in the optimizers' state since the last look."""
         return self._state.knows_state()
 
     def note_update(self) -> None:
-        """The optimizers have stepped beside the graphs: their new state is not a change."""
+        """Note that the optimizers have stepped beside the graphs: their new state is not a change."""
         self._state.note_optimizer_state()
 
     def check_optimizers(self) -> None:
-        """Raises ``CaptureError`` for an optimizer that would step by itself."""
+        """Raise ``CaptureError`` for an optimizer that would step by itself."""
         self._state.note_optimizer_code()
 
     def _can_capture_update(self, dense: Mapping[str, Tensor]) -> bool:
@@ -420,7 +420,7 @@ class StepProgram:
         return self.refused_update is None
 
     def step_eagerly(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]]) -> None:
-        """The optimizers' own step on these gradients."""
+        """Let the optimizers step by themselves on these gradients."""
         gradients = {**dense}
         for name, lookups in sparse.items():
             gradients[name] = as_sparse_gradient(lookups, self.parameters[name])
@@ -524,7 +524,7 @@ def _names_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor])
 
 @contextmanager
 def _gradients(names: Mapping[Tensor, str], gradients: Mapping[str, Tensor]) -> Iterator[None]:
-    """The parameters' ``.grad`` set to these, or to ``None``, until the block ends."""
+    """Set the parameters' ``.grad`` to these, or to ``None``, until the block ends."""
     kept = [(parameter, parameter.grad) for parameter in names]
     try:
         for parameter, name in names.items():

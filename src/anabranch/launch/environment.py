@@ -19,7 +19,7 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 def service_environment(
     servers: Sequence[str], directory: str, experts: int, *, keys: Path | None = None, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """``base``, and where the services of the job are.
+    """Return ``base``, and where the services of the job are.
 
     >>> service_environment(["unix:/run/a"], "unix:/run/d", 0, base={})
     {'ANABRANCH_DIRECTORY': 'unix:/run/d', 'ANABRANCH_EXPERTS': '0', 'ANABRANCH_SERVERS': 'unix:/run/a'}
@@ -35,7 +35,8 @@ def service_environment(
 def expert_environment(
     index: int, experts: int, workers: int, *, run_id: str, threads: int, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The whole environment of the expert process ``index``: it knows its place among the experts, and no worker.
+    """Return the whole environment of the expert process ``index``: it knows its place among the experts, and no
+    worker.
 
     >>> env = expert_environment(1, 2, 1, run_id="x", threads=1, base={"MASTER_PORT": "29500"})
     >>> env["ANABRANCH_ROLE"], env["RANK"], env["WORLD_SIZE"], "MASTER_PORT" in env
@@ -66,7 +67,7 @@ def worker_environment(
     base: Mapping[str, str],
     experts: int = 0,
 ) -> dict[str, str]:
-    """The whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
+    """Return the whole environment of worker ``rank``: ``base``, overridden by torchrun's variables.
 
     >>> env = worker_environment(1, 2, run_id="x", store_port=29500, error_file=Path("/tmp/e"), base={})
     >>> env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["MASTER_PORT"]

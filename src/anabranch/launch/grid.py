@@ -28,7 +28,7 @@ _TIMEOUT = timedelta(seconds=660)  # the waits of the groups' users end before i
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
-    """The value of ``Job.grid``."""
+    """Return the value of ``Job.grid``."""
     if data < 1 or pipeline < 1 or data * pipeline != job.world_size:
         raise ValueError(
             f"data={data} times pipeline={pipeline} is {data * pipeline}, but the job has {job.world_size} "
@@ -50,7 +50,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
 
 
 def _meet(job: Job) -> None:
-    """Initialises ``torch.distributed`` if nobody has."""
+    """Initialise ``torch.distributed`` if nobody has."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

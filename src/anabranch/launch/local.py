@@ -71,7 +71,7 @@ def launch(
     service_restarts: RestartBudget | None = None,
     checkpoint_seconds: float = 300.0,
 ) -> Outcome:
-    """Runs ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and waits for all of them.
+    """Run ``script`` in ``workers`` processes that form a ``torch.distributed`` job, and wait for all of them.
 
     Parameter servers and expert processes are stopped when the last worker has ended. An expert process that dies after
     it has served is started again, as often as ``service_restarts`` allows; then the job goes on without it. A
@@ -297,7 +297,7 @@ class _Stopping:
         self.stopped: signal.Signals | None = None
 
     def stop(self, number: signal.Signals, again: bool) -> None:
-        """A signal has come."""
+        """Take a signal that has come."""
         if not again and self.may_lose:
             return
         rendezvous = () if self.rendezvous is None else (self.rendezvous,)
@@ -354,7 +354,7 @@ class _Starter:
 
 
 def _end(process: Worker, rendezvous: Rendezvous) -> None:
-    """Ends the process behind ``rendezvous``, which ends by itself when that is closed."""
+    """End the process behind ``rendezvous``, which ends by itself when that is closed."""
     rendezvous.__exit__(None, None, None)
     if process.running:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:

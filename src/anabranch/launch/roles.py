@@ -52,7 +52,7 @@ def serve(
     heartbeat: float = 1.0,
     timeout: float = 120.0,
 ) -> DirectoryLike:
-    """The value of ``Job.serve``."""
+    """Return the value of ``Job.serve``."""
     make = cast(MakeBackends, make_backends)
     if job.role == "expert":
         _serve_here(
@@ -140,7 +140,9 @@ class _Marked:
 
 
 def _beside(directory: str, index: int) -> str:
-    """The address to listen at: in the directory's own place, a private folder or the interface that leads to it."""
+    """Return the address to listen at: in the directory's own place, a private folder or the interface that leads to
+    it.
+    """
     place = parse_endpoint(directory)
     if not isinstance(place, TcpEndpoint):
         return f"unix:{Path(place.path).with_name(f'expert-{index}')}"

@@ -41,7 +41,7 @@ class Metric:
 
 @contextmanager
 def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]]) -> Iterator[str]:
-    """Serves what ``collect`` gives at ``http://HOST:PORT/metrics`` while the block runs; yields that address.
+    """Serve what ``collect`` gives at ``http://HOST:PORT/metrics`` while the block runs; yields that address.
 
     Args:
         address: ``HOST:PORT``, or ``:PORT`` for the loopback; port 0 takes any.
@@ -99,7 +99,7 @@ _OF_A_POOL: tuple[tuple[str, Kind, str, Callable[[PoolStatistics], int]], ...] =
 
 
 def expert_metrics(server: ExpertServer) -> list[Metric]:
-    """Counts of an expert server: calls done, and calls waiting."""
+    """Count of an expert server: calls done, and calls waiting."""
     facts = server.statistics()
     metrics = [
         Metric(f"expert_{name}", kind, says, ("pool",), [((pool,), read(made)) for pool, made in facts.pools.items()])
@@ -115,7 +115,7 @@ def expert_metrics(server: ExpertServer) -> list[Metric]:
 
 
 def parameter_metrics(server: ParameterServer) -> list[Metric]:
-    """Counts of a shard."""
+    """Count of a shard."""
     facts = server.statistics()
     return [
         *_transport_metrics(server.transport_statistics()),

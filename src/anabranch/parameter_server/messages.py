@@ -153,7 +153,7 @@ class PullMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def knows(self) -> int:
-        """The number of known ids."""
+        """Return the number of known ids."""
         return sum(part.known for part in self.parts)
 
 
@@ -188,12 +188,12 @@ class PushMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     compression: Compression | None = None
 
     def sums(self) -> int:
-        """The number of gradients that are sums over several steps."""
+        """Return the number of gradients that are sums over several steps."""
         return sum(part.sums for part in self.parts)
 
 
 def check_kinds(message: PullMessage | PushMessage) -> None:
-    """Raises ``SchemaError`` if a part has more ids of some kinds than it has ids."""
+    """Raise ``SchemaError`` if a part has more ids of some kinds than it has ids."""
     for part in message.parts:
         if isinstance(part, PullPart):
             if part.with_state + part.known > part.count:

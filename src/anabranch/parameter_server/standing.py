@@ -34,7 +34,7 @@ class Standing:
     shards: int = 0
 
     def encode(self) -> bytes:
-        """The standing as 40 bytes."""
+        """Return the standing as 40 bytes."""
         return _FORM.pack(self.epoch, self.pushes, self.life, self.shard, self.shards)
 
     @classmethod
@@ -63,7 +63,7 @@ class Ledger:
         return self._runs[-1][1] if self._runs else 0
 
     def add(self, place: int) -> None:
-        """Records ``place``, from an answer."""
+        """Record ``place``, from an answer."""
         if self._runs and self._runs[-1][1] == place - 1:
             self._runs[-1] = (self._runs[-1][0], place)
         elif place > 0 and not any(first <= place <= last for first, last in self._runs):
@@ -74,7 +74,7 @@ class Ledger:
                     self._runs[left : left + 2] = [(self._runs[left][0], self._runs[left + 1][1])]
 
     def cut(self, holds: int) -> int:
-        """Removes the places above ``holds``; returns their number."""
+        """Remove the places above ``holds``; returns their number."""
         lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
         self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
         return lost

@@ -22,7 +22,7 @@ _PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "rec
 
 
 def phase_of(action: Action) -> str:
-    """The name of a computing action in errors and events: forward, backward, weight or recompute."""
+    """Return the name of a computing action in errors and events: forward, backward, weight or recompute."""
     return _PHASES[action.kind]
 
 
@@ -121,7 +121,7 @@ def _bytes(message: Message) -> int:
 
 
 def _computing(transfer: Action) -> Action:
-    """The action that a transfer's values come from or go to."""
+    """Return the action that a transfer's values come from or go to."""
     forward = transfer.kind in (Kind.RECV_F, Kind.SEND_F)
     return Action(Kind.F if forward else Kind.B, transfer.stage, transfer.microbatch)
 
@@ -133,7 +133,7 @@ def _peer(action: Action) -> int:
 
 @contextmanager
 def _watched(action: Action) -> Iterator[None]:
-    """Reports the action's start and end, and adds the place to an exception."""
+    """Report the action's start and end, and add the place to an exception."""
     facts = {"stage": action.stage, "microbatch": action.microbatch, "phase": phase_of(action)}
     report("pipeline.start", **facts)
     try:

@@ -26,12 +26,12 @@ class Observed:
     sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, other: Observed) -> None:
-        """Takes over the measurements of ``other``."""
+        """Take over the measurements of ``other``."""
         self.seconds |= other.seconds
         self.sent_bytes |= other.sent_bytes
 
     def as_plain(self) -> object:
-        """The measurements in lists of numbers and strings, to be sent to other ranks."""
+        """Return the measurements in lists of numbers and strings, to be sent to other ranks."""
         return [
             [[stage, phase, seconds] for (stage, phase), seconds in self.seconds.items()],
             [[stage, target, size] for (stage, target), size in self.sent_bytes.items()],
@@ -51,7 +51,7 @@ _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "back
 
 
 def describe(stages: Sequence[Stage], rank_of: Sequence[int], observed: Observed, title: str) -> str:
-    """The table; times and bytes are those of the last call, and missing before the first."""
+    """Return the table; times and bytes are those of the last call, and missing before the first."""
     rows = [_row(stage, rank_of[stage.index], observed) for stage in stages]
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -44,33 +44,33 @@ class LocalEngine:
         self._step = 0
 
     def __reduce__(self) -> tuple[type[LocalEngine], tuple[tuple[int, ...], float]]:
-        """A copy of a pipe starts its own threads."""
+        """Return a copy of a pipe starts its own threads."""
         return LocalEngine, (self._rank_of, self._timeout)
 
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[LocalEngine]:
-        """A forward, its backward or a step."""
+        """Take a turn: a forward, its backward or a step."""
         self._step = step
         yield self
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
-        """The call's facts."""
+        """Return the call's facts."""
         return make()
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """The share given, alone: there are no ranks in other processes."""
+        """Return the share given, alone: there are no ranks in other processes."""
         return [tensor]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """The value itself: only one process gives it."""
+        """Return the value itself: only one process gives it."""
         return value
 
     def say(self, word: object) -> None:
-        """Keeps a value until the end of the turn."""
+        """Keep a value until the end of the turn."""
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """The word that this process said."""
+        """Return the word that this process said."""
         return {0: self._word}
 
     def run(
@@ -112,7 +112,7 @@ class LocalEngine:
         return outcome
 
     def close(self) -> None:
-        """Ends the worker threads; a later run starts new ones."""
+        """End the worker threads; a later run starts new ones."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -150,7 +150,7 @@ class _Attempt:
 
 
 def annotate(failure: Failure) -> BaseException:
-    """The exception that a stage raised, with a note of stage, microbatch and phase."""
+    """Return the exception that a stage raised, with a note of stage, microbatch and phase."""
     action, error = failure.action, failure.error
     error.add_note(f"in stage {action.stage}, microbatch {action.microbatch}, {phase_of(action)}")
     return error

@@ -13,7 +13,7 @@ __all__ = ["count_batch_rows", "gather", "microbatch_sizes", "scatter"]
 
 
 def count_batch_rows(batch: Structure, what: str) -> int:
-    """The rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions are ignored.
+    """Return the rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions are ignored.
 
     Raises:
         ValueError: they disagree, or none has rows; names each with its shape. ``what`` is the batch's name there.
@@ -29,7 +29,7 @@ def count_batch_rows(batch: Structure, what: str) -> int:
 
 
 def microbatch_sizes(rows: int, chunks: int) -> list[int]:
-    """The rows of each microbatch: ``min(rows, chunks)`` of them, sizes differing by at most one.
+    """Return the rows of each microbatch: ``min(rows, chunks)`` of them, sizes differing by at most one.
 
     >>> microbatch_sizes(7, 4), microbatch_sizes(2, 4), microbatch_sizes(0, 4)
     ([2, 2, 2, 1], [1, 1], [0])
@@ -53,7 +53,7 @@ def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
 
 
 def gather(parts: Sequence[Structure]) -> Structure:
-    """The microbatches' outputs as one: tensors joined along their rows, anything else taken from the first.
+    """Return the microbatches' outputs as one: tensors joined along their rows, anything else taken from the first.
 
     >>> gather([{"y": torch.zeros(2, 1)}, {"y": torch.zeros(1, 1)}])["y"].shape
     torch.Size([3, 1])

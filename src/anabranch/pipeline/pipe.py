@@ -209,7 +209,7 @@ class Pipe(nn.Module):
         return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
 
     def forward(self, x: Structure, **inputs: Structure) -> Structure:
-        """The module's output for ``x``, differentiable; its backward runs the schedule's backward half.
+        """Return the module's output for ``x``, differentiable; its backward runs the schedule's backward half.
 
         Args:
             x: tensors in any nesting that agree in rows (dim 0).
@@ -395,11 +395,13 @@ class Pipe(nn.Module):
         return total
 
     def first_names(self) -> Mapping[Tensor, str]:
-        """This process's parameters and their names in the unsplit module; a tied one has its first name there."""
+        """Return this process's parameters and their names in the unsplit module; a tied one has its first name
+        there.
+        """
         return self._first_names
 
     def align_ties(self) -> None:
-        """Gives a parameter that several ranks share the gradient on the first of them; all ranks call it."""
+        """Give a parameter that several ranks share the gradient on the first of them; all ranks call it."""
         if self.process_group is None:
             return
         with self._engine.turn("align_ties", self.calls) as turn:
@@ -407,7 +409,8 @@ class Pipe(nn.Module):
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
-        """The optimizer's state of each of this process's parameters, by the parameter's name in the unsplit module.
+        """Return the optimizer's state of each of this process's parameters, by the parameter's name in the unsplit
+        module.
 
         It fits any other split: ``load_optimizer_state_dict`` takes the parts for its own parameters.
         """
@@ -417,7 +420,7 @@ class Pipe(nn.Module):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Mapping[str, object]]
     ) -> None:
-        """Loads the state from ``optimizer_state_dict``, of this or another split, into ``optimizer``.
+        """Load the state from ``optimizer_state_dict``, of this or another split, into ``optimizer``.
 
         Raises:
             ValueError: a trained parameter whose state is missing while others have one.
@@ -432,7 +435,9 @@ class Pipe(nn.Module):
                 optimizer.state[parameter] = {key: _copied(value) for key, value in state_dict[name].items()}
 
     def describe(self) -> str:
-        """A table of the stages: layers, parameters, and of the last call the times, boundary bytes and skips."""
+        """Return a table of the stages: layers, parameters, and of the last call the times, boundary bytes and
+        skips.
+        """
         title = (
             f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
             "times and bytes of the last call, bytes a microbatch"
@@ -442,13 +447,13 @@ class Pipe(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Loads this rank's part of ``state_dict``; names on other ranks are left out."""
+        """Load this rank's part of ``state_dict``; names on other ranks are left out."""
         mine = {name: value for name, value in state_dict.items() if name not in self.elsewhere}
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
 
     def close(self) -> None:
-        """Ends the worker threads. In one process the pipe stays usable: the next call starts new ones."""
+        """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""
         self._engine.close()
 
     def __enter__(self) -> Pipe:
@@ -463,7 +468,7 @@ _NORMS = -1
 
 
 def _values_of_gradient(parameter: Tensor) -> Tensor:
-    """The numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
+    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -556,7 +561,7 @@ class _Schedules:
         return self._made[m]
 
     def _make_like_given(self, m: int) -> Schedule:
-        """The schedule of the given one's name, for a batch with another number of microbatches."""
+        """Return the schedule of the given one's name, for a batch with another number of microbatches."""
         given = self.given
         assert given is not None
         if self.name in SCHEDULES:
@@ -570,7 +575,7 @@ class _Schedules:
 
 
 def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGroup | None) -> int | None:
-    """The number of ranks for the stages; ``None`` if neither argument is given."""
+    """Return the number of ranks for the stages; ``None`` if neither argument is given."""
     if isinstance(devices, str):
         raise TypeError(f"devices= is a list with a device for each stage, got {devices!r}; say [{devices!r}, ...]")
     if group is None:
@@ -584,13 +589,15 @@ def _places(devices: Sequence[torch.device | str] | None, group: dist.ProcessGro
 
 
 def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
-    """The facts that must be equal on every rank: else messages would go astray, or layers run twice or not at all."""
+    """Return the facts that must be equal on every rank: else messages would go astray, or layers run twice or not at
+    all.
+    """
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
 
 def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential:
-    """The layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
+    """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
     root = nn.Sequential().train(module.training)
     for layer in (layer for layers in stages for layer in layers):
         *path, name = layer.name.split(".")
@@ -606,7 +613,7 @@ def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential
 def _find_ties(
     split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine
 ) -> list[tuple[nn.Parameter, list[int]]]:
-    """The parameters that this rank and others use, with those ranks; all get the first one's values."""
+    """Return the parameters that this rank and others use, with those ranks; all get the first one's values."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for j, layers in enumerate(split):
         for layer in layers:

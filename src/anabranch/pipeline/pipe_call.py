@@ -47,7 +47,9 @@ class Inputs:
         return [[self._packets[route][i] for route in routes] for i in range(len(self.sizes))]
 
     def gradients(self, answers: Mapping[int, Mapping[int, Mapping[str | None, Gradients]]]) -> list[Tensor | None]:
-        """The gradient of each of ``leaves``, from those that stages (by number) returned by microbatch and route."""
+        """Return the gradient of each of ``leaves``, from those that stages (by number) returned by microbatch and
+        route.
+        """
         found = []
         for name, structure in self._given.items():
             for index, leaf in enumerate(flatten(structure)[0]):
@@ -108,10 +110,10 @@ class Turn(Protocol):
     """A forward, its backward or a step: what all ranks of a pipeline do together."""
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
-        """The facts of the call, made on the first stage's rank."""
+        """Return the facts of the call, made on the first stage's rank."""
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """The tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
+        """Return the tensors that ``ranks`` give under ``index``, this rank's included, in their order."""
 
     def run(
         self,
@@ -124,13 +126,13 @@ class Turn(Protocol):
         """Carries out the actions of this process's ranks; returns their results, or raises the error of a stage."""
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """The value that rank ``source`` gives, on every rank."""
+        """Return the value that rank ``source`` gives, on every rank."""
 
     def say(self, word: object) -> None:
         """Leaves a plain value for all ranks, sent with the end of the turn."""
 
     def heard(self) -> dict[int, object]:
-        """The word that each rank said, once the turn has ended."""
+        """Return the word that each rank said, once the turn has ended."""
 
 
 class TurnEngine(Protocol):
@@ -146,7 +148,7 @@ class TurnEngine(Protocol):
         """Begins a turn of call number ``step``, which ends, on all ranks alike, with the block."""
 
     def close(self) -> None:
-        """Ends the threads and connections started for it."""
+        """End the threads and connections started for it."""
 
 
 class PipeCall:
@@ -204,12 +206,12 @@ class PipeCall:
         return any(OUTSIDE in run.stage.targets for run in self._runs.values())
 
     def loss(self) -> Tensor | None:
-        """The sum of the microbatches' losses; ``None`` without a loss here."""
+        """Return the sum of the microbatches' losses; ``None`` without a loss here."""
         losses = [run.losses[i] for run in self._runs.values() if run.head for i in range(len(self.inputs.sizes))]
         return _sum(losses)
 
     def forward(self, turn: Turn) -> tuple[Structure, list[bool]]:
-        """Runs the F half. Returns the output, and for each of its leaves whether it is differentiable."""
+        """Run the F half. Returns the output, and for each of its leaves whether it is differentiable."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
         packets = self._collect(turn.run(self._runs, half, self._outside()))
         if not packets:
@@ -219,7 +221,7 @@ class PipeCall:
         return gather([packet.structure() for packet in packets]), needs_grad
 
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
-        """Runs the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
+        """Run the B and W half from the gradients of the output's leaves. Returns those of ``leaves``."""
         if not self._open:
             raise RuntimeError(
                 "backward through the pipeline a second time: its activations are freed; say retain_graph=True the "
@@ -232,13 +234,13 @@ class PipeCall:
             return self._gradients(turn, outcome)
 
     def step(self, turn: Turn) -> tuple[list[Structure], list[Tensor | None]]:
-        """Runs the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
+        """Run the whole schedule, loss included. Returns the microbatches' outputs and the gradients of ``leaves``."""
         outcome = turn.run(self._runs, self._actions, self._outside())
         packets = self._collect(outcome)
         return [packet.structure() for packet in packets], self._gradients(turn, outcome)
 
     def outputs(self, turn: Turn) -> list[Structure]:
-        """Runs the F half, loss included. Returns the microbatches' outputs."""
+        """Run the F half, loss included. Returns the microbatches' outputs."""
         half = [[action for action in actions if action.kind in _FORWARD] for actions in self._actions]
         return [packet.structure() for packet in self._collect(turn.run(self._runs, half, self._outside()))]
 
@@ -330,7 +332,7 @@ class _Portal(torch.autograd.Function):
 
 
 def open_portal(call: PipeCall, turn: Turn) -> Structure:
-    """Runs the call's forward half now, and its backward half in the backward of the returned tensors."""
+    """Run the call's forward half now, and its backward half in the backward of the returned tensors."""
     box: list[Structure] = []
     tensors = iter(_Portal.apply(call, turn, box, *call.leaves))  # type: ignore[no-untyped-call]
     treedef, leaves = box

@@ -152,7 +152,7 @@ class RankEngine:
         return all(answer == "yes" for answer in self._gather("yes" if this_one else "no"))
 
     def _connect(self) -> dict[int, socket.socket] | None:
-        """A socket to every other rank; ``None`` on all of them if one could not be reached."""
+        """Return a socket to every other rank; ``None`` on all of them if one could not be reached."""
         sockets: dict[int, socket.socket] | None = None
         with ExitStack() as stack:
             path, problem = "", None
@@ -177,7 +177,7 @@ class RankEngine:
 
     @contextmanager
     def turn(self, operation: str, step: int) -> Iterator[RankTurn]:
-        """A turn of all ranks together; ends when all have finished it, or with an error on each.
+        """Take a turn of all ranks together; it ends when all have finished it, or with an error on each.
 
         Raises:
             BaseException: the error that a stage here raised, with a note of the place.
@@ -213,26 +213,26 @@ class RankEngine:
         return Fault(self.rank_name(self.rank), name, _sendable(_words_of(error)), text, *where)
 
     def flush(self, seconds: float) -> None:
-        """Waits until all messages are on their way: the process may end after this."""
+        """Wait until all messages are on their way: the process may end after this."""
         self._channel.flush(seconds)
 
     def look(self) -> None:
-        """Takes in the messages that have arrived."""
+        """Take in the messages that have arrived."""
         self._channel.look()
 
     def rank_name(self, rank: int) -> int:
-        """The number in the job of a rank of the group."""
+        """Return the number in the job of a rank of the group."""
         return self._names[rank]
 
     def send(self, rank: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a message to ``rank``; ``tensors`` are flat bytes."""
+        """Send a message to ``rank``; ``tensors`` are flat bytes."""
         self.bytes_sent += sum(tensor.numel() for tensor in tensors)
         self._channel.send(rank, header, tensors)
 
     def wait(
         self, found: Callable[[], bool], deadline: Deadline, operation: str, step: int, peers: Sequence[int]
     ) -> None:
-        """Waits for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
+        """Wait for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
         inbox, began = self._inbox, monotonic()
         while True:
             self._channel.wait_for(
@@ -279,16 +279,16 @@ class RankEngine:
         return self._peers
 
     def rank_of(self, stage: int) -> int:
-        """The rank of ``stage``."""
+        """Return the rank of ``stage``."""
         return self._rank_of[stage]
 
     def close(self) -> None:
-        """Ends the threads. Those still waiting for a peer end with the process group."""
+        """End the threads. Those still waiting for a peer end with the process group."""
         self._end()
 
 
 def _exit_without_the_lost(channel: Channel) -> None:
-    """Ends the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
+    """End the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
     channel.settle(_LAST_SECONDS)
     if not channel.is_stuck():
         return
@@ -313,7 +313,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """The text as valid UTF-8, the middle of a very long one left out, so that waiting ranks get it at once."""
+    """Return the text as valid UTF-8, the middle of a very long one left out, so that waiting ranks get it at once."""
     if len(text) > _MOST_WORDS:
         half = _MOST_WORDS // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
@@ -346,7 +346,7 @@ class RankTurn:
         self._observed = Observed()
 
     def agree(self, make: Callable[[], Facts]) -> Facts:
-        """The call's facts, made on the rank of the first stage and sent to all others."""
+        """Return the call's facts, made on the rank of the first stage and sent to all others."""
         engine, source = self._engine, self._engine.rank_of(0)
         if engine.rank == source:
             facts = make()
@@ -379,7 +379,7 @@ class RankTurn:
         return outcome
 
     def share(self, index: int, tensor: Tensor | None, ranks: Sequence[int]) -> list[Tensor | None]:
-        """The tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
+        """Return the tensors that ``ranks``, this one among them, give under ``index``, in the order of ranks."""
         engine = self._engine
         others = [rank for rank in ranks if rank != engine.rank]
         spec, described, parts = pack([[tensor]])
@@ -391,7 +391,7 @@ class RankTurn:
         return [tensor if rank == engine.rank else shares[index, rank] for rank in sorted(ranks)]
 
     def spread(self, value: Structure, source: int) -> Structure:
-        """The value that rank ``source`` gives, on every rank; tensors come without a graph."""
+        """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
         engine = self._engine
         if engine.rank == source:
             packet, _ = cut(value)
@@ -408,12 +408,12 @@ class RankTurn:
         self._word = word
 
     def heard(self) -> dict[int, object]:
-        """The word that each rank said, once the turn has ended."""
+        """Return the word that each rank said, once the turn has ended."""
         words = {peer: cast("list[object]", body)[0] for peer, body in self._engine.inbox.bodies.items()}
         return {**words, self._engine.rank: self._word}
 
     def send(self, action: Action, message: Message) -> None:
-        """Sends to the rank of the action's peer; within this rank the message goes straight to the inbox."""
+        """Send to the rank of the action's peer; within this rank the message goes straight to the inbox."""
         engine = self._engine
         assert action.peer is not None
         rank = engine.rank_of(action.peer)
@@ -427,7 +427,7 @@ class RankTurn:
         engine.send(rank, header, parts)
 
     def receive(self, action: Action) -> Message:
-        """Waits for the message of the action's peer."""
+        """Wait for the message of the action's peer."""
         assert action.peer is not None
         sent = Action(_SENT_AS[action.kind], action.peer, action.microbatch, action.stage)
         data = self._engine.inbox.data
@@ -436,7 +436,7 @@ class RankTurn:
             return data.pop(_key(sent))
 
     def check(self) -> None:
-        """Raises ``Aborted`` once another rank's fault has arrived."""
+        """Raise ``Aborted`` once another rank's fault has arrived."""
         self._engine.look()
         if self._engine.inbox.fault is not None:
             raise Aborted
@@ -452,7 +452,7 @@ class RankTurn:
                 self._engine.flush(_FAREWELL_SECONDS)
 
     def wait_for_all_ends(self) -> None:
-        """Waits until every peer has done its part."""
+        """Wait until every peer has done its part."""
         engine = self._engine
         waiting = [peer for peer in engine.peers if peer not in engine.inbox.ended]
         self._wait(lambda: len(engine.inbox.ended) == len(engine.peers), "end", waiting)

@@ -188,7 +188,9 @@ class RowCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, ids: Tensor, step: int, *, training: bool = True) -> Tensor:
-        """The rows of distinct ``ids`` at ``step``; evaluation asks about all, caches none and counts as no use."""
+        """Return the rows of distinct ``ids`` at ``step``; evaluation asks about all, caches none and counts as no
+        use.
+        """
         slots = self._use(ids, step) if training else self._find(ids)
         here = slots >= 0
         at = slots.clamp(min=0)
@@ -203,7 +205,7 @@ class RowCache:
         return out if self.held == self._width else out[:, : self._width].contiguous()
 
     def stale(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """The distinct ``ids`` that ``read`` would ask the peer about, and their cached versions."""
+        """Return the distinct ``ids`` that ``read`` would ask the peer about, and their cached versions."""
         slots = self._find(ids)
         at = slots.clamp(min=0)
         known = torch.where(slots >= 0, self._versions.index_select(0, at), -1)
@@ -227,7 +229,7 @@ class RowCache:
         return ask[order], asked[order]
 
     def ahead(self, ids: Tensor, step: int, *, training: bool = True) -> tuple[Tensor, Tensor]:
-        """The distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
+        """Return the distinct ``ids`` of the next step to ask about during this one, and the versions to ask with.
 
         Rows that this step will push are left out: the answer would lack the push. Evaluation asks for missing rows.
         """
@@ -260,7 +262,7 @@ class RowCache:
         rows: Tensor,
         step: int,
     ) -> None:
-        """Takes in rows that ``ahead`` asked about at ``step``, at ``positions`` of ``ids``; the others are unchanged.
+        """Take in rows that ``ahead`` asked about at ``step``, at ``positions`` of ``ids``; the others are unchanged.
 
         ``wanted`` are all ids of the next step: none of them is evicted to make room.
         """
@@ -336,7 +338,7 @@ class RowCache:
         self._refreshed += int((known[came] >= 0).sum())
 
     def _with_states(self, rows: Tensor, cached: Tensor, into: Tensor, asked: Tensor) -> Tensor:
-        """The received rows, with the states that are cached already."""
+        """Return the received rows, with the states that are cached already."""
         here = (asked >= 0) & self._stated[into]
         self._stated[into] = here | (asked == WITH_STATE)
         rows = rows.clone()
@@ -344,7 +346,7 @@ class RowCache:
         return rows
 
     def _with_own_writes(self, rows: Tensor, cached: Tensor, into: Tensor) -> Tensor:
-        """The received rows, with the gradients that still wait here applied again."""
+        """Return the received rows, with the gradients that still wait here applied again."""
         assert self._move is not None
         dirty = self._due_at[into] < _NEVER
         if not dirty.any():
@@ -358,7 +360,7 @@ class RowCache:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, ids: Tensor, grads: Tensor, step: int) -> Due:
-        """Takes the gradients of distinct ``ids`` at ``step``; returns those that are due at the peer.
+        """Take the gradients of distinct ``ids`` at ``step``; returns those that are due at the peer.
 
         The returned gradients count as pushed.
         """
@@ -438,7 +440,7 @@ class RowCache:
 
 
 def spare_of(cache: Cache) -> int:
-    """The number of steps kept in reserve of the bounds."""
+    """Return the number of steps kept in reserve of the bounds."""
     return int(cache.pull_bound >= SPARE and (cache.push_bound >= SPARE or not cache.push_bound))
 
 

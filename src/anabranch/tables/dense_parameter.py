@@ -51,7 +51,7 @@ class DenseParameter:
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
-        """Sets the bounds from the numbers themselves."""
+        """Set the bounds from the numbers themselves."""
         self.bounds = Bounds.of(self._rule, self.value, self.states)
 
     @property
@@ -116,13 +116,13 @@ class DenseParameter:
         return take_back
 
     def check_restored(self, tensors: Sequence[Tensor]) -> None:
-        """Raises what ``restore`` would; changes nothing."""
+        """Raise what ``restore`` would; changes nothing."""
         mine = [self.value, *self.states]
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in mine]:
             raise SchemaError(f"parameter {self.name}: value and {len(self.states)} states of its shape expected")
 
     def restore(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Takes value and states from a checkpoint.
+        """Take value and states from a checkpoint.
 
         Raises:
             SchemaError: their number, shapes or dtypes differ from those that the optimizer keeps.

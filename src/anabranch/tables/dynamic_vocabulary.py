@@ -48,7 +48,7 @@ class DynamicVocabulary:
         return self._index.rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """The row of each id, -1 for one without; and the rows that other ids have just lost."""
+        """Return the row of each id, -1 for one without; and the rows that other ids have just lost."""
         self._check_owner(ids)
         if not training:
             return self._index.find(ids), _NOTHING
@@ -73,7 +73,7 @@ class DynamicVocabulary:
         return chance.astype(np.float64) * 2.0**-53 < self._spec.admission
 
     def ids(self, rows: Ids) -> Ids:
-        """The ids of ``rows``."""
+        """Return the ids of ``rows``."""
         return self._index.entries()[0][rows]
 
     def in_use(self, first: int, rows: int) -> Ids:
@@ -86,12 +86,12 @@ class DynamicVocabulary:
         return np.stack([uses[rows], last_use[rows]], axis=1)
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises the errors that ``restore`` would raise."""
+        """Raise the errors that ``restore`` would raise."""
         self._check_owner(ids)
         self._index.check_new(ids)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
-        """Gives rows to ids that have none yet, with the usage they had; returns the rows.
+        """Give rows to ids that have none yet, with the usage they had; returns the rows.
 
         Raises:
             NotFound: another shard's id.

@@ -26,25 +26,25 @@ class IdIndex(Protocol):
         """The number of rows handed out."""
 
     def find(self, ids: Ids) -> Ids:
-        """The row of each id, -1 for one without."""
+        """Return the row of each id, -1 for one without."""
 
     def use(self, ids: Ids, admitted: Flags, step: int) -> tuple[Ids, Ids]:
-        """The row of each id that ``step`` uses, given to ids without one; and the rows taken from other ids."""
+        """Return the row of each id that ``step`` uses, given to ids without one; and the rows taken from other ids."""
 
     def entries(self) -> tuple[Ids, Ids, Ids]:
         """For each row its id, the number of steps that used it, and the last of them."""
 
     def check_new(self, ids: Ids) -> None:
-        """Raises ``ValueError`` for ids that ``restore`` cannot give rows to."""
+        """Raise ``ValueError`` for ids that ``restore`` cannot give rows to."""
 
     def restore(self, ids: Ids, uses: Ids, last_use: Ids) -> Ids:
-        """Gives rows to new ids, with the usage they had; returns the rows."""
+        """Give rows to new ids, with the usage they had; returns the rows."""
 
 
 def make_index(
     kind: Literal["compiled", "plain"], capacity: int | None, *, by_frequency: bool, settled: int = _NEVER
 ) -> IdIndex:
-    """An empty index.
+    """Return an empty index.
 
     >>> index = make_index("plain", 2, by_frequency=False)
     >>> index.use(np.array([7, 8]), np.array([True, True]), 0)[0].tolist()

@@ -19,7 +19,7 @@ class Constant:
         _check_finite("Constant", value=self.value)
 
     def numbers(self) -> tuple[int, float, float]:
-        """The kernel's form: kind and two numbers."""
+        """Return the kernel's form: kind and two numbers."""
         return 0, float(self.value), 0.0
 
 
@@ -34,7 +34,7 @@ class Uniform:
         _check_finite("Uniform", low=self.low, high=self.high)
 
     def numbers(self) -> tuple[int, float, float]:
-        """The kernel's form: kind and two numbers."""
+        """Return the kernel's form: kind and two numbers."""
         return 1, float(self.low), float(self.high)
 
 
@@ -49,7 +49,7 @@ class Normal:
         _check_finite("Normal", mean=self.mean, std=self.std)
 
     def numbers(self) -> tuple[int, float, float]:
-        """The kernel's form: kind and two numbers."""
+        """Return the kernel's form: kind and two numbers."""
         return 2, float(self.mean), float(self.std)
 
 

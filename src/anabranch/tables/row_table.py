@@ -181,7 +181,7 @@ class RowTable:
         return self._stride
 
     def arrays(self) -> RowStorage:
-        """The memory of all rows, of a table that has a ``group_key``."""
+        """Return the memory of all rows, of a table that has a ``group_key``."""
         assert self._storage.whole is not None
         return self._storage.whole
 
@@ -196,7 +196,7 @@ class RowTable:
         return self._lags and self._rule.moves_quiet_rows
 
     def count_step(self, constants: Array) -> None:
-        """Records that a step with these constants was done on all rows that had gradients."""
+        """Record that a step with these constants was done on all rows that had gradients."""
         if self._catches_up:
             self._remember(constants)
         self.step += 1
@@ -206,7 +206,7 @@ class RowTable:
         return self.bounds.after(self._rule, peak, self.width)
 
     def measure(self) -> None:
-        """Sets the bounds from the numbers themselves, now and then, because it scans all of them."""
+        """Set the bounds from the numbers themselves, now and then, because it scans all of them."""
         whole = self._storage.whole
         if whole is not None and self.step >= self._measure_from:
             self._measure_from = self.step + _MEASURE_EVERY
@@ -217,7 +217,7 @@ class RowTable:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def pull(self, ids: Tensor, *, training: bool = False, out: Tensor | None = None) -> Tensor:
-        """The rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
+        """Return the rows of ``ids``, ``[*ids.shape, width]``, as of the last step.
 
         ``training`` admits new ids to a dynamic table; otherwise they read as their first values.
         The rows are written to ``out`` if it is given, which may be part of a larger tensor.
@@ -281,7 +281,7 @@ class RowTable:
         return self.pull_with_state(ids[:with_state]), rows, places
 
     def pull_with_state(self, ids: Tensor) -> Tensor:
-        """The rows of ``ids`` with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
+        """Return the rows of ``ids`` with their optimizer's state: ``[len(ids), rule.row_width(width)]``."""
         wanted = self._ids(ids)
         rows = self._locate(wanted, training=False)
         out = torch.full(
@@ -299,11 +299,11 @@ class RowTable:
         return out
 
     def check(self, ids: Tensor) -> None:
-        """Raises the errors of ``pull`` for ids outside this part of the table; changes nothing."""
+        """Raise the errors of ``pull`` for ids outside this part of the table; changes nothing."""
         self._vocabulary.locate(self._ids(ids), step=self.step, training=False)
 
     def versions(self, ids: Tensor, *, training: bool = False) -> Tensor:
-        """The step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has.
+        """Return the step at which each row last changed: int64 ``[len(ids)]``, 0 for one that never has.
 
         ``training`` admits ids, as in ``pull``.
         """
@@ -399,7 +399,8 @@ class RowTable:
             storage.sums[unique] = sums.numpy()
 
     def _merge(self, rows: Array, memory: Array, apart: int) -> tuple[Array, Array, Array, Array]:
-        """The distinct rows, the sum of each one's gradients, and where each first appears; unknown rows are dropped.
+        """Return the distinct rows, the sum of each one's gradients, and where each first appears; unknown rows are
+        dropped.
 
         Also, for each known one of ``rows``, its index among the distinct ones.
         """
@@ -444,7 +445,7 @@ class RowTable:
     # --- rows that have not begun, or lag ---------------------------------------------------------------------------
 
     def prepare(self, rows: Array, ids: Array) -> None:
-        """Makes sure that ``rows``, those of ``ids``, have begun and do not lag."""
+        """Make sure that ``rows``, those of ``ids``, have begun and do not lag."""
         with self._storage.at_hand(rows) as (storage, where):
             self._prepare(storage, where, ids)
 
@@ -461,7 +462,7 @@ class RowTable:
             self._catch_up(storage, np.unique(rows[storage.stamps[rows] <= self.step]))
 
     def _may_miss(self, rows: Array) -> bool:
-        """True if some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
+        """Return True if some of ``rows`` may be -1: only a dynamic vocabulary has ids without a row."""
         return self.spec.rows is None and bool((rows < 0).any())
 
     def _begin(self, storage: RowStorage, rows: Array, ids: Array) -> None:
@@ -495,7 +496,7 @@ class RowTable:
         self._lags = self._lags or self._moves_quiet_rows(self._history[self.step :][:1])
 
     def _moves_quiet_rows(self, history: Array) -> bool:
-        """True if any of these steps moves a row that has no gradient."""
+        """Return True if any of these steps moves a row that has no gradient."""
         if self._rule.family in (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM):
             return len(history) > 0
         momentum = self._rule.family is Family.SGD and bool(history[:, _MOMENTUM].any())
@@ -559,7 +560,7 @@ class RowTable:
             )
 
     def check_block(self, block: RowBlock, step: int, history: Tensor) -> None:
-        """Raises if rows do not fit ``restore`` and ``resume``; changes nothing.
+        """Raise if rows do not fit ``restore`` and ``resume``; changes nothing.
 
         Raises:
             NotFound: an id outside this part of the table.
@@ -609,7 +610,7 @@ class RowTable:
         return torch.from_numpy(self._history[: self.step if self._catches_up else 0].copy())
 
     def resume(self, step: int, history: Tensor) -> None:
-        """Sets the count of steps, and their constants, from which restored rows go on."""
+        """Set the count of steps, and their constants, from which restored rows go on."""
         self._check_history(step, history)
         self.step = step
         if self._catches_up:
@@ -659,5 +660,5 @@ class RowTable:
 
 
 def _owned(array: Array) -> Tensor:
-    """A tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
+    """Return a tensor with memory of its own: one over an empty array has strides that cannot be viewed as bytes."""
     return torch.from_numpy(array).clone(memory_format=torch.contiguous_format)

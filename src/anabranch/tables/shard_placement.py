@@ -44,7 +44,7 @@ class Placement:
     kernels: Kernels = field(default_factory=kernels, repr=False, compare=False)
 
     def owners(self, ids: Ids) -> Ids:
-        """The shard of each id; ids of a fixed table must lie in ``range(rows)``."""
+        """Return the shard of each id; ids of a fixed table must lie in ``range(rows)``."""
         if self.shards == 1:
             return np.zeros_like(ids)
         if self.rows is None:
@@ -52,15 +52,15 @@ class Placement:
         return self._permuted(ids, forward=True) % self.shards
 
     def places(self, ids: Ids) -> Ids:
-        """The place of each id of a fixed table in its shard."""
+        """Return the place of each id of a fixed table in its shard."""
         return ids if self.shards == 1 else self._permuted(ids, forward=True) // self.shards
 
     def ids(self, shard: int, places: Ids) -> Ids:
-        """The ids that lie at ``places`` of ``shard``, for a fixed table."""
+        """Return the ids that lie at ``places`` of ``shard``, for a fixed table."""
         return places if self.shards == 1 else self._permuted(places * self.shards + shard, forward=False)
 
     def count(self, shard: int) -> int:
-        """The number of rows of a fixed table that ``shard`` holds."""
+        """Return the number of rows of a fixed table that ``shard`` holds."""
         assert self.rows is not None
         return (self.rows - shard + self.shards - 1) // self.shards
 

@@ -59,7 +59,7 @@ class RowStorage:
         return self
 
     def grow(self, rows: int) -> None:
-        """Makes room for ``rows`` rows; existing ones keep their places."""
+        """Make room for ``rows`` rows; existing ones keep their places."""
         for name, width in (("values", self.stride), ("stamps", 1), ("sums", int(self.with_sums))):
             old = getattr(self, name)
             new = _zeros(rows * width, old.dtype)
@@ -67,7 +67,7 @@ class RowStorage:
             setattr(self, name, new)
 
     def forget(self, rows: Array) -> None:
-        """Makes these rows begin again when they are next used."""
+        """Make these rows begin again when they are next used."""
         self.stamps[rows] = 0
 
     @contextmanager
@@ -119,7 +119,7 @@ class FileStorage:
         self.grow(rows)
 
     def grow(self, rows: int) -> None:
-        """Makes room for ``rows`` rows; existing ones keep their places."""
+        """Make room for ``rows`` rows; existing ones keep their places."""
         self._windows.clear()
         self._mapped = 0
         self.whole = None
@@ -133,7 +133,7 @@ class FileStorage:
             self.whole.values, self.whole.stamps, self.whole.sums = arrays
 
     def forget(self, rows: Array) -> None:
-        """Makes these rows begin again when they are next used."""
+        """Make these rows begin again when they are next used."""
         if rows.size:
             with self.at_hand(rows) as (storage, where):
                 storage.stamps[where] = 0
@@ -213,7 +213,7 @@ def _zeros(size: int, kind: np.dtype[Any]) -> Array:
 
 
 def _file_without_a_name(owner: FileStorage, directory: str | os.PathLike[str] | None) -> int:
-    """The descriptor of an unnamed file that is freed with ``owner``."""
+    """Return the descriptor of an unnamed file that is freed with ``owner``."""
     with tempfile.TemporaryFile(dir=directory) as file:
         descriptor = os.dup(file.fileno())
     weakref.finalize(owner, os.close, descriptor)

@@ -91,7 +91,7 @@ class TableGroup:
         out: Tensor | None = None,
         versions: Tensor | None = None,
     ) -> Tensor:
-        """The rows of each table's ids, as of its last step; their versions too if an array for them is given.
+        """Return the rows of each table's ids, as of its last step; their versions too if an array for them is given.
 
         Raises:
             NotFound: an id outside its table; says which, and where.
@@ -170,7 +170,7 @@ class TableGroup:
         return states, out, places, found.tolist()
 
     def _gather(self, flat: Array, starts: Array, width: int, out: Array, at: Array, apart: int, stamps: Array) -> None:
-        """The first ``width`` numbers of each row."""
+        """Copy the first ``width`` numbers of each row."""
         rows = self._locate(flat, starts)
         behind = np.zeros(len(self.tables), np.bool_)
         needed = np.array([table.needed for table in self.tables])
@@ -236,12 +236,12 @@ class TableGroup:
                 table.count_step(constants[k])
 
     def check(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Raises the errors of ``pull`` for flat ids outside their tables; changes nothing."""
+        """Raise the errors of ``pull`` for flat ids outside their tables; changes nothing."""
         flat, starts, _ = self._lookups(ids, counts)
         self._locate(flat, starts)
 
     def _lookups(self, ids: Tensor, counts: Sequence[int] | None) -> tuple[Array, Array, tuple[int, ...]]:
-        """The flat ids, where each table's begin, and the shape of their rows."""
+        """Return the flat ids, where each table's begin, and the shape of their rows."""
         tables = len(self.tables)
         fits = ids.shape[:1] == (tables,) and ids.ndim == 2 if counts is None else ids.ndim == 1
         if ids.dtype != torch.int64 or not fits:
@@ -258,7 +258,7 @@ class TableGroup:
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts, shape
 
     def _layout(self, starts: Array, side_by_side: bool) -> tuple[Array, int]:
-        """The offset of each table's first row among all numbers, and the distance between its rows."""
+        """Return the offset of each table's first row among all numbers, and the distance between its rows."""
         if side_by_side:
             return np.arange(len(self.tables)) * self._width, len(self.tables) * self._width
         return starts[:-1] * self._width, self._width
@@ -291,7 +291,7 @@ class TableGroup:
             self._scratches = [self._kernels.new_scratch(room, self._width, memory) for _ in range(self._pool.threads)]
 
     def _share_out(self, run: Callable[[int, int, int], None], starts: Array) -> None:
-        """Calls ``run(part, first, last)`` for ranges of tables with about equally many lookups each."""
+        """Call ``run(part, first, last)`` for ranges of tables with about equally many lookups each."""
         lookups = int(starts[-1])
         parts = max(1, min(self._pool.threads, len(self.tables)))
         edges = np.searchsorted(starts[:-1], [lookups * k / parts for k in range(parts + 1)])
@@ -369,5 +369,5 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def balanced(counts: Sequence[int], threads: int) -> bool:
-    """True if sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
+    """Return True if sharing out whole tables keeps all threads busy: no table has far more than a thread's share."""
     return threads == 1 or max(counts, default=0) * threads <= 1.5 * math.fsum(counts)

@@ -113,7 +113,7 @@ class TableSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> TableSpec:
-        """The spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
+        """Return the spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
         found = dict(values)
         dtype, initial = str(found.pop("dtype")), found.pop("initial")
         if dtype not in _DTYPES:

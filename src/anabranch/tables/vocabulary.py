@@ -27,10 +27,10 @@ class Vocabulary(Protocol):
         """The number of rows on this shard; of a dynamic vocabulary, those handed out."""
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """The row of each id, -1 for one without; and the rows that ids admitted in ``training`` took over."""
+        """Return the row of each id, -1 for one without; and the rows that ids admitted in ``training`` took over."""
 
     def ids(self, rows: Ids) -> Ids:
-        """The ids of rows that are in use."""
+        """Return the ids of rows that are in use."""
 
     def in_use(self, first: int, rows: int) -> Ids:
         """Those of the ``rows`` rows from ``first`` on that have an id, ascending."""
@@ -39,7 +39,7 @@ class Vocabulary(Protocol):
         """For each row the number of steps that used it, and the last: ``[rows, 2]``; ``[0, 2]`` without eviction."""
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises the errors that ``restore`` would raise."""
+        """Raise the errors that ``restore`` would raise."""
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
         """Restores ids with their usage; returns their rows."""
@@ -60,7 +60,7 @@ class FixedVocabulary:
         return self._rows
 
     def locate(self, ids: Ids, *, step: int, training: bool) -> tuple[Ids, Ids]:
-        """The row of each id; none is ever taken from another.
+        """Return the row of each id; none is ever taken from another.
 
         Raises:
             NotFound: an id outside the table, or one that another shard holds; says which, and where in ``ids``.
@@ -78,7 +78,7 @@ class FixedVocabulary:
         return self._placement.places(ids), _NOTHING
 
     def ids(self, rows: Ids) -> Ids:
-        """The ids of ``rows``."""
+        """Return the ids of ``rows``."""
         return self._placement.ids(self._shard, rows)
 
     def in_use(self, first: int, rows: int) -> Ids:
@@ -90,9 +90,9 @@ class FixedVocabulary:
         return _NOTHING.reshape(0, 2)
 
     def check_restored(self, ids: Ids) -> None:
-        """Raises the errors of ``locate``."""
+        """Raise the errors of ``locate``."""
         self.locate(ids, step=0, training=False)
 
     def restore(self, ids: Ids, usage: Ids) -> Ids:
-        """The rows of ``ids``."""
+        """Return the rows of ``ids``."""
         return self.locate(ids, step=0, training=False)[0]

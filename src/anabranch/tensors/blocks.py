@@ -33,7 +33,7 @@ def to_blocks(
 
 
 def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """The float32 numbers that ``to_blocks`` made ``codes`` and ``scales`` of, up to rounding."""
+    """Return the float32 numbers that ``to_blocks`` made ``codes`` and ``scales`` of, up to rounding."""
     if codes.numel() == len(scales) * block:
         return (codes.reshape(-1, block) * scales[:, None]).reshape(codes.shape)
     per_value = scales.repeat_interleave(block)[: codes.numel()]

@@ -45,13 +45,13 @@ class Share:
     kind: Literal["exact", "rows", "states"] = "exact"
 
     def travels_as(self, compression: Compression | None) -> torch.dtype:
-        """The dtype of its numbers on the wire."""
+        """Return the dtype of its numbers on the wire."""
         if compression is None or self.kind == "exact":
             return self.dtype
         return torch.int8 if compression == "int8" and self.kind == "rows" else torch.bfloat16
 
     def bytes(self, compression: Compression | None) -> int:
-        """The number of bytes that its numbers take in the message."""
+        """Return the number of bytes that its numbers take in the message."""
         kind, count = self.travels_as(compression), math.prod(self.shape)
         return count * kind.itemsize + (-(-count // _BLOCK) if kind == torch.int8 else 0)
 
@@ -64,7 +64,7 @@ def check_compression(given: str | None) -> Compression | None:
 
 
 def expected(shares: Iterable[Share], compression: Compression | None = None) -> list[tuple[torch.dtype, int]]:
-    """The dtype and size of each tensor that carries these shares.
+    """Return the dtype and size of each tensor that carries these shares.
 
     >>> expected([Share(torch.float32, (10, 16), "rows"), Share(torch.float64, (3,))], "int8")
     [(torch.float64, 3), (torch.int8, 160), (torch.uint8, 10)]
@@ -118,7 +118,7 @@ def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
 
 
 def all_finite(flat: Sequence[Tensor]) -> bool:
-    """True if the numbers that travel as ``flat`` are finite."""
+    """Return True if the numbers that travel as ``flat`` are finite."""
     for tensor in flat:
         if tensor.dtype == torch.uint8 and bool((tensor == _NO_NUMBER).any()):
             return False
@@ -129,7 +129,7 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
 
 
 def largest_scale(scales: Tensor) -> float:
-    """The largest scale of rounded numbers; NaN if a block holds NaN or Inf."""
+    """Return the largest scale of rounded numbers; NaN if a block holds NaN or Inf."""
     return _SCALES[int(scales.max())].item() if scales.numel() else 0.0
 
 
@@ -151,7 +151,7 @@ def _in_blocks(flat: Tensor) -> list[Tensor]:
 
 
 def _bytes_of(scales: Tensor) -> Tensor:
-    """The smallest representable scales that are not below these."""
+    """Return the smallest representable scales that are not below these."""
     steps = (torch.ceil(2 * torch.log2(scales)) + _UNIT).clamp(1, _NO_NUMBER - 1)
     steps = torch.where(torch.isfinite(scales), steps, _NO_NUMBER)
     return torch.where(scales == 0, 0, steps).to(torch.uint8)

@@ -55,7 +55,9 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
 
 
 def _tensors_of(batch: Structure) -> Sequence[Tensor]:
-    """The leaves of a tensor, or of a flat tuple or list of tensors, much quicker than ``flatten``; else nothing."""
+    """Return the leaves of a tensor, or of a flat tuple or list of tensors, much quicker than ``flatten``; else
+    nothing.
+    """
     if type(batch) is Tensor:
         return (batch,)
     if isinstance(batch, (tuple, list)) and type(batch) in (tuple, list) and {*map(type, batch)} == {Tensor}:
@@ -76,7 +78,7 @@ def _from_scipy(matrix: _SparseMatrix) -> Tensor:
 
 
 def count_rows(batch: Structure) -> int:
-    """The number of rows on which all of the batch's tensors agree.
+    """Return the number of rows on which all of the batch's tensors agree.
 
     >>> count_rows({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
     4
@@ -104,7 +106,7 @@ def count_rows(batch: Structure) -> int:
 
 
 def _opened(leaf: object) -> object:
-    """A mapping of a type that is none of ``flatten``'s, such as a tokenizer's, as a dict."""
+    """Return a mapping of a type that is none of ``flatten``'s, such as a tokenizer's, as a dict."""
     return map_structure(_opened, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
 

@@ -63,17 +63,17 @@ class TensorSpec:
 
     @classmethod
     def like(cls, tensor: Tensor, *, compression: Compression | None = None) -> TensorSpec:
-        """The spec of ``tensor``, whose dim 0 is the batch."""
+        """Return the spec of ``tensor``, whose dim 0 is the batch."""
         if tensor.ndim == 0:
             raise SchemaError("a tensor of no dimensions has no batch dimension; give it one with tensor[None]")
         return cls(*tensor.shape[1:], dtype=tensor.dtype, requires_grad=tensor.requires_grad, compression=compression)
 
     def zeros(self, rows: int, *, device: torch.device | str | None = None) -> Tensor:
-        """A tensor of this spec with ``rows`` rows of zeros."""
+        """Return a tensor of this spec with ``rows`` rows of zeros."""
         return torch.zeros(rows, *self.shape, dtype=self.dtype, device=device)
 
     def check(self, tensor: object, name: str = "tensor") -> None:
-        """Raises ``SchemaError``, calling the tensor ``name``, unless ``tensor`` is rows of this spec."""
+        """Raise ``SchemaError``, calling the tensor ``name``, unless ``tensor`` is rows of this spec."""
         if isinstance(tensor, Tensor):
             if tensor.ndim and tensor.shape[1:] == self.shape and tensor.dtype == self.dtype:
                 return

@@ -20,7 +20,7 @@ Structure: TypeAlias = object
 
 
 def flatten(structure: Structure) -> tuple[list[object], PyTreeSpec]:
-    """The leaves, and the treedef that puts them back.
+    """Return the leaves, and the treedef that puts them back.
 
     >>> leaves, treedef = flatten({"a": 1, "b": (2, None)})
     >>> leaves
@@ -32,7 +32,7 @@ def flatten(structure: Structure) -> tuple[list[object], PyTreeSpec]:
 
 
 def unflatten(treedef: PyTreeSpec, leaves: list[object]) -> Structure:
-    """The structure that ``treedef`` describes, holding ``leaves``."""
+    """Return the structure that ``treedef`` describes, holding ``leaves``."""
     return optree.tree_unflatten(treedef, leaves)
 
 

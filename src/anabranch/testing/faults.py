@@ -50,7 +50,7 @@ class Fault:
 
 @contextmanager
 def at(name: str, nth: int = 1, action: Callable[[], None] | None = None) -> Iterator[Fault]:
-    """Makes the ``nth`` passage of the fault point ``name`` go wrong, once, while the block runs.
+    """Make the ``nth`` passage of the fault point ``name`` go wrong, once, while the block runs.
 
     >>> from anabranch.events import fault_point
     >>> with at("save.before_rename", nth=2) as fault:
@@ -80,7 +80,7 @@ def at(name: str, nth: int = 1, action: Callable[[], None] | None = None) -> Ite
 
 
 def kill() -> None:
-    """Ends this process at once, as a power cut would: nothing is flushed, nothing is closed."""
+    """End this process at once, as a power cut would: nothing is flushed, nothing is closed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -45,7 +45,7 @@ class JobResult:
     told: tuple[str, ...] = ()
 
     def check(self) -> JobResult:
-        """Returns itself if every worker exited with 0, and no service ended the job.
+        """Return itself if every worker exited with 0, and no service ended the job.
 
         Raises:
             RemoteError: names the process that failed first, and carries its log.
@@ -128,7 +128,7 @@ class LocalJob:
         self._patience = patience
 
     def run(self, script: str | Path, *arguments: str) -> JobResult:
-        """Runs a Python file in every worker.
+        """Run a Python file in every worker.
 
         Raises:
             DeadlineExceeded: the job took longer than ``timeout``; names the ranks still running, with their logs.
@@ -157,7 +157,7 @@ class LocalJob:
             return _result(outcome, told)
 
     def run_source(self, source: str, *arguments: str) -> JobResult:
-        """Runs Python source text in every worker; common indentation is removed first. Else like ``run``."""
+        """Run Python source text in every worker; common indentation is removed first. Else like ``run``."""
         with tempfile.TemporaryDirectory(prefix="anabranch-source-") as directory:
             script = Path(directory, "script.py")
             script.write_text(textwrap.dedent(source))

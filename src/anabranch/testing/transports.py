@@ -76,11 +76,11 @@ class LossyTransport:
         self._lock = threading.Lock()
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens on the network below; only what connects through this one meets its faults."""
+        """Listen on the network below; only what connects through this one meets its faults."""
         return self._inner.listen(endpoint)
 
     def connect(self, endpoint: str) -> Stream:
-        """Connects over the network below."""
+        """Connect over the network below."""
         return _LossyStream(self, endpoint)
 
     def _draw(self) -> tuple[float, float, bool]:
@@ -179,7 +179,7 @@ class _LossyStream:
             self._ready_at = max(time.monotonic(), self._ready_at) + count / self._network.bandwidth
 
     def _whole(self) -> bool:
-        """True if the request has been sent to its end."""
+        """Return True if the request has been sent to its end."""
         if not self._greeting and frame_size(self._sent) is not None:
             self._greeting = bytes(self._sent[: frame_size(self._sent)])
             del self._sent[: len(self._greeting)]

@@ -32,15 +32,15 @@ class Store(Protocol):
     """The methods of a ``torch.distributed`` store that are used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Stores ``value`` under ``key``."""
+        """Store ``value`` under ``key``."""
         ...
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values under ``keys``, waiting for those that nobody has set yet."""
+        """Return the values under ``keys``, waiting for those that nobody has set yet."""
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """True if all of ``keys`` have been set."""
+        """Return True if all of ``keys`` have been set."""
         ...
 
 
@@ -54,25 +54,25 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> Identity:
-        """The identity of the calling process."""
+        """Return the identity of the calling process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
         pid = os.getpid()
         return cls(f"{boot}/{namespace}", pid, _process_status(pid)[1])
 
     def encode(self) -> str:
-        """The identity as text, for another rank to ``decode``."""
+        """Return the identity as text, for another rank to ``decode``."""
         return f"{self.host} {self.pid} {self.started}"
 
     @classmethod
     def decode(cls, text: str) -> Identity:
-        """The identity that ``encode`` wrote."""
+        """Return the identity that ``encode`` wrote."""
         host, pid, started = text.split(" ")
         return cls(host, int(pid), started)
 
 
 def _process_status(pid: int) -> tuple[str, str]:
-    """The state letter and start time of a process, ``("X", "")`` when there is none."""
+    """Return the state letter and start time of a process, ``("X", "")`` when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -133,7 +133,7 @@ class Beats:
             self._thread.start()
 
     def lost(self) -> dict[int, str]:
-        """The ranks known to be lost, each with the reason.
+        """Return the ranks known to be lost, each with the reason.
 
         A rank that froze is reported alone: those that ended meanwhile may have ended because of it. While a rank is
         stopped and may or may not have frozen, no rank is reported, for a heartbeat at most.
@@ -146,7 +146,7 @@ class Beats:
         return frozen or ({} if self._stopped_since else self.gone())
 
     def gone(self) -> dict[int, str]:
-        """The ranks of this host whose process has ended: known at once, without waiting for a beat."""
+        """Return the ranks of this host whose process has ended: known at once, without waiting for a beat."""
         return {peer: "its process has ended" for peer, who in list(self._near.items()) if _has_ended(who)}
 
     def _stopped_here(self, now: float) -> dict[int, str]:
@@ -179,7 +179,7 @@ class Beats:
                 self._counters[peer] = (counter, now)
 
     def close(self) -> None:
-        """Stops beating; the thread has ended when this returns."""
+        """Stop beating; the thread has ended when this returns."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(2 * self.heartbeat + 1.0)

@@ -57,7 +57,7 @@ class Recipient(Protocol):
     """The connection that waits for an answer."""
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """Takes the answer to ``call``."""
+        """Take the answer to ``call``."""
 
 
 class CallServer(Protocol):
@@ -66,10 +66,10 @@ class CallServer(Protocol):
     once: OnceTable[Call]
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Records that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
 
     def count_error(self, failure: Failure) -> None:
-        """Counts an answer that was an error."""
+        """Count an answer that was an error."""
 
 
 class Call:
@@ -140,7 +140,7 @@ class Call:
         self.answer(encode(failure), done=not declined)
 
     def drop(self) -> bool:
-        """Gives the call up unanswered if nobody waits for it any more; returns true if it did."""
+        """Give the call up unanswered if nobody waits for it any more; returns true if it did."""
         if self.recipients:
             return False
         with self._lock:
@@ -150,7 +150,7 @@ class Call:
             return True
 
     def answer(self, frame: Sequence[memoryview], *, done: bool) -> None:
-        """Sends ``frame`` to the connections that wait; with ``done`` a retry gets the same frame."""
+        """Send ``frame`` to the connections that wait; with ``done`` a retry gets the same frame."""
         with self._lock:
             if self._answered:
                 return
@@ -161,7 +161,7 @@ class Call:
             connection.answer(self, frame)
 
     def close(self, frame: Sequence[memoryview] | None) -> None:
-        """Marks the request as over, with an answer to keep for retries or without; its lock is held."""
+        """Mark the request as over, with an answer to keep for retries or without; its lock is held."""
         self._answered = True
         if self.once and frame is not None:
             self._server.once.finish(self.identity, frame)
@@ -175,7 +175,7 @@ class Call:
         self._server.finished(self._nbytes, answered)
 
     def leave(self, connection: Recipient) -> None:
-        """Called when the client behind ``connection`` has gone."""
+        """Note that the client behind ``connection`` has gone."""
         with self._lock:
             if connection in self.recipients:
                 self.recipients.remove(connection)

@@ -61,7 +61,7 @@ def make_keys(
     job: str = EVERY_JOB,
     authority: str | os.PathLike[str] | None = None,
 ) -> dict[str, Path]:
-    """Makes a private authority and a certificate for each role.
+    """Make a private authority and a certificate for each role.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -239,20 +239,20 @@ def _write_private(path: Path, contents: bytes) -> None:
 
 
 def resolve_keys(keys: str | os.PathLike[str] | None) -> Path | None:
-    """The directory of keys: the one given, or the one the environment names, or ``None``."""
+    """Return the directory of keys: the one given, or the one the environment names, or ``None``."""
     chosen = keys if keys is not None else os.environ.get(KEYS_VARIABLE) or None
     return None if chosen is None else Path(chosen)
 
 
 def server_context(keys: Path, role: str) -> ssl.SSLContext:
-    """The TLS side of a server of ``role``: refuses every client without a certificate of our authority."""
+    """Return the TLS side of a server of ``role``: refuses every client without a certificate of our authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     return _arm(context, keys, role)
 
 
 def client_context(keys: Path, role: str) -> ssl.SSLContext:
-    """The TLS side of a client of ``role``."""
+    """Return the TLS side of a client of ``role``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     return _arm(context, keys, role)
@@ -313,7 +313,7 @@ def _check_unchanged(folder: Path) -> None:
 
 
 def job_of_keys(keys: Path, role: str) -> str:
-    """The job that ``role``'s own certificate names.
+    """Return the job that ``role``'s own certificate names.
 
     Raises:
         ValueError: it has no job.
@@ -332,7 +332,7 @@ def job_of_keys(keys: Path, role: str) -> str:
 
 
 def names_of(connection: ssl.SSLSocket) -> tuple[str, str] | None:
-    """The job and the role that the far side's certificate names, ``None`` if it has neither."""
+    """Return the job and the role that the far side's certificate names, ``None`` if it has neither."""
     for name in (connection.getpeercert() or {}).get("subjectAltName", ()):
         found = _NAMES.fullmatch(str(name[1]))
         if str(name[0]) == "URI" and found:

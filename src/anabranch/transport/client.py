@@ -166,7 +166,7 @@ class Client:
         return self._epoch
 
     def idle_connections(self) -> dict[str, int]:
-        """The number of idle connections by server."""
+        """Return the number of idle connections by server."""
         with self._lock:
             return {endpoint: len(channels) for endpoint, channels in self._idle.items()}
 
@@ -179,7 +179,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes all connections; requests in flight on other threads end with ``PeerLost``."""
+        """Close all connections; requests in flight on other threads end with ``PeerLost``."""
         with self._lock:
             self._closed = True
             for channel in self._busy:
@@ -275,7 +275,9 @@ class Client:
             waits.wait((last_call or deadline).remaining())
 
     def _after_fork(self) -> None:
-        """Called in a forked child: its requests on the connections of its parent would be taken for the parent's."""
+        """Start anew in a forked child: its requests on the connections of its parent would be taken for the
+        parent's.
+        """
         # Another thread may have held it, and does not exist here.
         self._lock = threading.Lock()
         if not self._next:
@@ -324,7 +326,7 @@ class Client:
         channel.close()
 
     def _prune(self, now: float) -> None:
-        """Closes idle connections to servers that have gone, which no later request might ever use."""
+        """Close idle connections to servers that have gone, which no later request might ever use."""
         self._prune_at = now + _PRUNE
         for endpoint, idle in list(self._idle.items()):
             gone = [channel for channel in idle if now - channel.released >= _FRESH and channel.stale()]
@@ -380,7 +382,7 @@ class _Waits:
         self._wake = float("inf")
 
     def update(self, exchange: _Exchange) -> None:
-        """Polls for the events that ``exchange`` waits for now."""
+        """Poll for the events that ``exchange`` waits for now."""
         if exchange.done:
             self.waiting.pop(exchange, None)
             if not self.waiting:
@@ -402,7 +404,7 @@ class _Waits:
             self._by_descriptor[descriptor] = exchange, events
 
     def wait(self, seconds: float) -> None:
-        """Waits until one of the exchanges can go on, at most so many seconds, and lets all that can proceed."""
+        """Wait until one of the exchanges can go on, at most so many seconds, and let all that can proceed."""
         now = time.monotonic()
         if self._wake <= now:
             self._wake = min(exchange.wake_at() for exchange in self.waiting)
@@ -442,7 +444,9 @@ class _Channel:
         self._polled = -1, 0
 
     def poll(self, events: int, milliseconds: int) -> int:
-        """The events that have come, 0 if the time is over; usually it polls for the same events as the last call."""
+        """Return the events that have come, 0 if the time is over; usually it polls for the same events as the last
+        call.
+        """
         polled = self.stream.fileno(), events
         if polled != self._polled:
             if self._polled[0] not in (-1, polled[0]):
@@ -453,14 +457,15 @@ class _Channel:
         return found[0][1] if found else 0
 
     def close(self) -> None:
-        """Closes the connection, and frees its buffers."""
+        """Close the connection, and free its buffers."""
         self.stream.close()
         self.writer.waiting.clear()
         self.reader.drop()
         self.allocate = allocate
 
     def stale(self) -> bool:
-        """True if a connection that was idle for long has become readable, which can only mean that it has ended.
+        """Return True if a connection that was idle for long has become readable, which can only mean that it has
+        ended.
 
         A connection used just now need not be checked: if it is stale all the same, the request fails on it and is sent
         again on a fresh one.
@@ -507,12 +512,12 @@ class _Exchange(msgspec.Struct, eq=False):
     """True once there is an outcome, or there will never be one."""
 
     def fileno(self) -> int:
-        """The descriptor to poll; only valid while ``interest`` is not 0."""
+        """Return the descriptor to poll; only valid while ``interest`` is not 0."""
         assert self.channel is not None
         return self.channel.stream.fileno()
 
     def interest(self) -> int:
-        """The events to poll for, 0 while only time can help."""
+        """Return the events to poll for, 0 while only time can help."""
         if self.channel is None or self.done:
             return 0
         ready = self.channel.stream.ready_at()
@@ -523,7 +528,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return select.POLLIN | (select.POLLOUT if self.channel.writer.waiting else 0)
 
     def wake_at(self) -> float:
-        """The moment at which to act even if no event came."""
+        """Return the moment at which to act even if no event came."""
         if self.channel is None:
             return self.retry_at
         silent = self.progress + 2 * self.channel.heartbeat
@@ -531,7 +536,7 @@ class _Exchange(msgspec.Struct, eq=False):
         return min(silent, ready) if ready else silent
 
     def wake(self, now: float) -> None:
-        """Called at ``wake_at``: tries again, goes on, or gives a silent server up."""
+        """Try again at ``wake_at``, go on, or give a silent server up."""
         if self.channel is not None and now >= self.progress + 2 * self.channel.heartbeat:
             silence = now - self.progress
             self._finish(
@@ -583,11 +588,11 @@ class _Exchange(msgspec.Struct, eq=False):
                 self.wake(now)
 
     def cancel(self) -> None:
-        """Closes the connection before the answer has come."""
+        """Close the connection before the answer has come."""
         self._finish(None)
 
     def expire(self) -> None:
-        """Ends the exchange at its deadline."""
+        """End the exchange at its deadline."""
         lost = self.last_error
         why = f"{getattr(lost, 'strerror', None) or lost}, at attempt {self.attempts}" if lost is not None else ""
         request = self.request
@@ -689,7 +694,7 @@ class _Exchange(msgspec.Struct, eq=False):
         self._finish(error)
 
     def _lose(self, error: OSError) -> None:
-        """Handles a lost or refused connection: tries again, or gives up."""
+        """Handle a lost or refused connection: tries again, or gives up."""
         stale = self.channel is not None and self.channel.used and not self.heard
         # Without this the error's traceback would hold this exchange, which holds the error: a cycle for every retry.
         self.last_error = error.with_traceback(None)
@@ -737,7 +742,7 @@ class _Exchange(msgspec.Struct, eq=False):
         )
 
     def _named(self, error: BoundaryError) -> BoundaryError:
-        """The same error, with its peer and operation filled in where they were missing."""
+        """Return the same error, with its peer and operation filled in where they were missing."""
         error.peer = self.request.endpoint
         error.operation = error.operation or self._operation()
         error.step = error.step if error.step is not None else self.request.step

@@ -67,7 +67,7 @@ class Driver(Protocol):
     alone: bool
 
     def wake(self, connection: Connection) -> None:
-        """Called from any thread when there is something to be sent, or to end."""
+        """Note that there is something to be sent, or to end; from any thread."""
 
 
 class ConnectionServer(CallServer, Protocol):
@@ -78,7 +78,7 @@ class ConnectionServer(CallServer, Protocol):
     max_connections: int
 
     def recognise(self, connection: Connection) -> bool:
-        """Registers ``connection``, which has greeted; false if there is no room for it."""
+        """Register ``connection``, which has greeted; false if there is no room for it."""
 
     def reserve_answer(self, nbytes: int) -> bool:
         """Reserves room for an answer of so many bytes that waits; false if there is none."""
@@ -87,19 +87,19 @@ class ConnectionServer(CallServer, Protocol):
         """Frees the room of an answer that has left, or that nobody will read."""
 
     def may_wait(self, verb: str) -> bool:
-        """True if serving ``verb`` may block a thread."""
+        """Return True if serving ``verb`` may block a thread."""
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
 
     def count_refusal(self, failure: Failure) -> None:
-        """Counts a request or a connection that was turned away."""
+        """Count a request or a connection that was turned away."""
 
     def gathered(self) -> list[Answer] | None:
-        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
+        """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
 
     def forget(self, connection: Connection) -> None:
-        """Called when ``connection`` has ended."""
+        """Note that ``connection`` has ended."""
 
 
 class _Phase(Enum):
@@ -136,7 +136,7 @@ class Connection:
     # --- called from any thread
 
     def answer(self, call: Call, frame: Sequence[memoryview]) -> None:
-        """Writes the answer to ``call`` as far as the socket takes it; the driver does the rest."""
+        """Write the answer to ``call`` as far as the socket takes it; the driver does the rest."""
         gathered = self._server.gathered()
         if gathered is not None and not self.driver.alone:
             gathered.append((self, call, frame))
@@ -227,17 +227,17 @@ class Connection:
     # --- called on the driver's thread
 
     def interest(self) -> int:
-        """The events to poll for."""
+        """Return the events to poll for."""
         if self._phase is _Phase.SHAKING and self.stream.wants_write():
             return select.POLLOUT | select.POLLRDHUP
         return select.POLLIN | select.POLLRDHUP | (select.POLLOUT if self._writer.waiting else 0)
 
     def sending(self) -> bool:
-        """True if bytes of an answer have not left yet."""
+        """Return True if bytes of an answer have not left yet."""
         return bool(self._writer.waiting) and not self.closed
 
     def resting(self) -> bool:
-        """True if nothing is on its way in either direction, nor being served."""
+        """Return True if nothing is on its way in either direction, nor being served."""
         serving = self._phase is _Phase.SERVING and self._call is None
         return serving and not self._writer.waiting and self._reader.idle()
 
@@ -249,11 +249,11 @@ class Connection:
         return 3600.0 if between else self._progress + _STALLED - now
 
     def give_up(self) -> ConnectionState:
-        """Ends a connection whose client has stalled in the middle of a frame, or never greeted."""
+        """End a connection whose client has stalled in the middle of a frame, or never greeted."""
         return self.turn_away(DeadlineExceeded("no greeting came", peer="client", operation="greeting"))
 
     def turn_away(self, error: BoundaryError) -> ConnectionState:
-        """Ends the connection at once; a client that could have greeted is told why, as far as the socket allows."""
+        """End the connection at once; a client that could have greeted is told why, as far as the socket allows."""
         failure = failure_of(error)
         if self._phase is not _Phase.SERVING:
             self._server.count_refusal(failure)
@@ -384,7 +384,9 @@ class Connection:
                 raise
 
     def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
-        """The handler that serves the call; ``None`` if the same request was asked before and is already dealt with."""
+        """Return the handler that serves the call; ``None`` if the same request was asked before and is already dealt
+        with.
+        """
         once = self._server.once
         with once.lock:
             found = once.begin(call, settled)
@@ -403,7 +405,7 @@ class Connection:
         return None
 
     def _refuse(self, error: Exception) -> ConnectionState:
-        """Ends the connection with an error for the client; sending may take time, so a loop leaves it to a thread."""
+        """End the connection with an error for the client; sending may take time, so a loop leaves it to a thread."""
         failure = failure_of(error)
         self._server.count_refusal(failure)
         if not self.driver.alone:
@@ -426,7 +428,7 @@ class Connection:
             self._writer.flush(self.stream)
 
     def end(self) -> None:
-        """Closes the connection; nobody waits for its call any more."""
+        """Close the connection; nobody waits for its call any more."""
         with self._lock:
             if self.closed:
                 return

@@ -57,16 +57,16 @@ class Host(Protocol):
     threads_of: dict[Connection, threading.Thread]
 
     def connect(self, stream: Stream, loop: Loop) -> Connection:
-        """Registers a new connection."""
+        """Register a new connection."""
 
     def crowd(self) -> list[Connection]:
-        """The connections that have not greeted yet, the oldest first, if they are too many."""
+        """Return the connections that have not greeted yet, the oldest first, if they are too many."""
 
     def round_over(self) -> None:
-        """Called when all requests that had come were handed to their handlers."""
+        """Note that all requests that had come were handed to their handlers."""
 
     def stopping(self) -> bool:
-        """True if connections are to end."""
+        """Return True if connections are to end."""
 
 
 class Loop:
@@ -94,18 +94,18 @@ class Loop:
     # --- called from any thread
 
     def wake(self, connection: Connection) -> None:
-        """Takes ``connection``, which has something to send, or to end, or comes back."""
+        """Take ``connection``, which has something to send, or to end, or comes back."""
         self._called.append(connection)
         self._ring()
 
     def send(self, answers: Sequence[Answer]) -> None:
-        """Sends many answers, at the cost of one system call for the caller; of none on the loop's own thread."""
+        """Send many answers, at the cost of one system call for the caller; of none on the loop's own thread."""
         self._answers.extend(answers)
         if not self.is_here():
             self._ring()
 
     def has_answers(self) -> bool:
-        """True if answers wait to be written."""
+        """Return True if answers wait to be written."""
         return bool(self._answers)
 
     def start(self) -> threading.Thread:
@@ -117,15 +117,15 @@ class Loop:
         return thread
 
     def is_here(self) -> bool:
-        """True if the calling thread drives the connections."""
+        """Return True if the calling thread drives the connections."""
         return threading.get_ident() == self._ident
 
     def away(self, now: float) -> bool:
-        """True if the thread has been running its requests' handlers for suspiciously long."""
+        """Return True if the thread has been running its requests' handlers for suspiciously long."""
         return now - self._away_since > _AWAY and not self._stopped
 
     def stop(self) -> None:
-        """Ends the thread and its connections."""
+        """End the thread and its connections."""
         self._stopped = True
         self._ring()
 
@@ -145,7 +145,7 @@ class Loop:
     # --- called on the loop's thread
 
     def run(self) -> None:
-        """Serves until it is stopped, or replaced."""
+        """Serve until it is stopped, or replaced."""
         self._ident = threading.get_ident()
         sweep_at = 0.0
         while not self._stopped:
@@ -218,7 +218,7 @@ class Loop:
             self._follow(connection, state)
 
     def _guard(self, do: Callable[[], _T]) -> _T | None:
-        """Returns the result, or ``None`` if it raised: a bug here must not end the loop."""
+        """Return the result, or ``None`` if it raised: a bug here must not end the loop."""
         try:
             return do()
         except BaseException as error:  # noqa: BLE001 - see above
@@ -238,7 +238,7 @@ class Loop:
             ThreadOfItsOwn(self._server, connection, self).start()
 
     def _watch(self, connection: Connection) -> None:
-        """Polls for the events that ``connection`` waits for now."""
+        """Poll for the events that ``connection`` waits for now."""
         try:
             events = connection.interest()
             if connection.registered:
@@ -287,7 +287,7 @@ class Loop:
         self._accept_at = time.monotonic() + _ACCEPT_PAUSE
 
     def _make_room(self) -> bool:
-        """Closes the oldest silent connection that has not greeted, if there are too many; false if still no room."""
+        """Close the oldest silent connection that has not greeted, if there are too many; false if still no room."""
         crowd = self._server.crowd()
         now = time.monotonic()
         for stranger in crowd:
@@ -313,7 +313,7 @@ class ThreadOfItsOwn:
         self._over = False
 
     def start(self) -> None:
-        """Takes the connection over."""
+        """Take the connection over."""
         connection = self._connection
         connection.driver = self
         thread = threading.Thread(target=self.run, name="anabranch-connection", daemon=True)
@@ -327,7 +327,7 @@ class ThreadOfItsOwn:
             self._leave()
 
     def wake(self, connection: Connection) -> None:
-        """Called from any thread when there is something to be sent, or to end."""
+        """Note that there is something to be sent, or to end; from any thread."""
         with self._lock:
             if not self._over:
                 os.eventfd_write(self._wake, 1)

@@ -32,7 +32,7 @@ class TcpEndpoint:
 
 
 def parse_endpoint(text: str) -> UnixEndpoint | TcpEndpoint:
-    """The endpoint that ``text`` names.
+    """Return the endpoint that ``text`` names.
 
     >>> parse_endpoint("tcp://127.0.0.1:7000")
     TcpEndpoint(host='127.0.0.1', port=7000)
@@ -99,7 +99,7 @@ class ClaimedPath:
             os.close(lock)
 
     def release(self) -> None:
-        """Removes the socket, the lock, and the directory if it is ours."""
+        """Remove the socket, the lock, and the directory if it is ours."""
         self.path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)

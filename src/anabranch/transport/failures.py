@@ -75,7 +75,9 @@ def failure_of(error: BaseException, sequence: int | None = None) -> Failure:
 
 
 def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
-    """The error to raise for ``failure``, naming the peer; a mistake keeps its type and gets a note with the peer."""
+    """Return the error to raise for ``failure``, naming the peer; a mistake keeps its type and gets a note with the
+    peer.
+    """
     mistake = _MISTAKES.get(failure.code)
     if mistake is not None:
         error = mistake(failure.message)
@@ -99,7 +101,7 @@ def error_of(failure: Failure, *, peer: str, operation: str, step: int | None, e
 
 
 def ends_the_program(error: BaseException) -> bool:
-    """True for a Ctrl-C or an exit in the main thread, which must pass; elsewhere any exception is an answer.
+    """Return True for a Ctrl-C or an exit in the main thread, which must pass; elsewhere any exception is an answer.
 
     User code on a server's thread may raise a ``SystemExit``, a ``KeyboardInterrupt`` or a Rust panic: there it ends
     nothing but the thread, in silence, and callers would wait for it.

@@ -198,7 +198,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(header: _HeaderT, tensors: Sequence[Tensor] = (), *, checksum: bool = False) -> list[memoryview]:
-    """The buffers of a frame, in order, with a ``checksum`` of the body or without; tensors here are not copied.
+    """Return the buffers of a frame, in order, with a ``checksum`` of the body or without; tensors here are not copied.
 
     >>> frame = encode(RequestHeader("pull", "emb"), [torch.zeros(2, 3)])
     >>> [len(buffer) for buffer in frame][1:]
@@ -263,7 +263,7 @@ _making = threading.Lock()
 
 
 def allocate(headers: Sequence[TensorHeader]) -> list[Tensor]:
-    """New tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
+    """Return new tensors in main memory, with undefined contents, for the body that ``headers`` describe."""
     return [torch.empty(header.shape, dtype=DTYPES[header.code]) for header in headers]
 
 
@@ -324,11 +324,11 @@ class FrameWriter:
         """The bytes not sent yet; other classes only read it."""
 
     def put(self, frame: Sequence[memoryview]) -> None:
-        """Adds a frame behind those that wait."""
+        """Add a frame behind those that wait."""
         self.waiting.extend(frame)
 
     def send(self, frame: Sequence[memoryview], stream: Stream, nbytes: int = -1) -> None:
-        """Adds a frame, of ``nbytes`` altogether, and sends as much as the stream takes."""
+        """Add a frame, of ``nbytes`` altogether, and send as much as the stream takes."""
         if not self.waiting:
             taken = stream.send(frame)
             if taken == (sum(map(len, frame)) if nbytes < 0 else nbytes):
@@ -340,7 +340,7 @@ class FrameWriter:
         self.flush(stream)
 
     def flush(self, stream: Stream) -> int:
-        """Sends as much as the stream takes; returns the number of bytes."""
+        """Send as much as the stream takes; returns the number of bytes."""
         total = 0
         while waiting := self.waiting:
             taken = stream.send(waiting)
@@ -401,11 +401,11 @@ class FrameReader:
         self._views: list[memoryview] = []
 
     def idle(self) -> bool:
-        """True if the reader stands between two frames, with no bytes of the next."""
+        """Return True if the reader stands between two frames, with no bytes of the next."""
         return self._header is None and self._start == self._end
 
     def holds_more(self) -> bool:
-        """True if bytes were received that belong to the next frame."""
+        """Return True if bytes were received that belong to the next frame."""
         return self._start != self._end
 
     def drop(self) -> None:
@@ -417,11 +417,12 @@ class FrameReader:
         self._start = self._end = 0
 
     def postpone(self) -> None:
-        """Called from ``accept``: leaves this frame for later; the next ``advance`` offers it again."""
+        """Leave this frame for later, from ``accept``; the next ``advance`` offers it again."""
         self._postponed = True
 
     def advance(self, stream: Stream) -> Frame | None:
-        """The next frame if it is complete, ``None`` once the stream has nothing more for now, or it is postponed.
+        """Return the next frame if it is complete, ``None`` once the stream has nothing more for now, or it is
+        postponed.
 
         Raises:
             ProtocolError: the bytes are not a frame, or break a limit; the stream cannot be used any more.
@@ -478,7 +479,7 @@ class FrameReader:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
     def _read_head(self, stream: Stream) -> Header | None:
-        """The next frame's header, checked; ``None`` while it is incomplete."""
+        """Return the next frame's header, checked; ``None`` while it is incomplete."""
         while (came := self._end - self._start) < _PREAMBLE.size:
             if came > _VERSION_AT:
                 # Another version's preamble may be shorter, and its frame with it.
@@ -541,7 +542,7 @@ class FrameReader:
         return True
 
     def _fill(self, stream: Stream) -> bool:
-        """Fills the body's memory; true once all of it has come."""
+        """Fill the body's memory; true once all of it has come."""
         views = self._views
         while views:
             view = views[0]

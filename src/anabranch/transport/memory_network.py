@@ -30,11 +30,11 @@ class MemoryListener:
         self._arrivals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor that is readable while a client waits."""
+        """Return the descriptor that is readable while a client waits."""
         return self._arrivals
 
     def accept(self) -> SocketStream | None:
-        """The stream that has waited longest."""
+        """Return the stream that has waited longest."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -77,7 +77,7 @@ class MemoryTransport:
         self._numbers = count()
 
     def listen(self, endpoint: str | None) -> MemoryListener:
-        """Listens at ``memory:NAME``, or at a new name.
+        """Listen at ``memory:NAME``, or at a new name.
 
         Raises:
             ValueError: the endpoint is not one of this network, or the name is taken.
@@ -92,7 +92,7 @@ class MemoryTransport:
             return self._listeners[name]
 
     def connect(self, endpoint: str) -> SocketStream:
-        """Connects to ``endpoint``."""
+        """Connect to ``endpoint``."""
         with self._lock:
             listener = self._listeners.get(endpoint)
         if listener is None:

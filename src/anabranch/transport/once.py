@@ -91,7 +91,7 @@ class OnceTable(Generic[_Call]):
             return call
 
     def finish(self, identity: Identity, answer: Sequence[memoryview]) -> None:
-        """Records that the request was done and answered."""
+        """Record that the request was done and answered."""
         key, sequence = identity
         with self.lock:
             epoch = self._epochs.get(key)
@@ -107,14 +107,14 @@ class OnceTable(Generic[_Call]):
                 self._epochs[oldest[0]].done[oldest[1]] = None
 
     def abandon(self, identity: Identity) -> None:
-        """Records that the request was not done: a retry will do it."""
+        """Record that the request was not done: a retry will do it."""
         with self.lock:
             epoch = self._epochs.get(identity[0])
             if epoch is not None:
                 epoch.running.pop(identity[1], None)
 
     def restore(self, identities: Iterable[Identity]) -> None:
-        """Records requests that were done before this server started."""
+        """Record requests that were done before this server started."""
         with self.lock:
             for key, sequence in identities:
                 self._epoch(key).done.setdefault(sequence, None)

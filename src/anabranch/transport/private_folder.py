@@ -48,7 +48,7 @@ class PrivateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
 
     def remove(self) -> None:
-        """Removes the folder and its contents."""
+        """Remove the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -62,7 +62,7 @@ class PrivateFolder:
 
 
 def _lock(folder: Path, kind: int) -> int | None:
-    """A descriptor that holds the lock, if the folder is this user's and no process holds it."""
+    """Return a descriptor that holds the lock, if the folder is this user's and no process holds it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -231,7 +231,7 @@ class Server:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Sends the answers given on this thread in the block together, by the server's loop.
+        """Send the answers given on this thread in the block together, by the server's loop.
 
         For a thread that answers many calls and has more to do: each answer would cost it a system call, and a thread
         switch whenever a client is quick to send its next request.
@@ -269,41 +269,41 @@ class Server:
     # --- called by connections and calls
 
     def gathered(self) -> list[Answer] | None:
-        """The list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
+        """Return the list in which this thread's answers are set aside, or ``None`` if they are sent at once."""
         return getattr(self._gathering, "answers", None)
 
     def round_over(self) -> None:
-        """Called when all requests that had come were handed to their handlers."""
+        """Note that all requests that had come were handed to their handlers."""
         if self._after_round is not None:
             self._after_round()
 
     def on_loop(self) -> bool:
-        """True on the one thread that reads all connections without a thread of their own."""
+        """Return True on the one thread that reads all connections without a thread of their own."""
         return self._loop.is_here()
 
     def stopping(self) -> bool:
-        """True if connections are to end."""
+        """Return True if connections are to end."""
         return self._closed
 
     def may_wait(self, verb: str) -> bool:
-        """True if serving ``verb`` may block a thread."""
+        """Return True if serving ``verb`` may block a thread."""
         known = self._verbs.get(verb)
         return known is not None and not known.quick
 
     def connect(self, stream: Stream, loop: Loop) -> Connection:
-        """Registers a new connection, unknown until it has greeted."""
+        """Register a new connection, unknown until it has greeted."""
         connection = Connection(self, stream, loop)
         with self._state:
             self._connections[connection] = self._strangers[connection] = None
         return connection
 
     def crowd(self) -> list[Connection]:
-        """The connections that have not greeted, the oldest first, if they are too many."""
+        """Return the connections that have not greeted, the oldest first, if they are too many."""
         with self._state:
             return list(self._strangers) if len(self._strangers) > self._max_strangers else []
 
     def recognise(self, connection: Connection) -> bool:
-        """Registers ``connection``, which has greeted; false if there is no room: it stays unknown while it is told."""
+        """Register ``connection``, which has greeted; false if there is no room: it stays unknown while it is told."""
         with self._state:
             if len(self._connections) - len(self._strangers) >= self.max_connections:
                 return False
@@ -344,7 +344,7 @@ class Server:
             self._answers -= nbytes
 
     def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Verb:
-        """The verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
+        """Return the verb that ``header`` asks for, if ``peer`` may ask it now; reserves the bytes of its body."""
         verb = self._verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self._verbs))}")
@@ -380,7 +380,7 @@ class Server:
         return verb
 
     def finished(self, nbytes: int, answered: int = 0) -> None:
-        """Records that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
+        """Record that a request of ``nbytes`` has ended, with an answer of so many bytes of tensors."""
         with self._lock:
             self._served += 1
             self._received += nbytes
@@ -391,13 +391,13 @@ class Server:
                 self._state.notify_all()
 
     def count_refusal(self, failure: Failure) -> None:
-        """Counts a request or a connection that was turned away."""
+        """Count a request or a connection that was turned away."""
         with self._lock:
             self._refused += 1
         self.count_error(failure)
 
     def count_error(self, failure: Failure) -> None:
-        """Counts an answer that was an error."""
+        """Count an answer that was an error."""
         with self._lock:
             self._errors[failure.code] += 1
 

@@ -68,19 +68,19 @@ class SocketStream:
         self._peer: Peer | None = None
 
     def fileno(self) -> int:
-        """The descriptor to poll."""
+        """Return the descriptor to poll."""
         return self._sock.fileno()
 
     def ready_at(self) -> float:
-        """Always ready."""
+        """Alway ready."""
         return 0.0
 
     def wants_write(self) -> bool:
-        """True if the handshake waits to write."""
+        """Return True if the handshake waits to write."""
         return self._want == "write"
 
     def peer(self) -> Peer:
-        """The identity of the far side."""
+        """Return the identity of the far side."""
         assert self._peer is not None, "the handshake is not done"
         return self._peer
 
@@ -117,7 +117,7 @@ class SocketStream:
         return True
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Takes what the kernel takes."""
+        """Take what the kernel takes."""
         try:
             if self._secure:
                 return self._sock.send(buffers[0])
@@ -130,7 +130,7 @@ class SocketStream:
             raise _explain(error, self._name) from None
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Gives what the kernel has."""
+        """Give what the kernel has."""
         try:
             count = self._sock.recv_into(buffer)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -152,7 +152,7 @@ class SocketStream:
         self._sock.close()
 
     def linger(self, seconds: float) -> None:
-        """Ends our side and waits until the far side has read what we sent: closing at once could destroy it."""
+        """End our side and wait until the far side has read what we sent: closing at once could destroy it."""
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             until = time.monotonic() + seconds
@@ -204,11 +204,11 @@ class SocketListener:
         self._claim = claim
 
     def fileno(self) -> int:
-        """The listening descriptor."""
+        """Return the listening descriptor."""
         return self._sock.fileno()
 
     def accept(self) -> SocketStream | None:
-        """The next connection."""
+        """Return the next connection."""
         try:
             sock, address = self._sock.accept()
         except (BlockingIOError, ConnectionError):
@@ -224,7 +224,7 @@ class SocketListener:
             return None
 
     def close(self) -> None:
-        """Stops listening; removes the socket's file."""
+        """Stop listening; removes the socket's file."""
         self._sock.close()
         if self._claim is not None:
             self._claim.release()
@@ -274,7 +274,7 @@ class SocketTransport:
         self._certified = _certified(self._job or EVERY_JOB)
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens at ``endpoint``; ``None`` is a new Unix socket in a new directory.
+        """Listen at ``endpoint``; ``None`` is a new Unix socket in a new directory.
 
         Raises:
             ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
@@ -379,7 +379,9 @@ def _same_user(owner: int) -> Recognise:
 
 
 def _trusted_users() -> frozenset[int]:
-    """The users that may serve a Unix socket to this process: its own, and root, who can read its memory anyway."""
+    """Return the users that may serve a Unix socket to this process: its own, and root, who can read its memory
+    anyway.
+    """
     return frozenset({os.geteuid(), 0})
 
 
@@ -394,7 +396,7 @@ def _trusted(users: frozenset[int]) -> Recognise:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user on the far side, of the client or of the listener."""
+    """Return the process and the user on the far side, of the client or of the listener."""
     found = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(found[0]), int(found[1])
 

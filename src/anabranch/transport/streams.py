@@ -39,7 +39,7 @@ class Peer:
         return self.certificate is None and not self.plain
 
     def may(self, roles: frozenset[str] | None) -> bool:
-        """True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
+        """Return True if the peer has one of ``roles``; ``None`` stands for any peer that was let in."""
         return roles is None or self.role is None or self.role in roles
 
 
@@ -50,34 +50,36 @@ class Stream(Protocol):
     """
 
     def fileno(self) -> int:
-        """The descriptor to poll."""
+        """Return the descriptor to poll."""
 
     def ready_at(self) -> float:
-        """The ``time.monotonic`` moment before which polling is useless; 0.0 on a network that is not simulated."""
+        """Return the ``time.monotonic`` moment before which polling is useless; 0.0 on a network that is not
+        simulated.
+        """
 
     def handshake(self) -> bool:
         """Goes on with connecting and recognising the peer; true once that is done."""
 
     def wants_write(self) -> bool:
-        """True if the handshake waits until the descriptor can be written to, rather than read."""
+        """Return True if the handshake waits until the descriptor can be written to, rather than read."""
 
     def peer(self) -> Peer:
-        """The identity of the far side; known after the handshake."""
+        """Return the identity of the far side; known after the handshake."""
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Takes bytes from the start of ``buffers`` and returns how many; 0 if it would block."""
+        """Take bytes from the start of ``buffers`` and return how many; 0 if it would block."""
 
     def receive_into(self, buffer: memoryview) -> int:
-        """Fills the start of ``buffer`` and returns how far; 0 if it would block. The end is a ``ConnectionError``."""
+        """Fill the start of ``buffer`` and return how far; 0 if it would block. The end is a ``ConnectionError``."""
 
     def abort(self) -> None:
-        """Ends the connection from any thread: the thread that polls it wakes and finds it lost."""
+        """End the connection from any thread: the thread that polls it wakes and finds it lost."""
 
     def close(self) -> None:
         """Frees the descriptor; only for the thread that polls it."""
 
     def linger(self, seconds: float) -> None:
-        """Ends our side and waits, at most so many seconds, until the far side has read everything sent."""
+        """End our side and wait, at most so many seconds, until the far side has read everything sent."""
 
 
 class Listener(Protocol):
@@ -92,20 +94,20 @@ class Listener(Protocol):
     job: str | None
 
     def fileno(self) -> int:
-        """The descriptor that turns readable when somebody connects."""
+        """Return the descriptor that turns readable when somebody connects."""
 
     def accept(self) -> Stream | None:
-        """The next stream, not yet recognised, or ``None`` if no client waits any more."""
+        """Return the next stream, not yet recognised, or ``None`` if no client waits any more."""
 
     def close(self) -> None:
-        """Stops listening and removes the files that listening made."""
+        """Stop listening and remove the files that listening made."""
 
 
 class Transport(Protocol):
     """A network: makes listeners and connections."""
 
     def listen(self, endpoint: str | None) -> Listener:
-        """Listens at ``endpoint``, or at a new endpoint if ``None``."""
+        """Listen at ``endpoint``, or at a new endpoint if ``None``."""
 
     def connect(self, endpoint: str) -> Stream:
         """Begins to connect to ``endpoint``; ``handshake`` completes it."""

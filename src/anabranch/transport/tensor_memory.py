@@ -80,7 +80,7 @@ def plain_bytes(tensor: Tensor) -> memoryview | None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    r"""The memory of a contiguous tensor on the CPU, writable, without a copy.
+    r"""Return the memory of a contiguous tensor on the CPU, writable, without a copy.
 
     >>> memory = bytes_of(torch.tensor([1, 2], dtype=torch.int16))
     >>> bytes(memory)
@@ -94,5 +94,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def check_bools(tensor: Tensor) -> bool:
-    """True if a bool tensor from outside holds only the bytes 0 and 1; other bytes break torch's kernels."""
+    """Return True if a bool tensor from outside holds only the bytes 0 and 1; other bytes break torch's kernels."""
     return tensor.numel() == 0 or bool(tensor.reshape(-1).view(torch.uint8).max() <= 1)

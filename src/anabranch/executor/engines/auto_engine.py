@@ -115,7 +115,7 @@ class AutoEngine:
     # Votes of the workers.
 
     def vote(self) -> tuple[bool, bool]:
-        """This worker's wish to try a graph in the next run, and its rejection of the one that was tried."""
+        """Return this worker's wish to try a graph in the next run, and its rejection of the one that was tried."""
         self._together = True
         rejects, self._rejects = self._rejects, False
         return self._is_due(ahead=1), rejects
@@ -158,7 +158,7 @@ class AutoEngine:
         )
 
     def update(self) -> None:
-        """The optimizers' step on what ``.grad`` holds."""
+        """Step the optimizers on what ``.grad`` holds."""
         if self._graph is None or not self._on_graph:
             # What the optimizers replace in their own step is no change; what was replaced before it is one.
             known = self._graph is not None and self._graph.program.knows_state()
@@ -218,7 +218,7 @@ class AutoEngine:
         return self._is_due()
 
     def _is_due(self, ahead: int = 0) -> bool:
-        """True if a trial would pay now."""
+        """Return True if a trial would pay now."""
         if self._gives_up or torch.is_anomaly_enabled():
             return False
         if self._trials >= _FREE_TRIALS + self._graph_runs // _RUNS_A_TRIAL:
@@ -271,7 +271,7 @@ class AutoEngine:
         *,
         whole: bool,
     ) -> StepOutput:
-        """The tape's run, and a graph's beside it from the same state; ``noting`` also returns gradients."""
+        """Return the tape's run, and a graph's beside it from the same state; ``noting`` also returns gradients."""
         self._trials += 1
         began = time.perf_counter()
         with one_at_a_time:  # PyTorch's tracers patch modules for the whole process
@@ -299,7 +299,7 @@ class AutoEngine:
             return ran
 
     def _try_gradients(self, prepared: Prepared, batch: Structure, fetch: Fetch) -> StepOutput:
-        """A trial in the middle of the tape's step: optimizers that step by themselves step once."""
+        """Return a trial in the middle of the tape's step: optimizers that step by themselves step once."""
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
         assert self._graph is not None
         parameters = self._graph.program.parameters
@@ -343,7 +343,7 @@ class AutoEngine:
         return ran
 
     def _prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared | None:
-        """A graph that may be tried on this batch; notes why there is none."""
+        """Return a graph that may be tried on this batch; notes why there is none."""
         try:
             prepared = (self._graph or self._make_graph()).prepare(batch, fetch, whole=whole)
         except CaptureError as error:
@@ -446,5 +446,7 @@ class AutoEngine:
 
 
 def _runs_by_itself(model: nn.Module) -> bool:
-    """True if the model has a pipe, which runs its stages on other threads or ranks, by a schedule of its own."""
+    """Return True if the model has a pipe, which runs its stages on other threads or ranks, by a schedule of its
+    own.
+    """
     return any(isinstance(module, Pipe) for module in model.modules())

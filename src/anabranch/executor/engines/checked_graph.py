@@ -84,7 +84,7 @@ class CheckedGraph(GraphEngine):
         return ran
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """The whole step as one graph; on the tape where the graph is new."""
+        """Return the whole step as one graph; on the tape where the graph is new."""
         self._raise_refusal()
         try:
             return super().step(batch, fetch)
@@ -114,7 +114,7 @@ class CheckedGraph(GraphEngine):
         return ran
 
     def _at_once(self, prepared: Prepared, run: Callable[[], StepOutput]) -> StepOutput:
-        """Runs a graph that was not compared: its collectives would be one more than the other workers expect."""
+        """Run a graph that was not compared: its collectives would be one more than the other workers expect."""
         self.may_trace = True
         try:
             ran = run()

@@ -53,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def update(self) -> None:
-        """The optimizers' step on what ``.grad`` holds."""
+        """Step the optimizers on what ``.grad`` holds."""
         ...
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:

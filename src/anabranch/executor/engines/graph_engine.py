@@ -105,7 +105,7 @@ class GraphEngine:
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """The whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        """Return the whole step as one graph, but for what sparse tables need between gradients and optimizers."""
         if not self._in_parts:
             try:
                 asked = [*fetch.modules, *fetch.gradients]
@@ -128,15 +128,15 @@ class GraphEngine:
         return ran
 
     def update(self) -> None:
-        """The optimizers' step on what ``.grad`` holds."""
+        """Step the optimizers on what ``.grad`` holds."""
         self._program.update(*self._gradients())
 
     def captures_update(self) -> bool:
-        """True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
+        """Return True if ``update`` on what ``.grad`` holds runs no code of the optimizers."""
         return self._program.captures_update(self._gradients()[0])
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
-        """Captures the step for this batch and runs nothing; ``whole`` with the update."""
+        """Capture the step for this batch and run nothing; ``whole`` with the update."""
         if whole and not self._in_parts:
             try:
                 return self._program.prepare(batch, [*fetch.modules, *fetch.gradients], whole=True)
@@ -185,15 +185,15 @@ class _Arrivals:
         self._begin, self._fetch = begin, fetch
 
     def begin(self, outputs: Sequence[str]) -> None:
-        """Raises ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
+        """Raise ``ValueError`` for a name to fetch that the step has not, before anything has changed."""
         self._fetch.check(dict.fromkeys(outputs))
 
     def loss(self, value: Tensor) -> None:
-        """The loss is there."""
+        """Note that the loss is there."""
         self._begin(value)
 
     def gradient(self, name: str, value: Tensor) -> None:
-        """A gradient is final."""
+        """Note that a gradient is final."""
         parameter = self._parameters[name]
         parameter.grad = self._ready(parameter, value) if name in self._attached else value
 

@@ -92,7 +92,7 @@ class TapeEngine:
         return StepOutput(loss.detach(), returned)
 
     def update(self) -> None:
-        """The optimizers' step."""
+        """Step the optimizers."""
         for optimizer in self._step.optimizers:
             optimizer.step()
 

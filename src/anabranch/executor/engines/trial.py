@@ -45,7 +45,7 @@ class Snapshot:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Put everything back."""
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
@@ -57,7 +57,7 @@ class Snapshot:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def differing(self) -> str | None:
-        """The first thing that is not as in the snapshot, to the bit, in words."""
+        """Return the first thing that is not as in the snapshot, to the bit, in words."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             if bits_differ(tensor.detach(), copy):
                 return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
@@ -75,7 +75,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def bits_differ(one: Any, other: Any) -> bool:
-    """True if two results are not the same bits; NaN is NaN."""
+    """Return True if two results are not the same bits; NaN is NaN."""
     if isinstance(one, Tensor) != isinstance(other, Tensor):
         return True
     if not isinstance(one, Tensor):
@@ -92,7 +92,7 @@ def bits_differ(one: Any, other: Any) -> bool:
 
 
 def check_results(results: Mapping[str, object], loss: Tensor, returned: Mapping[str, object]) -> None:
-    """Raises ``Differs`` if the loss, or what the step returned beside it, has other bits."""
+    """Raise ``Differs`` if the loss, or what the step returned beside it, has other bits."""
     if bits_differ(results["loss"], loss):
         raise Differs("the loss")
     for name, value in returned.items():
@@ -106,7 +106,7 @@ def check_gradients(
     seen: Mapping[Tensor, Tensor],
     parameters: Mapping[str, Tensor],
 ) -> None:
-    """Raises ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
+    """Raise ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
 
     Args:
         found: the graph's dense ones, by name.
@@ -141,7 +141,7 @@ def repeat(
     rough: bool = False,
     most: int = _MOST_REPEATS,
 ) -> float:
-    """Runs the graph on the batch that the tape has run; returns the seconds of its quickest run.
+    """Run the graph on the batch that the tape has run; returns the seconds of its quickest run.
 
     Args:
         before: what the step found.

@@ -64,7 +64,7 @@ class Worth:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Counts the operations of the block."""
+        """Count the operations of the block."""
         counter = _Count()
         with counter:
             yield
@@ -72,17 +72,17 @@ class Worth:
         self._overhead = counter.count * _overhead_of_one()
 
     def spent(self, seconds: float) -> None:
-        """A run on the tape has taken so long."""
+        """Note that a run on the tape has taken so long."""
         self._runs += 1
         self._spent += seconds
 
     def tried(self, seconds: float) -> None:
-        """A trial has taken so long beside the step itself."""
+        """Note that a trial has taken so long beside the step itself."""
         self._tried += seconds
         self._cost = seconds
 
     def pays(self, seconds: Sequence[float]) -> bool:
-        """True if a graph is to be tried now, for a step that takes ``seconds`` on the tape."""
+        """Return True if a graph is to be tried now, for a step that takes ``seconds`` on the tape."""
         if self._operations is None or not seconds:
             return False
         if self._overhead < _LEAST_GAIN * statistics.median(seconds):
@@ -91,7 +91,7 @@ class Worth:
         return self._tried + cost <= _SHARE * self._spent
 
     def reason(self, seconds: Sequence[float]) -> str:
-        """The reason that it does not."""
+        """Return the reason that it does not."""
         step = statistics.median(seconds)
         if self._overhead < _LEAST_GAIN * step:
             return (

@@ -59,7 +59,9 @@ class Batches:
         return self.loaders[name]
 
     def next(self, name: str) -> Structure | None:
-        """The next batch of a training step's loader; ``None`` while it has ended and another worker's has not."""
+        """Return the next batch of a training step's loader; ``None`` while it has ended and another worker's has
+        not.
+        """
         loader = self._loader(name)
         batch = self._take(loader)
         if batch is ENDED and not self._shared:
@@ -80,7 +82,9 @@ class Batches:
         self.loaders[name].start_epoch()
 
     def next_to_evaluate(self, name: str) -> Structure:
-        """The next batch; a worker whose loader ended before the longest one's gets batches without rows till then."""
+        """Return the next batch; a worker whose loader ended before the longest one's gets batches without rows till
+        then.
+        """
         loader = self._loader(name)
         batch = self._take(loader)
         if batch is not ENDED:
@@ -117,7 +121,7 @@ class Batches:
         return length
 
     def close(self) -> None:
-        """Ends the loaders' threads."""
+        """End the loaders' threads."""
         for loader in self.loaders.values():
             loader.close()
 

@@ -111,7 +111,7 @@ class BoundLoader:
     # Taking batches.
 
     def next_batch(self) -> Structure:
-        """The next batch, or ``ENDED`` from the end of the epoch until ``start_epoch``.
+        """Return the next batch, or ``ENDED`` from the end of the epoch until ``start_epoch``.
 
         Raises:
             ValueError: the loader is an iterator and has been read, or this is closed.
@@ -138,7 +138,8 @@ class BoundLoader:
         return batch
 
     def peek(self) -> Structure | None:
-        """The next batch, which stays the next, if it can be had now without being seen in the numbers; else ``None``.
+        """Return the next batch, which stays the next, if it can be had now without being seen in the numbers; else
+        ``None``.
 
         Not before the loader was found to fetch unseen, and not while its thread is still fetching.
         """
@@ -174,7 +175,7 @@ class BoundLoader:
             return None
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread and lets go of the loader's iterator; the log says so if it takes longer than ``timeout``."""
+        """End the thread and let go of the loader's iterator; the log says so if it takes longer than ``timeout``."""
         self._closed = True
         pending, self._pending = self._pending, None
         if self._thread is not None:
@@ -212,14 +213,14 @@ class BoundLoader:
         return next(iterator, ENDED)
 
     def _timed(self) -> Structure:
-        """A fetch in the calling thread, which shows whether others are worth a thread."""
+        """Return a fetch in the calling thread, which shows whether others are worth a thread."""
         began = time.monotonic()
         batch = self._watched()
         self._usual_seconds += 0.1 * (min(time.monotonic() - began, _CAP) - self._usual_seconds)
         return batch
 
     def _watched(self) -> Structure:
-        """A fetch in the calling thread; the first ones of an epoch show whether others may go ahead."""
+        """Return a fetch in the calling thread; the first ones of an epoch show whether others may go ahead."""
         assert self._iterator is not None
         self._fetched += 1
         if not self._prefetch or self._fetched > _WATCHED:
@@ -257,7 +258,7 @@ class BoundLoader:
         self._pending = self._thread.submit(_as_here(lambda: self._fetch(iterator)))
 
     def _received(self) -> Structure:
-        """The batch that was fetched ahead. As long as it takes: what we wait for is the caller's own code."""
+        """Return the batch that was fetched ahead. As long as it takes: what we wait for is the caller's own code."""
         assert self._pending is not None
         waited = 0.0
         while not wait([self._pending], _PATIENCE).done:
@@ -269,7 +270,9 @@ class BoundLoader:
     # The position.
 
     def state(self) -> dict[str, object]:
-        """The loader's position, prefetched batches not counted: nested values and tensors that a checkpoint keeps."""
+        """Return the loader's position, prefetched batches not counted: nested values and tensors that a checkpoint
+        keeps.
+        """
         begun = self._iterator is not None
         snapshot = self._position.snapshot() if self._pending is None else self._snapshot
         return {
@@ -281,7 +284,7 @@ class BoundLoader:
         }
 
     def check(self, states: Sequence[object]) -> State:
-        """The position to go on from where the workers were whose ``state()`` these are; changes nothing.
+        """Return the position to go on from where the workers were whose ``state()`` these are; changes nothing.
 
         Raises:
             CheckpointError: the loader is of another kind or order, or cannot go on with another number of workers.
@@ -330,12 +333,14 @@ class BoundLoader:
 
 
 def _between(saved: Sequence[dict[str, object]]) -> bool:
-    """True if all workers were between two epochs."""
+    """Return True if all workers were between two epochs."""
     return all(state["phase"] != "begun" for state in saved)
 
 
 def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
-    """``function`` for another thread, under what this thread has set for itself: PyTorch keeps these a thread each."""
+    """Return ``function`` for another thread, under what this thread has set for itself: PyTorch keeps these a thread
+    each.
+    """
     context = contextvars.copy_context()
     gradients = torch.is_grad_enabled()
     device = torch.get_default_device()
@@ -353,7 +358,7 @@ def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
 
 
 def _leaves(batch: Structure) -> list[object]:
-    """The leaves of a batch whose memory could be written to."""
+    """Return the leaves of a batch whose memory could be written to."""
     leaves, _ = flatten(batch)
     return [
         leaf
@@ -364,7 +369,7 @@ def _leaves(batch: Structure) -> list[object]:
 
 
 def _contents(batch: Structure) -> list[Tensor | bytes]:
-    """Copies of the bytes of a batch, to see later whether they have changed."""
+    """Copy of the bytes of a batch, to see later whether they have changed."""
     return [
         leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         if isinstance(leaf, Tensor)

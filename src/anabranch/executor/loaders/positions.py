@@ -41,19 +41,19 @@ class Position(Protocol):
     kind: str
 
     def begin(self) -> Iterator[Structure]:
-        """Starts an epoch."""
+        """Start an epoch."""
 
     def next_epoch(self) -> None:
-        """Called between epochs."""
+        """Go on to the next epoch."""
 
     def snapshot(self) -> State:
         """State that changes as batches are fetched, as of now; called by the fetching thread before each fetch."""
 
     def state(self, batches: int, snapshot: State) -> State:
-        """The position after ``batches`` of this epoch, when ``snapshot`` was taken."""
+        """Return the position after ``batches`` of this epoch, when ``snapshot`` was taken."""
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """The state to go on from on this rank, chosen from those of all ranks of the job that saved.
+        """Return the state to go on from on this rank, chosen from those of all ranks of the job that saved.
 
         ``between``: all of them were between two epochs, where no samples are shared out.
 
@@ -62,14 +62,14 @@ class Position(Protocol):
         """
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """Starts the epoch that was under way, where it was."""
+        """Start the epoch that was under way, where it was."""
 
     def ready(self, state: State) -> None:
-        """Puts the loader between two epochs, where it was."""
+        """Put the loader between two epochs, where it was."""
 
 
 def position_of(loader: Iterable[Structure], world_size: int) -> Position:
-    """The kind of position that ``loader`` has."""
+    """Return the kind of position that ``loader`` has."""
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return StatefulPosition(cast(_Stateful, loader), world_size)
     # A subclass may iterate as it likes.
@@ -97,7 +97,7 @@ class StatefulPosition:
         self._begun = False
 
     def begin(self) -> Iterator[Structure]:
-        """Starts an epoch."""
+        """Start an epoch."""
         self._begun = True
         return iter(self._loader)
 
@@ -105,27 +105,27 @@ class StatefulPosition:
         """Nothing: it is the loader's own business."""
 
     def snapshot(self) -> State:
-        """A copy of the loader's state: what it returned may be what it goes on working with."""
+        """Return a copy of the loader's state: what it returned may be what it goes on working with."""
         # Before the first epoch there is nothing to keep, and some loaders start their workers when they are asked.
         return {"state": copy.deepcopy(self._loader.state_dict()) if self._begun else None}
 
     def state(self, batches: int, snapshot: State) -> State:
-        """The loader's state at the snapshot."""
+        """Return the loader's state at the snapshot."""
         return snapshot
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """This rank's own; there must be as many as there are workers, once an epoch has begun."""
+        """Return this rank's own position; there must be as many as there are workers, once an epoch has begun."""
         if between and all(state["state"] is None for state in states):
             return states[0]
         return _own(states, rank, self._world_size, self._loader, "keeps its own position")
 
     def resume(self, state: State) -> Iterator[Structure]:
-        """An iterator that goes on."""
+        """Iterate from the position on."""
         self.ready(state)
         return self.begin()
 
     def ready(self, state: State) -> None:
-        """Loads the loader's state."""
+        """Load the loader's state."""
         if state["state"] is not None:
             self._loader.load_state_dict(state["state"])
             self._begun = True
@@ -143,7 +143,7 @@ class CountedPosition:
         self._skipped = 0
 
     def begin(self) -> Iterator[Structure]:
-        """Starts an epoch."""
+        """Start an epoch."""
         return iter(self._loader)
 
     def next_epoch(self) -> None:
@@ -156,11 +156,11 @@ class CountedPosition:
         return {}
 
     def state(self, batches: int, snapshot: State) -> State:
-        """The number of batches."""
+        """Return the number of batches."""
         return {"batches": self._skipped + batches, "epochs": self._epochs.state()}
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """This rank's own; there must be as many as there are workers, within an epoch."""
+        """Return this rank's own; there must be as many as there are workers, within an epoch."""
         if between:
             return states[rank % len(states)]
         why = "has no samples that could be shared out anew (a DataLoader over a map-style dataset has)"
@@ -203,7 +203,7 @@ class MapPosition:
         self._at_start: object = {}
 
     def begin(self) -> Iterator[Structure]:
-        """Starts an epoch."""
+        """Start an epoch."""
         self._at_start = self._generator_states()
         return iter(self._loader)
 
@@ -213,11 +213,11 @@ class MapPosition:
         self._epochs.next()
 
     def snapshot(self) -> State:
-        """The generators that the loader and its samplers have of their own."""
+        """Return the generators that the loader and its samplers have of their own."""
         return {"generators": self._generator_states()}
 
     def state(self, batches: int, snapshot: State) -> State:
-        """The number of samples, and what the order depends on."""
+        """Return the number of samples, and what the order depends on."""
         return {
             "sampler": _type_name(self._sampler),
             "dataset": _length(self._loader.dataset),
@@ -231,7 +231,7 @@ class MapPosition:
         }
 
     def check(self, states: Sequence[State], rank: int, *, between: bool) -> State:
-        """This rank's own, or under a strided sampler its share of what all have read."""
+        """Return this rank's own batches, or under a strided sampler its share of what all have read."""
         own = states[rank % len(states)]
         if between:
             return own
@@ -269,7 +269,7 @@ class MapPosition:
         self._restore_generators(state["generators"])
 
     def _unit(self) -> tuple[str, int]:
-        """The unit that is counted, and how many of it make a batch."""
+        """Return the unit that is counted, and how many of it make a batch."""
         if self._loader.batch_sampler is None:
             return "samples", 1
         if type(self._loader.batch_sampler) is BatchSampler:
@@ -322,7 +322,7 @@ class _Rest:
         self._skipped = False
 
     def skip(self) -> None:
-        """Passes over what has been read, unless that is done."""
+        """Pass over what has been read, unless that is done."""
         if self._skipped:
             return
         self._skipped = True
@@ -386,7 +386,7 @@ class _Epochs:
 
 
 def _samplers(loader: object) -> list[object]:
-    """The samplers of a ``DataLoader`` from the outermost to the one that decides the order."""
+    """Return the samplers of a ``DataLoader`` from the outermost to the one that decides the order."""
     batches = getattr(loader, "batch_sampler", None)
     inner = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
     return [sampler for sampler in (batches, inner) if sampler is not None]
@@ -412,7 +412,7 @@ def _own(states: Sequence[State], rank: int, world_size: int, loader: object, wh
 
 
 def _share_of(total: int, rank: int, shards: int) -> int:
-    """This rank's share of the first ``total`` samples."""
+    """Return this rank's share of the first ``total`` samples."""
     return max(0, -(-(total - rank) // shards))
 
 

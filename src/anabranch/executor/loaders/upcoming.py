@@ -148,7 +148,7 @@ class UpcomingIds:
         self._recipes, self._by_path = recipes, True
 
     def of(self, batch: Structure) -> dict[str, Tensor]:
-        """The ids that a step with ``batch`` is expected to look up, by table."""
+        """Return the ids that a step with ``batch`` is expected to look up, by table."""
         if not self._recipes:
             return {}
         leaves: Any = flatten(batch)[0]
@@ -169,7 +169,7 @@ class UpcomingIds:
 def _traced_recipe(
     ids: fx.Node, names: Mapping[fx.Node, str], bound: Mapping[fx.Node, Tensor]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """The function that gives ``ids`` for the leaves of another batch, by their paths."""
+    """Return the function that gives ``ids`` for the leaves of another batch, by their paths."""
     if ids in bound:
         return lambda batch: bound[ids]
     if ids.op == "placeholder":

@@ -40,7 +40,7 @@ def beam_search(
     k: int,
     avoid: Collection[str] = (),
 ) -> Choices:
-    """The ``k`` best experts for each row.
+    """Return the ``k`` best experts for each row.
 
     >>> from anabranch.experts import Directory
     >>> directory = Directory()

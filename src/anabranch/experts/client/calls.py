@@ -122,7 +122,7 @@ class _Together:
 
 
 def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor | None] | None]:
-    """Makes the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
+    """Make the calls; returns the outputs of each that was answered, in grad mode requiring grad where they can.
 
     Raises no error of an expert: it is in ``call.error``, and the caller decides which answers it needs.
 
@@ -139,7 +139,9 @@ def call_experts(calls: Calls, entry: Tensor | None = None) -> list[list[Tensor 
 
 
 def ask(calls: Calls, *, keep: bool) -> Crossed:
-    """The answers to all calls, flat; with ``keep`` servers that can keep their activations for a backward do."""
+    """Return the answers to all calls, flat; with ``keep`` servers that can keep their activations for a backward
+    do.
+    """
     if keep:
         for call in calls.calls:
             call.ticket = os.urandom(_TICKET_BYTES)
@@ -169,7 +171,7 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
 
 
 def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
-    """The forms of the outputs with which an expert of this schema answers ``inputs``."""
+    """Return the forms of the outputs with which an expert of this schema answers ``inputs``."""
     first = next(tensor for tensor in inputs if tensor is not None)
     return [
         Form((first.shape[0], *spec.shape), spec.dtype, first.device, spec.requires_grad)
@@ -243,7 +245,7 @@ def _take_outputs(call: ExpertCall, outcome: Answer | Exception, *, finite_only:
 def ask_gradients(
     calls: Calls, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of all inputs, from the experts whose outputs have one."""
+    """Return the gradients of all inputs, from the experts whose outputs have one."""
     answers: list[Tensor | None] = [None] * len(inputs)
     asked: list[tuple[ExpertCall, int]] = []
     wanted: list[list[Tensor | None]] = []
@@ -347,7 +349,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
 
 
 def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> list[Tensor | None]:
-    """The gradients that came; raises the error that came instead."""
+    """Return the gradients that came; raises the error that came instead."""
     if isinstance(outcome, Exception):
         raise outcome
     specs = call.schema.inputs

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 def shared_client(
     *, role: str = "worker", keys: str | os.PathLike[str] | None = None, insecure: bool = False, retries: int = 8
 ) -> Client:
-    """The client with ``role`` and ``keys``; its connections close when its last user is gone."""
+    """Return the client with ``role`` and ``keys``; its connections close when its last user is gone."""
     key = (role, None if keys is None else os.fspath(keys), insecure, retries)
     with _lock:
         client = _clients.get(key)
@@ -27,7 +27,7 @@ def shared_client(
 
 
 def _forget_in_child() -> None:
-    """A module that is made in a forked child gets a client of the child's own."""
+    """Forget the client in a forked child: a module that is made there gets one of the child's own."""
     global _lock
     _lock = threading.Lock()
     _clients.clear()

@@ -29,20 +29,20 @@ class Avoidance:
         self._lock = threading.Lock()
 
     def failed(self, uid: str) -> None:
-        """Counts a failure of ``uid``: no answer, or an invalid one."""
+        """Count a failure of ``uid``: no answer, or an invalid one."""
         with self._lock:
             failures = self._failures[uid] = self._failures.get(uid, 0) + 1
             if failures >= _PATIENCE:
                 self._until[uid] = self._clock() + min(0.5 * 2 ** (failures - _PATIENCE), _LONGEST_BREAK)
 
     def answered(self, uid: str) -> None:
-        """Clears the failures of ``uid``."""
+        """Clear the failures of ``uid``."""
         with self._lock:
             self._failures.pop(uid, None)
             self._until.pop(uid, None)
 
     def now(self) -> set[str]:
-        """The uids that are avoided now."""
+        """Return the uids that are avoided now."""
         with self._lock:
             now = self._clock()
             return {uid for uid, until in self._until.items() if until > now}
@@ -59,7 +59,7 @@ class ExpertFinder:
         self.any_schema: Schema | None = None
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
-        """The endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
+        """Return the endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
         endpoints = within(self.directory, deadline).lookup(uids)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
         requests = [Request(endpoints[uid], wire.INFO, uid, role="experts") for uid in unknown]

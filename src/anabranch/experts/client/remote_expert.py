@@ -103,11 +103,11 @@ class RemoteExpert(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The uid and its endpoint or directory."""
+        """Return the uid and its endpoint or directory."""
         return f"{self.uid!r}, {self._where if isinstance(self._where, str) else 'by directory'}"
 
     def get_info(self) -> ExpertInfo:
-        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         _, schema = self._find(Deadline.after(self.forward_timeout))
         keywords = dict(schema.keywords)
         return {
@@ -117,7 +117,7 @@ class RemoteExpert(nn.Module):
         }
 
     def forward(self, *args: object, **kwargs: object) -> Structure:
-        """The expert's outputs for these inputs."""
+        """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
             return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
         schema, outputs = self._call(args, kwargs)
@@ -155,7 +155,9 @@ class RemoteExpert(nn.Module):
             return found.known
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
-        """True if the expert has moved, or came back with another schema, so that one more request may succeed."""
+        """Return True if the expert has moved, or came back with another schema, so that one more request may
+        succeed.
+        """
         if isinstance(error, AnotherSchema):
             return True
         if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):

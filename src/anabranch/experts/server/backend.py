@@ -150,7 +150,7 @@ class ExpertBackend:
     # --- for callers
 
     def get_info(self) -> ExpertInfo:
-        """The schemas of the expert's inputs and outputs, and its keyword names, sorted."""
+        """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
         keywords = dict(self.schema.keywords)
         return {
             "forward_schema": (self.schema.arguments, keywords),
@@ -159,11 +159,11 @@ class ExpertBackend:
         }
 
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
-        """The queues of forward and backward."""
+        """Return the queues of forward and backward."""
         return self.forward_pool, self.backward_pool
 
     def to(self, device: torch.device | str) -> ExpertBackend:
-        """Moves the module; its optimizer follows."""
+        """Move the module; its optimizer follows."""
         self.module.to(device)
         self.device = torch.device(device)
         self._prepare_copies()
@@ -181,7 +181,7 @@ class ExpertBackend:
     # --- run by the runtime
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The outputs for a batch; all inputs and outputs flat, in the schema's order."""
+        """Return the outputs for a batch; all inputs and outputs flat, in the schema's order."""
         # As torch.no_grad does, which takes longer than a small module.
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -193,7 +193,7 @@ class ExpertBackend:
         return tuple(self._check_outputs(outputs))
 
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of a batch's inputs, and an update of the parameters.
+        """Return the gradients of a batch's inputs, and an update of the parameters.
 
         Args:
             inputs: the forward's inputs, then the gradient of each output, ``None`` for an output without one.
@@ -214,7 +214,7 @@ class ExpertBackend:
         return answers
 
     def apply_gradients(self) -> None:
-        """Updates the parameters from their gradients; override to change the update."""
+        """Update the parameters from their gradients; override to change the update."""
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
         if self.optimizer is not None:
@@ -251,7 +251,7 @@ class ExpertBackend:
     # --- forward and backward
 
     def _recompute(self, inputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], bool]:
-        """The gradients of the inputs, with the parameters' in place and finite, and whether there were any."""
+        """Return the gradients of the inputs, with the parameters' in place and finite, and whether there were any."""
         count = len(self.schema.inputs)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         with torch.enable_grad(), self._buffers_kept():
@@ -263,7 +263,7 @@ class ExpertBackend:
         return _gradients_of(leaves), bool(roots)
 
     def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
-        """A forward whose graph is kept for the tasks with a ticket."""
+        """Return a forward whose graph is kept for the tasks with a ticket."""
         if not any(task.ticket for task in batch):
             return split_outputs(self.forward(*join_tasks(batch)), batch)
         if self._copy is None:
@@ -282,7 +282,7 @@ class ExpertBackend:
         return split_outputs([None if output is None else output.detach() for output in outputs], batch)
 
     def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
-        """A backward through kept graphs where there are tickets, by computing again where there are none."""
+        """Return a backward through kept graphs where there are tickets, by computing again where there are none."""
         plain = [task for task in batch if not task.ticket]
         if len({task.ticket for task in batch if task.ticket}) < len(batch) - len(plain):
             # The tasks are then run one by one, and the first of the two finds the activations.
@@ -414,7 +414,7 @@ class ExpertBackend:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Puts the buffers back afterwards: the forward has updated them already."""
+        """Put the buffers back afterwards: the forward has updated them already."""
         # Not by their version counters: BatchNorm writes its statistics without raising them.
         before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:

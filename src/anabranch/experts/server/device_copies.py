@@ -38,7 +38,7 @@ class DeviceCopies:
             return there, self._stream.record_event()
 
     def await_arrival(self, tensors: Sequence[Tensor | None], copied: torch.cuda.Event) -> None:
-        """Makes this thread's later computation wait for ``tensors``, which ``bring`` gave."""
+        """Make this thread's later computation wait for ``tensors``, which ``bring`` gave."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(copied)
         for tensor in tensors:

@@ -239,7 +239,7 @@ class ExpertServer:
         self._directory.announce(self._backends, self.endpoint, self._ttl)
 
     def _look_for_others(self) -> dict[str, str]:
-        """The uids of ours that the directory lists at other endpoints, with these."""
+        """Return the uids of ours that the directory lists at other endpoints, with these."""
         assert self._directory is not None
         try:
             found = self._directory.lookup(self._backends)
@@ -270,7 +270,7 @@ class ExpertServer:
             )  # fmt: skip
 
     def _alive(self, uids: Mapping[str, str]) -> list[str]:
-        """The endpoints that serve their uid now."""
+        """Return the endpoints that serve their uid now."""
         if not uids:
             return []
         requests = [Request(endpoint, wire.INFO, uid, role="experts") for endpoint, uid in uids.items()]

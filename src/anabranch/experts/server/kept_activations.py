@@ -27,16 +27,16 @@ class ParameterCopy:
 
     @classmethod
     def of(cls, module: nn.Module) -> ParameterCopy:
-        """A copy of ``module``'s parameters as they are."""
+        """Return a copy of ``module``'s parameters as they are."""
         named = module.named_parameters()
         return cls({name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in named})
 
     def trained(self) -> list[Tensor]:
-        """The parameters that take gradients."""
+        """Return the parameters that take gradients."""
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
     def give_gradients(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
-        """Adds gradients of ``trained`` to those of ``module``'s parameters."""
+        """Add gradients of ``trained`` to those of ``module``'s parameters."""
         mine = {id(tensor): gradient for tensor, gradient in zip(self.trained(), gradients, strict=True)}
         for name, parameter in module.named_parameters():
             gradient = mine.get(id(self.tensors[name]))
@@ -123,7 +123,7 @@ class KeptActivations:
         return ticket in self._entries
 
     def put(self, ticket: bytes, kept: KeptRows) -> None:
-        """Keeps a request's part of a graph, and frees the oldest ones beyond the budget."""
+        """Keep a request's part of a graph, and free the oldest ones beyond the budget."""
         self.drop(ticket)
         if kept.rows > self.budget:
             return
@@ -133,7 +133,7 @@ class KeptActivations:
             self._rows -= self._entries.popitem(last=False)[1].rows
 
     def get(self, ticket: bytes) -> KeptRows | None:
-        """The activations kept under ``ticket``; ``None`` if they are gone."""
+        """Return the activations kept under ``ticket``; ``None`` if they are gone."""
         return self._entries.get(ticket)
 
     def drop(self, ticket: bytes) -> None:

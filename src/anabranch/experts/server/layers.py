@@ -31,7 +31,7 @@ class Feedforward(nn.Module):
         self.outer = nn.Linear(4 * features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus the layer's output."""
+        """Return the input plus the layer's output."""
         hidden: Tensor = nn.functional.gelu(self.inner(self.norm(x)))
         changed: Tensor = self.outer(hidden)
         return x + changed
@@ -51,7 +51,7 @@ class Nothing(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, as a tensor of its own."""
+        """Return the input, as a tensor of its own."""
         return x.clone()
 
 
@@ -98,7 +98,8 @@ def find_factory(name: str) -> Factory:
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer | None:
-    """The optimizer called ``name`` over ``module``'s parameters; ``None`` for a module without any, or for ``none``.
+    """Return the optimizer called ``name`` over ``module``'s parameters; ``None`` for a module without any, or for
+    ``none``.
 
     Raises:
         ValueError: no such optimizer.

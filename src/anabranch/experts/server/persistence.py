@@ -60,7 +60,7 @@ class Persistence:
         self._thread = threading.Thread(target=self._run, name="anabranch-checkpoint", daemon=True)
 
     def claim(self) -> AbstractContextManager[object]:
-        """Makes this the only server that saves these experts here, until the returned block is left.
+        """Make this the only server that saves these experts here, until the returned block is left.
 
         Raises:
             CheckpointError: another server saves one of them here.
@@ -72,7 +72,7 @@ class Persistence:
             return locks.pop_all()
 
     def load(self) -> list[Identity]:
-        """Loads the saved state of every expert that has one; returns the requests applied to those states.
+        """Load the saved state of every expert that has one; returns the requests applied to those states.
 
         Raises:
             CheckpointError: a checkpoint is damaged, or of another module or optimizer.
@@ -95,7 +95,7 @@ class Persistence:
         return restored
 
     def note_applied(self, uid: str, identity: Identity, settled: int) -> None:
-        """Records a request applied to ``uid``; its client will never repeat a request below ``settled``."""
+        """Record a request applied to ``uid``; its client will never repeat a request below ``settled``."""
         applied = self._applied[uid]
         epoch = identity[0]
         for old in [old for old in applied if old[0] == epoch and old[1] < settled]:
@@ -105,7 +105,7 @@ class Persistence:
             del applied[next(iter(applied))]
 
     def save(self) -> None:
-        """Saves every expert that was updated since it was last saved; durable when it returns.
+        """Save every expert that was updated since it was last saved; durable when it returns.
 
         Raises:
             CheckpointError: the disk is full or failing; earlier checkpoints are untouched.

@@ -97,7 +97,7 @@ class Runtime:
         return pool.changed is self._changed
 
     def close(self) -> None:
-        """Ends the thread after the batch that runs, for which it waits at most ten seconds."""
+        """End the thread after the batch that runs, for which it waits at most ten seconds."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -110,7 +110,7 @@ class Runtime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context between two batches, in which none runs."""
+        """Hold the block between two batches, in which none runs."""
         if not self._batch.acquire(timeout=_LONGEST_NAP):
             raise DeadlineExceeded(
                 "a batch did not end", peer=self._thread.name, operation="pause", elapsed=_LONGEST_NAP
@@ -121,12 +121,16 @@ class Runtime:
             self._batch.release()
 
     def idle(self) -> bool:
-        """True while the device thread sleeps and no other runs batches: a quick batch runs where it is submitted."""
+        """Return True while the device thread sleeps and no other runs batches: a quick batch runs where it is
+        submitted.
+        """
         with self._lock:
             return self._sleeps_until > 0 and not self._helped
 
     def healthy(self) -> bool:
-        """True unless the running batch has overrun all its tasks' deadlines: the device is stuck, or far too slow."""
+        """Return True unless the running batch has overrun all its tasks' deadlines: the device is stuck, or far too
+        slow.
+        """
         running = self._running
         return running is None or not running.expired()
 
@@ -219,7 +223,7 @@ class Runtime:
         pool.note_seconds(rows, time.monotonic() - started)
 
     def _next_pool(self) -> TaskPool | None:
-        """The pool to serve, as soon as one has a batch due; ``None`` when it is time to end."""
+        """Return the pool to serve, as soon as one has a batch due; ``None`` when it is time to end."""
         while not self._stopped:
             now = time.monotonic()
             pool = None if self._helped else self._most_urgent(now)

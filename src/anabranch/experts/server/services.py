@@ -33,7 +33,7 @@ _NAP = 0.5
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set while the block runs; only in the main thread."""
+    """Return an event that SIGTERM and SIGINT set while the block runs; only in the main thread."""
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -108,7 +108,7 @@ def serve_experts(
     say: Callable[[str], None] | None = None,
     beside: Callable[[ExpertServer], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Serves ``backends`` until ``stop`` is set, then drains and saves.
+    """Serve ``backends`` until ``stop`` is set, then drain and save.
 
     Takes the arguments of ``ExpertServer``; ``say`` is called with ``listening on ENDPOINT`` once calls are served; it
     prints by default. ``beside`` makes an object that lives as long as the server.
@@ -141,7 +141,7 @@ def serve_directory(
     heartbeat: float = 1.0,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
+    """Serve a directory until ``stop`` is set; arguments as of ``DirectoryServer``."""
     keep_one_heap()
     with DirectoryServer(listen, keys=keys, insecure=insecure, heartbeat=heartbeat) as server:
         (say or _say)(f"listening on {server.endpoint}")

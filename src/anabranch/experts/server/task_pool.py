@@ -164,7 +164,7 @@ class TaskPool:
         self._closed = False
 
     def share(self, lock: RLock, filled: dict[TaskPool, None], changed: threading.Condition | None = None) -> None:
-        """Sets the state that the pool shares with the other pools of its runtime.
+        """Set the state that the pool shares with the other pools of its runtime.
 
         Args:
             lock: held while a queue is read or changed.
@@ -178,7 +178,7 @@ class TaskPool:
         self._filled = filled
 
     def check_room(self, rows: int, nbytes: int) -> None:
-        """Raises ``Overloaded`` if there is no room now for a request of so many rows and bytes."""
+        """Raise ``Overloaded`` if there is no room now for a request of so many rows and bytes."""
         # Checked again, with the lock held, when the task is queued.
         if self._queue or self._closed:
             with self.lock:
@@ -238,7 +238,7 @@ class TaskPool:
     # --- called by the runtime, which holds ``changed`` meanwhile
 
     def due_at(self) -> float:
-        """The ``time.monotonic`` moment at which an idle device should run a batch of this pool."""
+        """Return the ``time.monotonic`` moment at which an idle device should run a batch of this pool."""
         if not self._queue:
             return float("inf")
         if self._rows >= self.min_batch_size:
@@ -257,12 +257,14 @@ class TaskPool:
         )
 
     def note_seconds(self, rows: int, seconds: float) -> None:
-        """Records the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
+        """Record the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
         size = rows.bit_length()
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
     def take_batch(self) -> list[Task]:
-        """The oldest tasks, up to ``max_batch_size`` rows; drops those that are unwanted or past their deadline."""
+        """Return the oldest tasks, up to ``max_batch_size`` rows; drops those that are unwanted or past their
+        deadline.
+        """
         batch: list[Task] = []
         late: list[Task] = []
         rows = 0
@@ -286,7 +288,7 @@ class TaskPool:
         return batch
 
     def open(self) -> None:
-        """Accepts tasks, also after ``close``: a backend may be served again."""
+        """Accept tasks, also after ``close``: a backend may be served again."""
         with self.lock:
             self._closed = False
 
@@ -302,7 +304,7 @@ class TaskPool:
             task.finish(PeerLost(f"{self.name} is closed"))
 
     def run(self, batch: Sequence[Task], answering: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Runs a batch and answers its tasks; if it fails, each is run alone, so that only the faulty one fails.
+        """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails.
 
         ``answering`` makes the context in which several are answered.
         """
@@ -375,14 +377,14 @@ def _finish(task: Task, outcome: Sequence[Tensor | None] | BaseException) -> Non
 
 
 def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[list[Tensor | None]]:
-    """The outputs of each task of a batch."""
+    """Return the outputs of each task of a batch."""
     sizes = [task.rows for task in batch]
     columns = [[None] * len(sizes) if output is None else torch.split(output, sizes) for output in outputs]
     return [[column[index] for column in columns] for index in range(len(batch))]
 
 
 def join_tasks(batch: Sequence[Task]) -> list[Tensor | None]:
-    """The inputs of a batch, each as one tensor."""
+    """Return the inputs of a batch, each as one tensor."""
     joined: list[Tensor | None] = []
     for column in zip(*(task.inputs for task in batch), strict=True):
         present = [tensor for tensor in column if tensor is not None]

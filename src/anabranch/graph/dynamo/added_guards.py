@@ -15,7 +15,7 @@ __all__ = ["guard_emptiness", "guard_signs"]
 
 
 def guard_signs(guard: Any, value: object) -> None:
-    """Adds to one of Dynamo's guards that zeros in ``value`` keep their signs, if there are any.
+    """Add to one of Dynamo's guards that zeros in ``value`` keep their signs, if there are any.
 
     Args:
         guard: a ``torch._guards.Guard``, which makes its check anew each time that guards are built.
@@ -27,7 +27,7 @@ def guard_signs(guard: Any, value: object) -> None:
 
 
 def guard_emptiness(guard: Any, value: Mapping[Any, Any]) -> None:
-    """Adds to one of Dynamo's guards on a dict that it stays empty, or stays filled."""
+    """Add to one of Dynamo's guards on a dict that it stays empty, or stays filled."""
     guard.create_fn = partial(_with_emptiness, guard.create_fn, len(value) == 0)
 
 
@@ -44,7 +44,7 @@ def _with_signs(create: Callable[[Any, Any], None], signs: list[float], builder:
 
 
 def _signs(value: object) -> Iterator[float]:
-    """The sign of every zero within."""
+    """Yield the sign of every zero within."""
     if isinstance(value, float):
         if value == 0.0:
             yield math.copysign(1.0, value)

@@ -101,7 +101,7 @@ def mark(name: str, value: Tensor) -> Tensor:
 
 
 def mistake(kind: str, text: str) -> Tensor:
-    """A call that reports a user's mistake to ``make``: ``kind`` is ``"type"`` or ``"value"``."""
+    """Return a call that reports a user's mistake to ``make``: ``kind`` is ``"type"`` or ``"value"``."""
     return torch.empty(0)
 
 
@@ -120,11 +120,11 @@ class TracedCall:
     numbers: frozenset[int]
 
     def marks(self) -> dict[str, fx.Node]:
-        """The nodes named by ``mark``, in their order."""
+        """Return the nodes named by ``mark``, in their order."""
         return {str(node.args[0]): node for node in self.module.graph.find_nodes(op="call_function", target=mark)}
 
     def check(self) -> None:
-        """Raises the mistake that ``mistake`` has noted.
+        """Raise the mistake that ``mistake`` has noted.
 
         Raises:
             UserMistake, WrongType: the user's mistake.
@@ -172,11 +172,11 @@ class Front:
         self.unseen = Unseen()
 
     def knows(self, kind: object) -> bool:
-        """True if a program was made for batches of this kind."""
+        """Return True if a program was made for batches of this kind."""
         return kind in self._fronts
 
     def forget(self) -> None:
-        """Drops all programs."""
+        """Drop all programs."""
         self._fronts.clear()
         self._exhausted.clear()
         self._code = None
@@ -255,7 +255,7 @@ class Front:
         return compiled.full(*args)
 
     def make(self, module: fx.GraphModule) -> Callable[..., Sequence[object]]:
-        """Called by Dynamo for the function to call in place of ``module``."""
+        """Return the function that Dynamo is to call in place of ``module``."""
         if not self._may_trace:
             raise GuardMiss(f"no graph of {self._what} fits the batch and the Python values of now")
         try:
@@ -297,7 +297,7 @@ class Front:
         return run
 
     def _explained(self, error: BaseException, kind: object) -> BaseException:
-        """The error to raise in place of Dynamo's."""
+        """Return the error to raise in place of Dynamo's."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         failed = opaque.take_failure()
@@ -345,7 +345,7 @@ _passed: bool | None = None
 
 
 def guards_hold() -> bool:
-    """Captures a tiny module, changes it in three ways, and looks whether each change is noticed."""
+    """Capture a tiny module, change it in three ways, and look whether each change is noticed."""
     probe, x = _Probe(), torch.ones(1, 1)
     front = Front(
         lambda model, x: mark("y", model(x)), lambda call: lambda *args: [torch.ones(1, 1)], what="a self-test"
@@ -372,7 +372,7 @@ def guards_hold() -> bool:
 
 
 def _refuse_other_pytorch() -> None:
-    """Tests Dynamo's guards once a process, before the first capture.
+    """Test Dynamo's guards once a process, before the first capture.
 
     Raises:
         CaptureError: they miss changes.
@@ -432,7 +432,7 @@ class _Forms:
 
 @contextmanager
 def _untimed() -> Iterator[None]:
-    """A block in which Dynamo does not measure, for its log, how long guards take: it empties the caches of the CPU."""
+    """Keep Dynamo from measuring, for its log, how long guards take in a block: it empties the caches of the CPU."""
     from torch._dynamo import guards
 
     space: Any = guards
@@ -460,7 +460,7 @@ class _Compiled:
         weakref.finalize(self, _let_go, front.__code__, front.__globals__).atexit = False
 
     def full(self, *args: object) -> Any:
-        """Runs the program whose guards hold, or makes one."""
+        """Run the program whose guards hold, or make one."""
         self._front.__globals__.update(self._wrapped)
         try:
             return self._compile(*args)  # type: ignore[no-untyped-call]
@@ -478,7 +478,7 @@ class _Compiled:
                 space[name] = _unhooked(program, self._set_eval_frame)
 
     def quick(self, *args: object) -> Any:
-        """Runs the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
+        """Run the program whose guards hold; ``torch._dynamo.run`` without the bookkeeping around it.
 
         Raises:
             _NotCompiled: no program's guards hold; nothing has happened.
@@ -543,7 +543,7 @@ class _Backend:
         return front.make(module)
 
     def look_at_guards(self, entries: Sequence[Any]) -> list[bool]:
-        """Notes guards that compare a value with itself; keeps all guards."""
+        """Note guards that compare a value with itself; keeps all guards."""
         front = self._front()
         measured = {entry.name for entry in entries if _MEASURING & {entry.guard_type, *entry.derived_guard_types}}
         for entry in entries:
@@ -566,7 +566,7 @@ def _last_lr(self: LRScheduler) -> list[float | Tensor]:
 
 
 def _is_of_a_module(name: str, front: Front | None) -> bool:
-    """True for dicts that every module has, and whose truth nobody asks for but code that names them."""
+    """Return True for dicts that every module has, and whose truth nobody asks for but code that names them."""
     last = name.rpartition(".")[2]
     return last.startswith("_global_") or (last in _OF_MODULES and front is not None and not front.unseen.names(last))
 
@@ -582,7 +582,7 @@ _UNCHANGING = (
 
 
 def _may_change(value: object) -> bool:
-    """True if a guard that compares with ``value`` itself would see it change too, and so never miss."""
+    """Return True if a guard that compares with ``value`` itself would see it change too, and so never miss."""
     if isinstance(value, (tuple, frozenset)):
         return any(map(_may_change, value))
     return not isinstance(value, _UNCHANGING)
@@ -594,7 +594,7 @@ _are_allowed = False
 
 
 def _allow_marks() -> None:
-    """Registers the calls that stay whole in Dynamo's graph; not at import, which would load Dynamo."""
+    """Register the calls that stay whole in Dynamo's graph; not at import, which would load Dynamo."""
     global _are_allowed
     with _allowed:
         if not _are_allowed:
@@ -611,7 +611,7 @@ def _allow_marks() -> None:
 
 
 def _describe(module: fx.GraphModule) -> TracedCall:
-    """The call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation."""
+    """Return the call with the facts of Dynamo's placeholders that Dynamo forgets after the compilation."""
     names: list[str] = []
     numbers: set[int] = set()
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -624,7 +624,7 @@ def _describe(module: fx.GraphModule) -> TracedCall:
 
 
 def _plain(source: object, node: fx.Node) -> str:
-    """The plain name of a source: ``1.x`` for ``L['args'][1]['x']``."""
+    """Return the plain name of a source: ``1.x`` for ``L['args'][1]['x']``."""
     name = source if isinstance(source, str) else None
     if name is None:
         return node.name.removeprefix("l_").rstrip("_")
@@ -636,7 +636,7 @@ def _plain(source: object, node: fx.Node) -> str:
 
 
 def _plain_source(source: str) -> str:
-    """The plain name of a source in errors: ``held`` for ``L['args'][0].held``."""
+    """Return the plain name of a source in errors: ``held`` for ``L['args'][0].held``."""
     return source.removeprefix("L[").replace("args[0].", "").replace("args[1]", "batch")
 
 
@@ -647,7 +647,7 @@ def _said_once() -> set[object]:
 
 
 def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[type]:
-    """The classes whose methods a call of ``function`` may go through."""
+    """Yield the classes whose methods a call of ``function`` may go through."""
     yield from (Tensor, nn.Parameter, nn.Module, type(function))
     for arg in args:
         yield type(arg)
@@ -659,7 +659,7 @@ def _kinds_of(function: Callable[..., Any], args: Sequence[object]) -> Iterator[
 
 
 def _refuse_what_is_lost() -> None:
-    """Raises if the traced code writes gradients, as ``backward()`` does: the graph computes its own."""
+    """Raise if the traced code writes gradients, as ``backward()`` does: the graph computes its own."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
@@ -723,7 +723,7 @@ def _autocast_depth() -> int:
 
 
 def _inside_dynamo(error: BaseException) -> bool:
-    """True if PyTorch's tracing machinery raised it."""
+    """Return True if PyTorch's tracing machinery raised it."""
     step = error.__traceback__
     while step is not None:
         if "/torch/_dynamo/" in step.tb_frame.f_code.co_filename.replace("\\", "/"):

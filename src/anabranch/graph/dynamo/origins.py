@@ -27,7 +27,7 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def is_of_a_library(value: object) -> bool:
-    """True for a module, a class, or a function that closes over nothing, none of them the user's."""
+    """Return True for a module, a class, or a function that closes over nothing, none of them the user's."""
     if isinstance(value, FunctionType):
         return value.__code__.co_filename.startswith(LIBRARIES) and not value.__closure__
     if isinstance(value, ModuleType):
@@ -41,7 +41,7 @@ def is_of_a_library(value: object) -> bool:
 
 
 def closed_over(function: object) -> list[object]:
-    """The values that a Python function closes over, those that are assigned by now.
+    """Return the values that a Python function closes over, those that are assigned by now.
 
     >>> number = 3
     >>> closed_over((lambda number: lambda: number)(number))

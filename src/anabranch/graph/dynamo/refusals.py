@@ -39,7 +39,7 @@ class Raises(CaptureError):
 
 
 def refusal_of(error: BaseException, what: str) -> CaptureError:
-    """The error to raise in place of Dynamo's."""
+    """Return the error to raise in place of Dynamo's."""
     kind = Raises if "Observed exception" in str(error) else CaptureError
     return kind(reason_of(error, what))
 
@@ -70,7 +70,9 @@ def reason_of(error: BaseException, what: str) -> str:
 
 
 def reason_of_call(error: Exception, line: str) -> str:
-    """The same for one of Dynamo's calls: the error of the user's own line, or the reason why it cannot be captured."""
+    """Return the same for one of Dynamo's calls: the error of the user's own line, or the reason why it cannot be
+    captured.
+    """
     said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     words = next((words for needle, words in _REASONS if needle in said), None)
     if words is None or not type(error).__module__.startswith("torch."):
@@ -79,7 +81,7 @@ def reason_of_call(error: Exception, line: str) -> str:
 
 
 def _python_name(source: str) -> str:
-    """The plain name of a source: ``'seen'`` for ``G['seen']``, ``'calls'`` for ``L['self'].calls``."""
+    """Return the plain name of a source: ``'seen'`` for ``G['seen']``, ``'calls'`` for ``L['self'].calls``."""
     parts = re.findall(r"\['(\w+)'\]|\.(\w+)", source)
     names = [one or other for one, other in parts if not (one or other).startswith("__")]
     names = [name for name in names if name not in ("args", "cell_contents", "_buffers", "_modules")]
@@ -100,7 +102,7 @@ def _raised(text: str) -> str:
 
 
 def _user_line(text: str) -> str:
-    """The innermost line of the user's own code; of a library's, if there is none."""
+    """Return the innermost line of the user's own code; of a library's, if there is none."""
     places = re.findall(r'File "([^"]+)", line (\d+), in ', text.partition("from user code:")[2] or text)
     own = [place for place in places if not place[0].startswith(OURS)]
     chosen = own or [place for place in places if not place[0].startswith(OURS[1])]
@@ -108,6 +110,6 @@ def _user_line(text: str) -> str:
 
 
 def user_line_of(node: fx.Node) -> str:
-    """The line of the user's code that makes a call of Dynamo's graph, with a colon behind it."""
+    """Return the line of the user's code that makes a call of Dynamo's graph, with a colon behind it."""
     line = _user_line(str(node.meta.get("stack_trace") or ""))
     return f"{line}: " if line else ""

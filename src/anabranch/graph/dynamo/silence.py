@@ -20,7 +20,7 @@ _LOUD = (
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """A block without warnings, and without records of PyTorch's tracers."""
+    """Run a block without warnings, and without records of PyTorch's tracers."""
     loggers = [logging.getLogger(name) for name in _LOUD]
     before = [logger.disabled for logger in loggers]
     with warnings.catch_warnings():

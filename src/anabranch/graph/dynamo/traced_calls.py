@@ -46,7 +46,7 @@ class Arguments:
     fixed: tuple[tuple[int, object], ...]
 
     def given(self, args: Sequence[object], values: Sequence[object]) -> list[object]:
-        """The traced values in the order of the placeholders."""
+        """Return the traced values in the order of the placeholders."""
         held = dict(self.fixed)
         return [held.get(i, args[i]) if at is None else values[at] for i, at in enumerate(self.place)]
 
@@ -63,20 +63,20 @@ class Binding:
         self._reads_numbers = any(index in call.numbers for index in arguments.free)
 
     def fits(self, args: Sequence[object]) -> bool:
-        """True if the bound tensors are identical, and the values that the graph holds are equal."""
+        """Return True if the bound tensors are identical, and the values that the graph holds are equal."""
         if not all(map(operator.is_, self._pick_bound(args), self._bound)):
             return False
         return not self._fixed or all(args[index] == value for index, value in self._fixed)
 
     def free(self, args: Sequence[object]) -> Sequence[object]:
-        """The arguments of the program."""
+        """Return the arguments of the program."""
         if self._reads_numbers:
             return [args[i].item() if i in self._numbers else args[i] for i in self._free]  # type: ignore[attr-defined]
         return self._pick_free(args)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[object]], Sequence[object]]:
-    """A function that picks these values, always as a sequence."""
+    """Return a function that picks these values, always as a sequence."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda values: [values[index] for index in indices]
@@ -142,7 +142,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def run_calls(call: TracedCall, values: Sequence[object], recorder: Recorder) -> tuple[list[object], dict[str, Tensor]]:
-    """The outputs of the calls for traced ``values``, and the tensors that are marked, by name."""
+    """Return the outputs of the calls for traced ``values``, and the tensors that are marked, by name."""
     runner = _Runner(call, recorder)
     results = runner.run(*values)
     return list(results), runner.marked
@@ -177,7 +177,9 @@ class _Runner(fx.Interpreter):
         return result
 
     def _checkpointed(self, n: fx.Node) -> Any:
-        """A region of ``torch.utils.checkpoint``: marked, so that its values are computed again instead of kept."""
+        """Return a region of ``torch.utils.checkpoint``: marked, so that its values are computed again instead of
+        kept.
+        """
         body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
         runner = _Runner(self._call, self._recorder, body)
         with self._recorder.checkpointing():
@@ -187,7 +189,7 @@ class _Runner(fx.Interpreter):
 
 
 def _scope(node: fx.Node) -> str:
-    """The qualified name of the module that makes the call."""
+    """Return the qualified name of the module that makes the call."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -71,7 +71,7 @@ class Unseen:
         """A value whose changes neither guards nor looks would notice."""
 
     def changed(self) -> object | None:
-        """The first read that gives another value; ``None`` if all are unchanged."""
+        """Return the first read that gives another value; ``None`` if all are unchanged."""
         for held, absent in self._absent.values():
             if not held.isdisjoint(absent):
                 return "a name that came to hide another"
@@ -88,7 +88,7 @@ class Unseen:
         self._looks.setdefault(key, (look, look()))
 
     def _own_calls(self) -> list[object]:
-        """The functions that modules have in place of their class's for a call; one check for all of them."""
+        """Return the functions that modules have in place of their class's for a call; one check for all of them."""
         found: list[object] = []
         for kept in self._modules.values():
             held = getattr(kept(), "__dict__", ())
@@ -97,7 +97,7 @@ class Unseen:
         return found
 
     def examine_code(self, codes: Collection[CodeType]) -> None:
-        """Records the traced code.
+        """Record the traced code.
 
         Raises:
             CaptureError: it compares objects by identity.
@@ -132,7 +132,7 @@ class Unseen:
             self._watch(REGISTERED, abc.get_cache_token)
 
     def examine_calls(self, graph: fx.Graph) -> None:
-        """Records the torch calls found.
+        """Record the torch calls found.
 
         Raises:
             CaptureError: one is a function or a gradient that Dynamo does not read.
@@ -151,7 +151,7 @@ class Unseen:
             self._absent.setdefault(id(held), (held.keys(), set()))[1].update(absent)
 
     def _examine_absences(self, name: str, value: object) -> None:
-        """Records attributes that an object lacks, and that the code would find if it had them."""
+        """Record attributes that an object lacks, and that the code would find if it had them."""
         kind = type(value)
         try:
             held = object.__getattribute__(value, "__dict__")
@@ -174,11 +174,11 @@ class Unseen:
             self._watch(("keys", id(value)), lambda: tuple(getattr(kept(), "__dict__", ())))
 
     def names(self, attribute: str) -> bool:
-        """True if the traced code of the user's names ``attribute``."""
+        """Return True if the traced code of the user's names ``attribute``."""
         return attribute in self._names
 
     def examine_value(self, name: str, value: object) -> None:
-        """Records a value that a guard reads; one that cannot be watched is noted in ``refused``."""
+        """Record a value that a guard reads; one that cannot be watched is noted in ``refused``."""
         kind = type(value)
         self._examine_absences(name, value)
         if isinstance(value, type):
@@ -200,7 +200,7 @@ class Unseen:
                 self.refused = f"{name}, whose class has a {special} of its own"
 
     def _examine_function(self, function: FunctionType) -> None:
-        """Records the classes and functions that a function names: guards do not cover those that it only calls."""
+        """Record the classes and functions that a function names: guards do not cover those that it only calls."""
         cells = closed_over(function)
         space = function.__globals__
         self._watch_absence(space, vars(builtins).keys() & set(function.__code__.co_names))
@@ -229,19 +229,19 @@ def _attention_switches() -> list[bool]:
 
 
 def _globals_of(codes: Collection[CodeType]) -> list[dict[str, Any]]:
-    """The globals of the modules that the user's traced code comes from."""
+    """Return the globals of the modules that the user's traced code comes from."""
     files = {code.co_filename for code in codes if not code.co_filename.startswith(LIBRARIES)}
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [vars(module) for module in modules if str(vars(module).get("__file__")) in files]
 
 
 def _is_installed(value: Any) -> bool:
-    """True for a class or a function of a library."""
+    """Return True for a class or a function of a library."""
     return str(getattr(sys.modules.get(value.__module__), "__file__", "")).startswith(INSTALLED)
 
 
 def _is_users(method: object, inherits: bool = False) -> bool:
-    """True for a function of the user's own code, and none that a dataclass generates.
+    """Return True for a function of the user's own code, and none that a dataclass generates.
 
     Args:
         method: of a class.
@@ -256,12 +256,12 @@ def _is_users(method: object, inherits: bool = False) -> bool:
 
 
 def _is_read(method: object) -> bool:
-    """True for a function that is neither torch's nor ours."""
+    """Return True for a function that is neither torch's nor ours."""
     return isinstance(method, FunctionType) and not method.__code__.co_filename.startswith(OURS)
 
 
 def _has_order(name: str, value: OrderedDict[Any, Any]) -> bool:
-    """False for the tables of a module, which the code reads by name; its hooks are called in their order."""
+    """Return False for the tables of a module, which the code reads by name; its hooks are called in their order."""
     if "_hooks" in name:
         return len(value) > 1
     return not any(f"_{kind}" in name for kind in ("modules", "parameters", "buffers", "hooks", "pre_hooks", "kwargs"))

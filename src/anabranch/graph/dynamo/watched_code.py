@@ -22,7 +22,7 @@ _value_of = operator.attrgetter("value")
 
 
 def _tag_of(kind: type) -> ctypes.c_uint:
-    """The tag's memory, valid while the class lives."""
+    """Return the tag's memory, valid while the class lives."""
     return ctypes.c_uint.from_address(id(kind) + _TAG_AT)
 
 
@@ -31,7 +31,7 @@ def _tag(kind: type) -> int:
 
 
 def _tags_work() -> bool:
-    """True if the tag moves when a class or its base changes, and only then."""
+    """Return True if the tag moves when a class or its base changes, and only then."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     base = type("Base", (), {"method": lambda self: 1})
@@ -74,7 +74,7 @@ class WatchedCode:
         return list(map(_value_of, self._tag_memory))
 
     def unchanged(self) -> bool:
-        """True if no class and no code has changed since."""
+        """Return True if no class and no code has changed since."""
         if list(map(_code_of, self._functions)) != self._codes:
             return False
         if _has_tags and list(map(_value_of, self._tag_memory)) == self._tags:

@@ -69,7 +69,7 @@ def _is_all_reduce(node: fx.Node) -> bool:
 
 
 def _is_movable(node: fx.Node, effects: Effects) -> bool:
-    """True if the node may run anywhere after its inputs."""
+    """Return True if the node may run anywhere after its inputs."""
     if node.op != "call_function" or effects.written_by(node):
         return False
     if effects.must_stay(node) and not is_collective(node):
@@ -78,7 +78,7 @@ def _is_movable(node: fx.Node, effects: Effects) -> bool:
 
 
 def _hoist(graph: Graph) -> None:
-    """Moves all-reduces, and the nodes that only they need, to where their inputs are final."""
+    """Move all-reduces, and the nodes that only they need, to where their inputs are final."""
     waiting = {node: len(node.all_input_nodes) for node in _to_hoist(graph)}
     for node in list(graph.fx.nodes):
         if node in waiting:
@@ -97,7 +97,9 @@ def _hoist(graph: Graph) -> None:
 
 
 def _to_hoist(graph: Graph) -> set[fx.Node]:
-    """The all-reduces, and the nodes that only they need and that stand among them, not in the computation before."""
+    """Return the all-reduces, and the nodes that only they need and that stand among them, not in the computation
+    before.
+    """
     effects = graph.effects()
     nodes = list(graph.fx.nodes)
     start = next(index for index, node in enumerate(nodes) if _is_all_reduce(node))
@@ -145,7 +147,7 @@ def _merge(graph: Graph, bucket: list[fx.Node]) -> None:
 
 
 def _made(graph: Graph, target: object, *args: object, like: fx.Node) -> fx.Node:
-    """A new node that calls ``target``, with the marks of ``like`` and an example of its result."""
+    """Return a new node that calls ``target``, with the marks of ``like`` and an example of its result."""
     node = graph.fx.call_function(target, args)  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in ("scope", "phase", "recorded") if key in like.meta})
     with torch.no_grad():

@@ -56,7 +56,9 @@ def _same_values(node: fx.Node) -> fx.Node | None:
 
 
 def _factor_of_ones(node: fx.Node, effects: Effects) -> fx.Node | None:
-    """The factor that ``node`` multiplies by the ones starting a backward, if none of the three is ever written to."""
+    """Return the factor that ``node`` multiplies by the ones starting a backward, if none of the three is ever written
+    to.
+    """
     left, right = node.args[:2]
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or right.target is not _aten.ones_like.default:
         return None

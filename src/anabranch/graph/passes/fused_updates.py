@@ -122,7 +122,7 @@ def _readers(graph: Graph, effects: Effects) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _advance_steps_first(graph: Graph, node: fx.Node) -> bool:
-    """Moves the increments of the step counters to the front of the graph, if nothing else reads the counters."""
+    """Move the increments of the step counters to the front of the graph, if nothing else reads the counters."""
     steps = next((list(v) for name, v in arguments(node) if name == "state_steps" and isinstance(v, (list, tuple))), [])
     movable = []
     for user in {user for step in steps for user in step.users}:

@@ -30,7 +30,7 @@ def gradients(
     wrt: Sequence[str] = (),
     insert_grad: InsertGrad = None,
 ) -> Graph:
-    """The graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
+    """Return the graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
 
     >>> from anabranch.graph import capture
     >>> graph = gradients(capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3)), wrt=["w"])
@@ -83,13 +83,13 @@ def gradients(
 
 
 def _inputs(graph: Graph, wrt: Sequence[str]) -> list[str]:
-    """The inputs among ``wrt``, which may call them by their names or those of their nodes."""
+    """Return the inputs among ``wrt``, which may call them by their names or those of their nodes."""
     pairs = zip(graph.placeholders, graph.inputs, strict=True)
     return [name for node, name in pairs if name in wrt or node.name in wrt]
 
 
 def _again(graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str], insert_grad: InsertGrad) -> Origin | None:
-    """Captures the differentiated graph for other shapes."""
+    """Capture the differentiated graph for other shapes."""
     origin = graph.origin
     if origin is None:
         return None
@@ -128,7 +128,7 @@ class _Tape:
         return value
 
     def arriving(self, insert_grad: InsertGrad) -> list[Input]:
-        """The inputs that bring the gradients of the outputs."""
+        """Return the inputs that bring the gradients of the outputs."""
         if insert_grad is None:
             return []
         if insert_grad is True:
@@ -144,7 +144,7 @@ class _Tape:
     def run(
         self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: Recorder
     ) -> tuple[list[object], list[str]]:
-        """The outputs and the gradients, flat, and their names."""
+        """Return the outputs and the gradients, flat, and their names."""
         lookups = [node for found in self._lookups.values() for node in found]
         wanted = [*(self._nodes[name] for name in self.wrt), *lookups]
         computed = self._replay(values, set(wanted))
@@ -205,7 +205,7 @@ class _Tape:
         return computed
 
     def structure(self) -> PyTreeSpec:
-        """The structure of a call's results."""
+        """Return the structure of a call's results."""
         results = [0] * len(self.outputs) + [(0, 0) if name in self._lookups else 0 for name in self.wrt]
         return flatten(tuple(results))[1]
 

@@ -41,7 +41,7 @@ def reuse_in_place(graph: Graph) -> Graph:
 
 
 def _dies(node: fx.Node, index: int, effects: Effects, last: dict[fx.Node, fx.Node], constant: set[fx.Node]) -> bool:
-    """True if the argument has the result's form, and its memory ends here and belongs to no other argument."""
+    """Return True if the argument has the result's form, and its memory ends here and belongs to no other argument."""
     source = node.args[index]
     if not isinstance(source, fx.Node) or not _same_form(source.meta.get("val"), node.meta.get("val")):
         return False
@@ -79,7 +79,7 @@ def _last_readers(graph: Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
 
 @cache
 def _in_place(op: OpOverload) -> OpOverload | None:
-    """The operator that writes the same result into its first argument, if ``op`` is elementwise and has one."""
+    """Return the operator that writes the same result into its first argument, if ``op`` is elementwise and has one."""
     namespace, name = op._schema.name.split("::")
     if namespace != "aten" or torch.Tag.pointwise not in op.tags or name.endswith("_"):
         return None

@@ -88,7 +88,7 @@ def _choices() -> Iterator[_Choice]:
 
 
 def _gentlest(graph: Graph, peak: str, choice: _Choice, budget_bytes: int, found: Graph) -> Graph:
-    """The graph that recomputes the fewest of the choice's segments and still fits."""
+    """Return the graph that recomputes the fewest of the choice's segments and still fits."""
     low, high = 1, choice.used
     while low < high:
         middle = (low + high) // 2
@@ -130,7 +130,7 @@ def _bounds(before: list[fx.Node], segments: int) -> list[int]:
 
 
 def _crossing(before: list[fx.Node], bounds: list[int], position: dict[fx.Node, int]) -> set[fx.Node]:
-    """The values that the forward carries over the start of a segment."""
+    """Return the values that the forward carries over the start of a segment."""
     crossing = set()
     for node in before:
         last = max(
@@ -171,7 +171,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _minimum_cut(before: list[fx.Node], allowed: set[fx.Node], wanted: set[fx.Node]) -> set[fx.Node]:
-    """The values to keep."""
+    """Return the values to keep."""
     if not wanted:
         return set()
     # Half a second, which processes that recompute nothing need not spend.
@@ -215,7 +215,7 @@ def _needed_again(wanted: set[fx.Node], kept: set[fx.Node], allowed: set[fx.Node
 
 
 def _place(graph: Graph, after: list[fx.Node], again: set[fx.Node]) -> None:
-    """Computes each value again right before its first reader after the peak, and points later readers there."""
+    """Compute each value again right before its first reader after the peak, and point later readers there."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def remade(node: fx.Node, reader: fx.Node) -> fx.Node:

@@ -40,7 +40,7 @@ class BoundState:
         self.note_optimizer_state()
 
     def note_optimizer_code(self) -> None:
-        """Records the optimizers' code, and what it reads, as they are now; called when an update is captured.
+        """Record the optimizers' code, and what it reads, as they are now; called when an update is captured.
 
         Raises:
             CaptureError: a graph could not see what an optimizer reads.
@@ -48,13 +48,13 @@ class BoundState:
         self._code = OptimizerCode(self._optimizers)
 
     def note_optimizer_state(self) -> None:
-        """Records the optimizers' state as it is now."""
+        """Record the optimizers' state as it is now."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._spaces = [kept for state in self._states for kept in state.values()]
         self._held = list(chain.from_iterable(map(_contents, self._spaces)))
 
     def intact(self, *, kept_by_optimizers: bool = True) -> bool:
-        """True if every object is identical to the recorded one.
+        """Return True if every object is identical to the recorded one.
 
         Args:
             kept_by_optimizers: check the optimizers' state too; false where they step by themselves.
@@ -84,7 +84,7 @@ class BoundState:
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
     def knows_state(self) -> bool:
-        """True if the optimizers' state is the recorded one: nobody has replaced any of it since."""
+        """Return True if the optimizers' state is the recorded one: nobody has replaced any of it since."""
         held = zip(self._optimizers, self._states, strict=True)
         return all(optimizer.state is state for optimizer, state in held) and self._state_is_the_same()
 
@@ -98,7 +98,7 @@ class BoundState:
         return len(held) == len(self._held) and all(map(same, held, self._held))
 
     def _refuse_new_hooks(self) -> None:
-        """Looks for hooks, but only if any was registered, anywhere, since the last look."""
+        """Look for hooks, but only if any was registered, anywhere, since the last look."""
         number = RemovableHandle.next_id
         if number != self._handles:
             modules = {module: name for name, module in self._model.named_modules()}
@@ -106,11 +106,11 @@ class BoundState:
             self._handles = number
 
     def _grouped(self) -> list[int]:
-        """The number of parameters in each group; ``add_param_group`` changes it."""
+        """Return the number of parameters in each group; ``add_param_group`` changes it."""
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _moved_alike(self) -> bool:
-        """True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""
+        """Return True if only memory has moved (``parameter.data = ...``), which generated code follows by itself."""
         if list(map(_form, self._tensors)) != self._forms:
             return False
         shared = self._shared
@@ -128,7 +128,7 @@ _values = dict.values
 
 
 def _contents(kept: object) -> Iterable[object]:
-    """The values in an optimizer's state of one parameter; some keep a number under a name instead."""
+    """Return the values in an optimizer's state of one parameter; some keep a number under a name instead."""
     return kept.values() if isinstance(kept, dict) else (kept,)
 
 

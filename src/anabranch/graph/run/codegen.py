@@ -59,7 +59,7 @@ class Program:
         self._anchors, self._places = [tensor for tensor, _ in anchors], [where for _, where in anchors]
 
     def run(self, *inputs: object) -> tuple[object, ...]:
-        """Runs the function with autograd off, and autocast, whose casts are part of the graph."""
+        """Run the function with autograd off, and autocast, whose casts are part of the graph."""
         if torch._C._is_any_autocast_enabled():
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(inputs)
@@ -84,7 +84,7 @@ class Program:
 def generate(
     graph: fx.Graph, bound: Mapping[fx.Node, Tensor], told: Sequence[tuple[fx.Node, Callable[[object], None]]] = ()
 ) -> Program:
-    """The program of ``graph``, whose placeholders in ``bound`` are bound to those tensors.
+    """Return the program of ``graph``, whose placeholders in ``bound`` are bound to those tensors.
 
     Args:
         graph: the graph to run.
@@ -154,7 +154,7 @@ class _Writer:
     def _where_final(
         self, told: Sequence[tuple[fx.Node, Callable[[object], None]]]
     ) -> dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]]:
-        """The results to tell of, by the node after which they are final: the last write to their memory."""
+        """Return the results to tell of, by the node after which they are final: the last write to their memory."""
         found: dict[fx.Node, list[tuple[fx.Node, Callable[[object], None]]]] = {}
         if not told:
             return found
@@ -195,7 +195,7 @@ class _Writer:
         return hoisted
 
     def _constant_or_alike(self, node: fx.Node) -> object:
-        """The constant, or a tensor of the same form for operators that do not read its values."""
+        """Return the constant, or a tensor of the same form for operators that do not read its values."""
         if node in self._constants:
             return self._constants[node]
         example = node.meta["val"]
@@ -218,7 +218,7 @@ class _Writer:
         self._free(node)
 
     def _parts(self, node: fx.Node) -> list[str] | None:
-        """The names to unpack the results into, if they are only taken apart; else ``None``."""
+        """Return the names to unpack the results into, if they are only taken apart; else ``None``."""
         value = node.meta.get("val")
         if not isinstance(value, (tuple, list)) or not node.users:
             return None
@@ -258,7 +258,7 @@ class _Writer:
         return f"{self._global(function, name)}({self._listed(node.args, node.kwargs)})"
 
     def _counters(self, node: fx.Node) -> list[Tensor]:
-        """The counters on the CPU, numbers of state, that the node only advances by a number; else empty."""
+        """Return the counters on the CPU, numbers of state, that the node only advances by a number; else empty."""
         if node.target is not _aten._foreach_add_.Scalar or node.users or not isinstance(node.args[1], (int, float)):
             return []
         counters = [self._bound.get(counter) for counter in node.args[0]]  # type: ignore[union-attr, arg-type]
@@ -376,7 +376,9 @@ _proved: dict[object, Callable[..., object]] = {}
 
 
 def _fast_callable(node: fx.Node) -> Callable[..., object]:
-    """The quickest function that, called with the node's arguments as they are, dispatches the node's operator."""
+    """Return the quickest function that, called with the node's arguments as they are, dispatches the node's
+    operator.
+    """
     op = node.target
     assert isinstance(op, OpOverload)
     key = (op, _kinds(node.args), tuple((name, _kinds(value)) for name, value in node.kwargs.items()))

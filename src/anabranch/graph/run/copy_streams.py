@@ -28,7 +28,7 @@ __all__ = ["copy_beside_compute", "crosses_from_cuda", "launch_before_crossings"
 
 
 def crosses_from_cuda(graph: Graph) -> bool:
-    """True if a tensor on a CUDA device crosses a boundary."""
+    """Return True if a tensor on a CUDA device crosses a boundary."""
     return any(
         source.meta["val"].is_cuda
         for node in graph.fx.nodes
@@ -85,7 +85,7 @@ def copy_beside_compute(graph: Graph) -> Graph:
 
 
 def _note_ready(tensors: list[Tensor]) -> torch.cuda.Event | None:
-    """An event that comes when the current stream has computed ``tensors``; ``None`` on a CPU."""
+    """Return an event that comes when the current stream has computed ``tensors``; ``None`` on a CPU."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None

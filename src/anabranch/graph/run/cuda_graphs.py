@@ -34,7 +34,7 @@ _Recording: TypeAlias = "tuple[Callable[[], None], tuple[object, ...]]"
 
 
 def can_replay(graph: Graph) -> bool:
-    """True if the whole graph runs on one CUDA device, in kernels that need no Python."""
+    """Return True if the whole graph runs on one CUDA device, in kernels that need no Python."""
     devices: set[torch.device] = set()
     for node in graph.fx.nodes:
         if node.op == "output":

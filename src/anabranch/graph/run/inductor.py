@@ -23,7 +23,7 @@ __all__ = ["compiled"]
 
 
 def compiled(graph: Graph) -> Program:
-    """The program of ``graph`` with kernels that Inductor makes at the first run.
+    """Return the program of ``graph`` with kernels that Inductor makes at the first run.
 
     Args:
         graph: without optimizer nodes, which Inductor refuses in their fused form.

@@ -104,7 +104,7 @@ class Joint:
         return [n for n, p in named if p.requires_grad and (every or n in asked or p in step.names)]
 
     def fits(self, args: Sequence[object], key: JointKey) -> bool:
-        """True if this is the program for these arguments."""
+        """Return True if this is the program for these arguments."""
         if key is not self.key and key != self.key:
             return False
         return self._binding.fits(args)
@@ -127,7 +127,7 @@ class Joint:
         return self._binding.holds_numbers
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
-        """The results as Dynamo's code expects them."""
+        """Return the results as Dynamo's code expects them."""
         return [results[name] for name in self._outputs]
 
     # --- running
@@ -139,7 +139,7 @@ class Joint:
         begin: Callable[[Sequence[str]], None] | None = None,
         arrivals: Arrivals | None = None,
     ) -> dict[str, object]:
-        """Runs the program; returns the results by name.
+        """Run the program; returns the results by name.
 
         Args:
             args: the values of Dynamo's placeholders.
@@ -166,7 +166,7 @@ class Joint:
         return self._finish(results, stepped=False)
 
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
-        """Runs forward and backward alone; returns the backward graph's results by name."""
+        """Run forward and backward alone; returns the backward graph's results by name."""
         return dict(zip(self.backward.graph.outputs, self._apart().run(*self._binding.free(args)), strict=True))
 
     def _run_backward(self, free: Sequence[object], arrivals: Arrivals | None) -> dict[str, object]:
@@ -180,7 +180,7 @@ class Joint:
         return results
 
     def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
-        """Runs part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
+        """Run part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
         step, backward = self._step, self.backward
         results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
         rows = {name: results.pop(name) for name in backward.rows}
@@ -199,12 +199,12 @@ class Joint:
         return self._finish(results | rows, stepped=True)
 
     def take_state(self) -> None:
-        """Captures the update once there is optimizer state."""
+        """Capture the update once there is optimizer state."""
         if self.key.whole and self._program is None and self._ready():
             self._join()
 
     def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
-        """Steps the optimizers on the rows that the graph yields, and adds the gradients asked for, in final form."""
+        """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
         if self._step.leaves_gradients:
             self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
@@ -229,7 +229,7 @@ class Joint:
     # --- making
 
     def _ready(self) -> bool:
-        """True if the update can be captured: the optimizers' state exists, and no refusal was met."""
+        """Return True if the update can be captured: the optimizers' state exists, and no refusal was met."""
         step = self._step
         dense = [step.parameters[name] for name in self.backward.dense if step.parameters[name] in step.names]
         return step.refused_update is None and has_state(step.optimizers, dense)
@@ -276,7 +276,7 @@ class Joint:
             self._program = graph.program()
 
     def _split(self, front: Graph, update: Graph | None, dense: Mapping[str, Tensor]) -> None:
-        """Splits into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
+        """Split into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
         names = [f"{name}.grad" for name in dense]
         self._front_outputs, self._updated = front.outputs, names
         if self._step.compile:

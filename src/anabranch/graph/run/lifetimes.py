@@ -36,7 +36,7 @@ class MemoryPlan:
 
 
 def plan_memory(graph: Graph) -> MemoryPlan:
-    """The plan of the program that ``graph`` runs as."""
+    """Return the plan of the program that ``graph`` runs as."""
     lowered = graph.lowered()
     effects = lowered.effects()
     nodes = [node for node in lowered.fx.nodes if node.op == "call_function"]
@@ -69,7 +69,7 @@ def plan_memory(graph: Graph) -> MemoryPlan:
 
 
 def _own(node: fx.Node, root: fx.Node, position: int, first: dict[fx.Node, int], sizes: dict[fx.Node, int]) -> None:
-    """Counts the memory that ``node`` allocates, if it does."""
+    """Count the memory that ``node`` allocates, if it does."""
     if root is not node:
         return
     size = storage_bytes(node.meta.get("val"))
@@ -78,7 +78,7 @@ def _own(node: fx.Node, root: fx.Node, position: int, first: dict[fx.Node, int],
 
 
 def storage_bytes(value: object) -> int:
-    """The bytes that an operation allocates for this result."""
+    """Return the bytes that an operation allocates for this result."""
     if isinstance(value, (tuple, list)):
         return sum(map(storage_bytes, value))
     if isinstance(value, Tensor) and value.layout.__str__() == "torch.strided" and value.numel():

@@ -19,7 +19,9 @@ __all__ = ["profile"]
 
 
 def profile(graph: Graph, leaves: Sequence[object], runs: int) -> dict[str, float]:
-    """The median seconds of each operation over ``runs`` runs, by its name. On CUDA, every operation is waited for."""
+    """Return the median seconds of each operation over ``runs`` runs, by its name. On CUDA, every operation is waited
+    for.
+    """
     seen: dict[str, list[float]] = {}
     has_cuda = torch.cuda.is_available()
     for _ in range(runs):

@@ -42,15 +42,15 @@ class Arrivals(Protocol):
     """Receives the results of a backward graph while it runs."""
 
     def begin(self, outputs: Sequence[str]) -> None:
-        """Called before a run that yields these outputs."""
+        """Prepare for a run that yields these outputs."""
         ...
 
     def loss(self, value: Tensor) -> None:
-        """Called with the loss, before any gradient."""
+        """Take the loss, before any gradient."""
         ...
 
     def gradient(self, name: str, value: Tensor) -> None:
-        """The gradient of the parameter ``name`` is final; it must not be changed in place."""
+        """Take the final gradient of the parameter ``name``; it must not be changed in place."""
         ...
 
 
@@ -71,7 +71,7 @@ class Backward:
         return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
 
     def telling(self, arrivals: Arrivals) -> Program:
-        """The graph's program, telling ``arrivals`` of each result at the line where it is final."""
+        """Return the graph's program, telling ``arrivals`` of each result at the line where it is final."""
         self._told[:] = [arrivals]
         if not self._programs:
             told = self._told
@@ -93,7 +93,7 @@ class Backward:
             arrivals.gradient(name, cast(Tensor, results[f"{name}.grad"]))
 
     def improved(self, improve: Callable[[Graph], Graph]) -> Backward:
-        """This backward with ``improve`` applied to the graph."""
+        """Return this backward with ``improve`` applied to the graph."""
         return replace(self, graph=improve(self.graph))
 
     def sort(self, results: Mapping[str, object]) -> Gradients:
@@ -118,7 +118,7 @@ class Backward:
 
 
 def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[object], wrt: Sequence[str]) -> Backward:
-    """The graph of a loss and its gradients with respect to the parameters ``wrt``.
+    """Return the graph of a loss and its gradients with respect to the parameters ``wrt``.
 
     Args:
         call: Dynamo's calls for the loss, which is marked ``"loss"``.
@@ -174,7 +174,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
 
 
 def output_names(call: TracedCall) -> list[str]:
-    """A name for each output of a call: the name that it was marked with, else its position."""
+    """Return a name for each output of a call: the name that it was marked with, else its position."""
     (results,) = call.module.graph.output_node().args
     marks = {node: name for name, node in call.marks().items()}
     names: list[str] = []
@@ -185,7 +185,7 @@ def output_names(call: TracedCall) -> list[str]:
 
 
 def _before_detach(node: fx.Node) -> fx.Node:
-    """The node before the ``detach`` that a marked result goes through, or ``node`` itself."""
+    """Return the node before the ``detach`` that a marked result goes through, or ``node`` itself."""
     source = node.args[0] if node.op == "call_method" and node.target == "detach" else node
     assert isinstance(source, fx.Node)
     return source

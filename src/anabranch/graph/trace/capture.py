@@ -97,7 +97,7 @@ class _Found:
 def _numbers_as_tensors(
     fn: Callable[..., Structure], inputs: tuple[Structure, ...]
 ) -> tuple[tuple[Structure, ...], Callable[..., Structure]]:
-    """The inputs with floats as tensors, and ``fn`` for them: Dynamo would take a float for a constant."""
+    """Return the inputs with floats as tensors, and ``fn`` for them: Dynamo would take a float for a constant."""
     leaves, structure = flatten(inputs)
     if not any(isinstance(leaf, float) for leaf in leaves):
         return inputs, fn
@@ -125,7 +125,9 @@ def _unwrapped(value: Any, template: Any) -> Any:
 
 
 def _stand_ins(call: TracedCall) -> list[object]:
-    """Placeholder objects for the results, found again by identity in the structure that the function returns."""
+    """Return placeholder objects for the results, found again by identity in the structure that the function
+    returns.
+    """
     (results,) = call.module.graph.output_node().args
     return [torch.empty(0) if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
 
@@ -169,7 +171,7 @@ class _Capture:
         return self._at[id(value)]
 
     def graph(self, result: Structure) -> tuple[Graph, PyTreeSpec]:
-        """The graph, and the nesting of its outputs."""
+        """Return the graph, and the nesting of its outputs."""
         call, args = self._call, self._found.args
         order, treedef = flatten(result)
         outputs = [f"output.{path}" if path else "output" for path in paths(result)]
@@ -205,7 +207,7 @@ def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:
 
 
 def _reachable(fn: object) -> dict[str, object]:
-    """The values that a function closes over, by their names in it; for a module, the module."""
+    """Return the values that a function closes over, by their names in it; for a module, the module."""
     if isinstance(fn, nn.Module):
         return {"": fn}
     if isinstance(fn, functools.partial):
@@ -224,7 +226,7 @@ def _reachable(fn: object) -> dict[str, object]:
 
 
 def _recapture(fn: Callable[..., Structure], inputs: tuple[Structure, ...]) -> Callable[[Sequence[torch.Size]], Graph]:
-    """A function that captures ``fn`` for other shapes of its tensor inputs."""
+    """Return a function that captures ``fn`` for other shapes of its tensor inputs."""
     leaves, structure = flatten(inputs)
     forms = [torch.empty(0, dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in leaves]
 

@@ -50,7 +50,9 @@ class SparseRows:
 
 
 def as_sparse_gradient(lookups: Sequence[SparseRows], table: Tensor) -> Tensor:
-    """The sparse gradient of ``table`` that eager autograd makes of these lookups, the order of its sum included."""
+    """Return the sparse gradient of ``table`` that eager autograd makes of these lookups, the order of its sum
+    included.
+    """
 
     def one(lookup: SparseRows) -> Tensor:
         ids, rows = lookup.pairs()
@@ -78,7 +80,7 @@ class SparseLookups:
         self.found: list[Lookup] = []
 
     def __call__(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Replaces a sparse lookup in a known table; leaves every other function alone."""
+        """Replace a sparse lookup in a known table; leaves every other function alone."""
         if func not in _SIGNATURES or not torch.is_grad_enabled():
             return NotImplemented
         call = _SIGNATURES[func].bind(*args, **kwargs)

@@ -148,7 +148,7 @@ class Recorder:
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """A block whose values are computed again in backward instead of kept."""
+        """Mark a block whose values are computed again in backward instead of kept."""
         before, self.is_checkpointed = self.is_checkpointed, True
         try:
             yield
@@ -156,7 +156,7 @@ class Recorder:
             self.is_checkpointed = before
 
     def follow_backward(self, root: Tensor) -> None:
-        """Makes each backward node of ``root`` mark its operations with the scope of its forward."""
+        """Make each backward node of ``root`` mark its operations with the scope of its forward."""
         self.phase = "backward"
         self.scope = ""
         self.is_checkpointed = False
@@ -258,7 +258,7 @@ class _Faithful(TorchFunctionMode):
 
 
 def _check_classes(tensor: Tensor, num_classes: int = -1) -> None:
-    """Writes the check into the graph that PyTorch makes of tensors with values alone."""
+    """Write the check into the graph that PyTorch makes of tensors with values alone."""
     if num_classes > 0:
         fits = ((tensor >= 0) & (tensor < num_classes)).all()
         torch._assert_async(fits, "Class values must be non-negative and smaller than num_classes.")
@@ -334,7 +334,8 @@ def trace(
     may_read: bool = False,
     interceptors: Sequence[Interceptor] = (),
 ) -> fx.GraphModule:
-    """The operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their order.
+    """Return the operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their
+    order.
 
     Args:
         body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
@@ -380,7 +381,7 @@ def trace(
 
 
 def _refuse_casts_within(graph: fx.Graph) -> None:
-    """Raises for kernels within which autocast casts: a graph holds the casts around them alone."""
+    """Raise for kernels within which autocast casts: a graph holds the casts around them alone."""
     for node in graph.nodes:
         if node.op != "call_function" or not node.meta.get("autocast"):
             continue
@@ -394,7 +395,7 @@ def _refuse_casts_within(graph: fx.Graph) -> None:
 
 
 def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
-    """A fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
+    """Return a fresh stand-in, for the tracer's own memo would remember an earlier ``requires_grad``."""
     with mode, torch.no_grad():
         if not isinstance(value, Tensor):
             return torch.empty((), dtype=torch.float64 if isinstance(value, float) else torch.int64)
@@ -409,7 +410,7 @@ def _fake(mode: FakeTensorMode, value: Tensor | float | int) -> Tensor:
 
 @contextmanager
 def _casts_cached(enabled: bool) -> Iterator[None]:
-    """A block in which autocast casts a parameter once, however often it is used, as in eager: sums round alike."""
+    """Let autocast cast a parameter once in a block, however often it is used, as in eager: sums round alike."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -421,7 +422,7 @@ def _casts_cached(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block without Python's collector, which would search the many new objects hundreds of times."""
+    """Run a block without Python's collector, which would search the many new objects hundreds of times."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -433,7 +434,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns any exception of the tracer into a ``CaptureError`` that names the user's line, as the only message."""
+    """Turn any exception of the tracer into a ``CaptureError`` that names the user's line, as the only message."""
     silent = _FAKES.disabled
     _FAKES.disabled = True
     try:
@@ -452,7 +453,7 @@ def _explained() -> Iterator[None]:
 
 
 def is_library(filename: str) -> bool:
-    """True if a file belongs to torch or to this package, not to the user."""
+    """Return True if a file belongs to torch or to this package, not to the user."""
     return filename.startswith(_LIBRARIES)
 
 
@@ -484,7 +485,7 @@ def _name_placeholders(module: fx.GraphModule, sources: Sequence[Source]) -> Non
 
 
 def _use_number_itself(node: fx.Node) -> None:
-    """Drops the ``.item()`` behind which a float was traced: the replay is given the number."""
+    """Drop the ``.item()`` behind which a float was traced: the replay is given the number."""
     for item in list(node.users):
         node.meta["val"] = item.meta["val"]
         item.replace_all_uses_with(node)
@@ -492,7 +493,7 @@ def _use_number_itself(node: fx.Node) -> None:
 
 
 def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """The tensors that the traced function met without receiving them as inputs, by the node that reads them."""
+    """Return the tensors that the traced function met without receiving them as inputs, by the node that reads them."""
     found = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target))
@@ -508,7 +509,7 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
 
 
 def bytes_of(value: object) -> int:
-    """The bytes that a traced value occupies when it is computed for real."""
+    """Return the bytes that a traced value occupies when it is computed for real."""
     if isinstance(value, Tensor):
         return math.prod(value.shape) * value.element_size()
     if isinstance(value, (tuple, list)):

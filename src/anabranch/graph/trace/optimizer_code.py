@@ -66,7 +66,7 @@ class OptimizerCode:
             self._examine(optimizer, attributes)
 
     def unchanged(self) -> bool:
-        """True if the code is what it was and would read the same values."""
+        """Return True if the code is what it was and would read the same values."""
         same = operator.is_
         if list(map(_code_of, self._functions)) != self._codes or not self._classes.unchanged():
             return False
@@ -132,7 +132,7 @@ class _Reads:
         self._values = [read(space) for read, space in zip(self._readers, self._spaces, strict=True)]
 
     def unchanged(self) -> bool:
-        """True if each name still stands for the identical object."""
+        """Return True if each name still stands for the identical object."""
         same = operator.is_
         for space, absent, read, values in zip(self._spaces, self._absent, self._readers, self._values, strict=True):
             try:
@@ -163,14 +163,14 @@ def _attributes(optimizer: Optimizer) -> dict[str, object]:
 
 
 def _is_still(value: object) -> bool:
-    """True for a value that cannot change within, or that graphs follow: a tensor, or code of a library."""
+    """Return True for a value that cannot change within, or that graphs follow: a tensor, or code of a library."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_still, value))  # type: ignore[call-overload]
     return type(value) in _PLAIN or isinstance(value, Tensor) or is_of_a_library(value)
 
 
 def _is_compared(value: object) -> bool:
-    """True for what ``GroupNumbers`` copies and compares."""
+    """Return True for what ``GroupNumbers`` copies and compares."""
     if isinstance(value, Mapping):
         return all(map(_is_compared, value.values()))
     return all(map(_is_compared, value)) if type(value) in _CONTAINERS else _is_still(value)  # type: ignore[call-overload]
@@ -188,7 +188,7 @@ def _is_a_hint(value: object) -> bool:
 
 
 def _functions_in(value: object) -> list[FunctionType]:
-    """The functions that a class's member is made of, in whatever way it is wrapped."""
+    """Return the functions that a class's member is made of, in whatever way it is wrapped."""
     if isinstance(value, property):
         return [each for each in (value.fget, value.fset, value.fdel) if isinstance(each, FunctionType)]
     if isinstance(value, (staticmethod, classmethod)):
@@ -227,7 +227,9 @@ def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
 
 
 def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """The global names that a function reads, attributes of modules, and absent names that would hide a built-in."""
+    """Yield the global names that a function reads, attributes of modules, and absent names that would hide a
+    built-in.
+    """
     for names in _dotted_names(function.__code__):
         space = function.__globals__
         for name in names:
@@ -241,7 +243,7 @@ def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _dotted_names(code: CodeType) -> Sequence[Sequence[str]]:
-    """The global names in a function's code, each with the attributes that are read from it."""
+    """Return the global names in a function's code, each with the attributes that are read from it."""
     found: list[list[str]] = []
     goes_on = False
     for operation in dis.get_instructions(code):

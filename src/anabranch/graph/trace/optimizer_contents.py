@@ -40,13 +40,13 @@ class Contents:
                 self.tensors.append(leaf)
 
     def restore(self) -> None:
-        """Puts the same objects back into the same containers; the tensors' values are left alone."""
+        """Put the same objects back into the same containers; the tensors' values are left alone."""
         for container, fill, kept in self._containers:
             container.clear()
             fill(kept)
 
     def differs(self, alike: Callable[[Tensor, Tensor], bool]) -> str | None:
-        """The first difference to what the optimizers hold now, in words.
+        """Return the first difference to what the optimizers hold now, in words.
 
         Args:
             alike: returns true if a present tensor, the second, is an acceptable replacement of a recorded one.

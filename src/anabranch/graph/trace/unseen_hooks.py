@@ -22,7 +22,7 @@ _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 def refuse_hooks(
     modules: Mapping[nn.Module, str], tensors: Mapping[str, Tensor], optimizers: Iterable[Optimizer] = ()
 ) -> None:
-    """Raises ``CaptureError`` if a backward or optimizer hook is set that a graph would not call."""
+    """Raise ``CaptureError`` if a backward or optimizer hook is set that a graph would not call."""
     for module, name in modules.items():
         for hooks in (getattr(module, kind) for kind in _MODULE_HOOKS):
             _refuse(hooks, f"module {name or type(module).__name__!r} has a backward hook")

@@ -39,7 +39,7 @@ class LearningRates:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copies the rates that have changed."""
+        """Copy the rates that have changed."""
         for index, group in enumerate(self._groups):
             rate = group["lr"]
             if rate is not self._values[index]:
@@ -48,7 +48,7 @@ class LearningRates:
                     self._tensors[index].fill_(rate)
 
     def of(self, group: Mapping[str, object]) -> Tensor:
-        """The tensor that holds the rate of ``group``."""
+        """Return the tensor that holds the rate of ``group``."""
         rate = group["lr"]
         if isinstance(rate, Tensor):
             return rate
@@ -63,7 +63,7 @@ class GroupNumbers:
         self.look_again()
 
     def look_again(self) -> None:
-        """Reads the groups anew, in which a number may have changed its type, or a name may have been added."""
+        """Read the groups anew, in which a number may have changed its type, or a name may have been added."""
         self._names = [sorted(set(group) - {"params", "lr", "initial_lr"}) for group in self._groups]
         # Two names at least, so that an itemgetter gives a tuple.
         self._readers = [operator.itemgetter("lr", "lr", *names) for names in self._names]
@@ -71,7 +71,7 @@ class GroupNumbers:
         self._all_plain = all(all(map(_is_plain, group.values())) for group in map(_without_tensors, self._groups))
 
     def current(self) -> tuple[object, ...]:
-        """The numbers now, to be compared and hashed; lists in them may change later."""
+        """Return the numbers now, to be compared and hashed; lists in them may change later."""
         if list(map(len, self._groups)) != self._sizes:
             self.look_again()
         found = [_numbers(read(group)) for read, group in zip(self._readers, self._groups, strict=True)]
@@ -91,7 +91,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _numbers(found: tuple[object, ...]) -> tuple[object, ...]:
-    """The group without its learning rate, unless that is a tensor, which the graph is bound to, or of an odd type."""
+    """Return the group without its learning rate, unless that is a tensor, which the graph is bound to, or of an odd
+    type.
+    """
     rate = found[0]
     if type(rate) in (float, int):
         return found[2:]
@@ -114,7 +116,7 @@ def _hashable(value: object) -> object:
 
 
 def has_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> bool:
-    """True if the optimizers have stepped on all these parameters, so that all the state they keep exists."""
+    """Return True if the optimizers have stepped on all these parameters, so that all the state they keep exists."""
     wanted = set(map(id, parameters))
     return all(
         parameter in optimizer.state or _keeps_nothing(optimizer, group)
@@ -132,7 +134,7 @@ def _keeps_nothing(optimizer: Optimizer, group: Mapping[str, object]) -> bool:
 def capture_update(
     optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates, names: Mapping[Tensor, str]
 ) -> Graph:
-    """The graph of one step of ``optimizers`` on dense gradients.
+    """Return the graph of one step of ``optimizers`` on dense gradients.
 
     Args:
         optimizers: their state must exist already: step them once before.
@@ -202,7 +204,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _said(error: Exception) -> str:
-    """The error of the optimizer's own code, without PyTorch's tracer, which tells a user nothing."""
+    """Return the error of the optimizer's own code, without PyTorch's tracer, which tells a user nothing."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -218,7 +220,7 @@ def _swapped(
     rates: LearningRates,
     names: Mapping[Tensor, str],
 ) -> Iterator[None]:
-    """The optimizer working on traced parameters, gradients, state and learning rates until the block ends."""
+    """Let the optimizer work on traced parameters, gradients, state and learning rates until the block ends."""
     held = Contents([optimizer])
     groups, state = optimizer.param_groups, optimizer.state
     try:
@@ -273,7 +275,9 @@ class _StandIns:
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, object]:
-    """The attributes that the optimizer keeps beside its groups and its state; torch's own keep nothing there."""
+    """Return the attributes that the optimizer keeps beside its groups and its state; torch's own keep nothing
+    there.
+    """
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return {
@@ -295,7 +299,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _in_python(optimizer: Optimizer, known: Collection[int]) -> dict[str, object]:
-    """The values that the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
+    """Return the values that the optimizer keeps in Python beside its state: attributes, and numbers of its groups."""
     found = {name: _frozen(value, known) for name, value in _own_attributes(optimizer).items()}
     found |= {f"state[{k!r}]": _frozen(v, known) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     for index, group in enumerate(optimizer.param_groups):
@@ -312,7 +316,7 @@ def _state_of(optimizer: Optimizer, known: Collection[int]) -> list[dict[str, ob
 
 
 def _frozen(value: object, known: Collection[int]) -> object:
-    """A comparable copy of ``value``, safe from later changes; ``known`` tensors may change in place."""
+    """Return a comparable copy of ``value``, safe from later changes; ``known`` tensors may change in place."""
     if isinstance(value, Tensor):
         return id(value), None if id(value) in known else value._version
     if isinstance(value, Mapping):
@@ -323,7 +327,7 @@ def _frozen(value: object, known: Collection[int]) -> object:
 
 
 def _refuse_changed(optimizer: Optimizer, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    """Raises for Python values that a step changes: a replay would not. ``_swapped`` puts them back."""
+    """Raise for Python values that a step changes: a replay would not. ``_swapped`` puts them back."""
     changed = [name for name, value in after.items() if name not in before or before[name] != value]
     if changed:
         raise CaptureError(

@@ -74,7 +74,7 @@ def _look(node: fx.Node) -> dict[str, object]:
 
 
 def boundary_of(node: fx.Node) -> str:
-    """The label of the node's boundary if it leaves a device or process, else an empty string."""
+    """Return the label of the node's boundary if it leaves a device or process, else an empty string."""
     if is_collective(node):
         return "collective"
     if is_wait(node):
@@ -86,7 +86,7 @@ def boundary_of(node: fx.Node) -> str:
 
 
 def _transfer(node: fx.Node) -> str:
-    """The devices of a copy that the captured function makes, as ``source -> target``; else an empty string."""
+    """Return the devices of a copy that the captured function makes, as ``source -> target``; else an empty string."""
     device = node.kwargs.get("device")
     if node.target is not torch.ops.aten._to_copy.default or device is None:
         return ""

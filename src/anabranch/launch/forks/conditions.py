@@ -70,7 +70,7 @@ _FROM_THE_START = ("OMP_", "GOMP_", "KMP_", "COVERAGE_PROCESS_", "COV_CORE_")
 
 
 def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
-    """The reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
+    """Return the reason why no process of a job with ``environment`` can be forked; ``None`` if they can."""
     if not sys.platform.startswith("linux"):
         return "forks are made on Linux alone"
     if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(path.exists() for path in _DRIVERS):
@@ -82,7 +82,9 @@ def why_no_fork_server(environment: Mapping[str, str]) -> str | None:
 
 
 def why_not_forked(program: Program, environment: Mapping[str, str], server: Mapping[str, str]) -> str | None:
-    """The reason why ``program`` cannot be forked by a fork server with another environment; ``None`` if it can."""
+    """Return the reason why ``program`` cannot be forked by a fork server with another environment; ``None`` if it
+    can.
+    """
     for name in sorted(environment.keys() | server.keys()):
         settled = name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
         if settled and environment.get(name) != server.get(name):

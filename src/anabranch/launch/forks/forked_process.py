@@ -60,7 +60,7 @@ class ForkedProcess:
 
     @classmethod
     def from_message(cls, message: Message, descriptors: Sequence[int]) -> ForkedProcess:
-        """The role that ``to_message`` wrote, with the descriptors that came along."""
+        """Return the role that ``to_message`` wrote, with the descriptors that came along."""
         stdin, stdout, stderr, directory, report = descriptors
         facts = dict(message)
         program = dict(facts.pop("program"))  # type: ignore[call-overload]
@@ -91,7 +91,7 @@ class ForkedProcess:
         return message, [*self.stdio, self.directory, self.report]
 
     def close(self) -> None:
-        """Closes the descriptors that came with it."""
+        """Close the descriptors that came with it."""
         for descriptor in (*self.stdio, self.directory, self.report):
             os.close(descriptor)
 
@@ -100,7 +100,7 @@ class ForkedProcess:
         os.write(self.report, f"error {why}".encode())
 
     def take_over(self) -> None:
-        """Turns this fork into the role's process."""
+        """Turn this fork into the role's process."""
         try:
             os.setsid()
             self._tie_to_launcher()
@@ -112,7 +112,7 @@ class ForkedProcess:
         os.close(self.report)
 
     def run(self) -> None:
-        """Runs the program; what it raises is for the interpreter, as anywhere."""
+        """Run the program; what it raises is for the interpreter, as anywhere."""
         run_as_main(self.program)
 
     def _tie_to_launcher(self) -> None:
@@ -146,12 +146,12 @@ class ForkedProcess:
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """The signals that this process ignores, and that those which it starts ignore, too."""
+    """Return the signals that this process ignores, and that those which it starts ignore, too."""
     return tuple(sorted(number for number in _changeable_signals() if signal.getsignal(number) is signal.SIG_IGN))
 
 
 def umask() -> int:
-    """The permissions that this process takes from new files, read without setting them for a moment."""
+    """Return the permissions that this process takes from new files, read without setting them for a moment."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

@@ -75,11 +75,11 @@ class ForkServer:
         return self._process.poll() is None
 
     def fileno(self) -> int:
-        """The descriptor of this side of its channel."""
+        """Return the descriptor of this side of its channel."""
         return self._channel.fileno()
 
     def wait_until_ready(self) -> None:
-        """Returns when it has imported what its forks need.
+        """Return when it has imported what its forks need.
 
         Raises:
             ForkServerError: it could not, or not in time.
@@ -90,7 +90,7 @@ class ForkServer:
     def fork(
         self, name: str, program: Program, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
     ) -> int:
-        """Runs ``program`` in a fork that is a child of this process, and returns its process id.
+        """Run ``program`` in a fork that is a child of this process, and return its process id.
 
         This process must be a subreaper, see ``adopt_orphans``.
 
@@ -124,7 +124,7 @@ class ForkServer:
                     os.close(descriptor)
 
     def close(self) -> None:
-        """Ends it; its forks live on."""
+        """End it; its forks live on."""
         if os.getpid() != self._owner:  # a fork of this process has no business with it
             return
         self._channel.close()
@@ -181,7 +181,7 @@ _keeping = threading.Lock()
 
 
 def kept_fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """The fork server that this process keeps until it ends, started now if there is none."""
+    """Return the fork server that this process keeps until it ends, started now if there is none."""
     global _kept
     with _keeping:
         if _kept is None or not _kept.running:
@@ -192,7 +192,7 @@ def kept_fork_server(environment: Mapping[str, str]) -> ForkServer:
 
 
 def close_kept_fork_server() -> None:
-    """Ends the fork server that this process keeps; the next job starts another."""
+    """End the fork server that this process keeps; the next job starts another."""
     global _kept
     with _keeping:
         if _kept is not None:

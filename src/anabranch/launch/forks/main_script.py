@@ -31,7 +31,7 @@ class _ScriptLoader(SourceFileLoader):
 
 
 def run_as_main(program: Program) -> None:
-    """Runs ``program``; returns or raises as it ends, and shows an error's traceback from its own first frame on."""
+    """Run ``program``; returns or raises as it ends, and shows an error's traceback from its own first frame on."""
     sys.argv = [program.target, *program.arguments]
     sys.orig_argv = program.command
     try:

@@ -23,7 +23,7 @@ def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = 
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors; ``None`` at the end of the stream."""
+    """Return the next message and its descriptors; ``None`` at the end of the stream."""
     head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, _MOST_DESCRIPTORS)
     head += _read(channel, _LENGTH_BYTES - len(head)) if head else b""
     body = _read(channel, int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else b""

@@ -24,7 +24,7 @@ _BACKLOG = 1024
 
 
 def expert_mark(index: int) -> str:
-    """The uid under which the expert process ``index`` itself is announced, beside its experts.
+    """Return the uid under which the expert process ``index`` itself is announced, beside its experts.
 
     >>> expert_mark(0)
     'anabranch-expert.0'
@@ -58,7 +58,7 @@ class Rendezvous:
             send(self._channel, {"directory": self._directory, "keys": keys}, [self._listening.fileno()])
 
     def wait_until_ready(self) -> None:
-        """Returns when the directory answers, or will not."""
+        """Return when the directory answers, or will not."""
         if self._directory is not None:
             with suppress(OSError):
                 receive(self._channel)

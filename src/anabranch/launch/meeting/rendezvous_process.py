@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serves until the launcher closes the channel on stdin."""
+    """Serve until the launcher closes the channel on stdin."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the job decides when it is over
         signal.signal(number, signal.SIG_IGN)
     with suppress(ConnectionError), socket.socket(fileno=os.dup(0)) as channel, ExitStack() as stack:

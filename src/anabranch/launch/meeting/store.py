@@ -14,7 +14,7 @@ __all__ = ["host_store"]
 
 
 def host_store(listening: socket.socket) -> TCPStore:
-    """A store that listens on ``listening``, which becomes its own, for as long as it is referenced."""
+    """Return a store that listens on ``listening``, which becomes its own, for as long as it is referenced."""
     return TCPStore(
         "127.0.0.1",
         listening.getsockname()[1],

@@ -60,7 +60,7 @@ class Copier:
             os.set_blocking(source, False)
 
     def run(self) -> None:
-        """Copies until it is told to end, or nobody is left to tell it."""
+        """Copy until it is told to end, or nobody is left to tell it."""
         while True:
             ready = self._wait()
             for source in sorted(self._open & ready):
@@ -85,7 +85,7 @@ class Copier:
             return b""
 
     def _obey(self, order: bytes) -> bool:
-        """Does what the launcher asks for; True if that is to end."""
+        """Do what the launcher asks for; True if that is to end."""
         if order == END:
             for source in sorted(self._open):
                 while self._copy(source):
@@ -117,7 +117,7 @@ class Copier:
         return self._visible(target) and not _has_room(target, 0)
 
     def _copy(self, source: int) -> bool:
-        """Copies some of what has come from ``source``; False if there was nothing."""
+        """Copy some of what has come from ``source``; False if there was nothing."""
         target = self._targets[source]
         try:
             data = os.read(source, _CHUNK if self._visible(target) else _LOG_CHUNK)

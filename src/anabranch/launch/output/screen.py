@@ -77,7 +77,7 @@ class Screen:
         self.fit()
 
     def revive(self) -> None:
-        """Starts another copier in place of one that was killed."""
+        """Start another copier in place of one that was killed."""
         self._channel.close()
         os.close(self.pidfd)
         self._reap()
@@ -85,7 +85,7 @@ class Screen:
         self.pidfd = os.pidfd_open(self._copier.pid)
 
     def fit(self) -> None:
-        """Gives the worker's terminal the size of ours."""
+        """Give the worker's terminal the size of ours."""
         if not self._terminal:
             return
         with suppress(OSError):  # ours was closed
@@ -94,7 +94,7 @@ class Screen:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def started(self) -> None:
-        """Closes the worker's ends here: from now on their last holder's death is the end of the stream."""
+        """Close the worker's ends here: from now on their last holder's death is the end of the stream."""
         for descriptor in self._given:
             os.close(descriptor)
         self._given = set()
@@ -110,7 +110,7 @@ class Screen:
             self.fit()
 
     def finish_line(self) -> None:
-        """Shows what has come, and goes to a new line if the worker left one unfinished, a progress bar say."""
+        """Show what has come, and go to a new line if the worker left one unfinished, a progress bar say."""
         self._order(copier.FINISH_LINE)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

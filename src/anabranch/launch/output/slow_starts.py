@@ -28,7 +28,7 @@ class SlowStarts:
         self._over = False
 
     def moment(self) -> float | None:
-        """The time of the next look; ``None`` if nothing is to come."""
+        """Return the time of the next look; ``None`` if nothing is to come."""
         return None if self._over else self._next
 
     def look(self, now: float) -> None:

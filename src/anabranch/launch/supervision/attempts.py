@@ -14,7 +14,7 @@ __all__ = ["run_attempts"]
 
 
 def run_attempts(attempt: Callable[[int], Outcome], max_restarts: int, tell: Callable[[str], None]) -> Outcome:
-    """Calls ``attempt`` with 0, and again with the next number as long as it fails by itself and restarts are left.
+    """Call ``attempt`` with 0, and again with the next number as long as it fails by itself and restarts are left.
 
     Raises:
         ValueError: a number of restarts below 0.

@@ -45,7 +45,7 @@ class RestartBudget:
 
     @classmethod
     def parse(cls, text: str) -> RestartBudget:
-        """That of ``"N/SECONDSs"``.
+        """Return that of ``"N/SECONDSs"``.
 
         >>> str(RestartBudget.parse("3/600s"))
         '3/600s'
@@ -61,7 +61,7 @@ class RestartBudget:
         return cls(int(found[1]), float(found[2]))
 
     def new(self) -> RestartBudget:
-        """The same for another service."""
+        """Return the same for another service."""
         return RestartBudget(self.times, self.seconds, self._clock)
 
     @property

@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets one of the kernel's per-process switches, see ``man 2 prctl``."""
+    """Set one of the kernel's per-process switches, see ``man 2 prctl``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         code = ctypes.get_errno()

@@ -35,7 +35,7 @@ _adopting = 0
 
 @contextmanager
 def adopt_orphans() -> Iterator[None]:
-    """Makes this process the parent of its descendants' orphans until the block, and every other such block, ends."""
+    """Make this process the parent of its descendants' orphans until the block, and every other such block, ends."""
     _count(+1)
     try:
         yield

@@ -24,7 +24,7 @@ _CHAINED = (
 
 
 def called(role: Role, rank: int) -> str:
-    """The name of a process for users: workers are known by their rank alone, as elsewhere in torch.
+    """Return the name of a process for users: workers are known by their rank alone, as elsewhere in torch.
 
     >>> called("worker", 1), called("expert", 0)
     ('rank 1', 'expert 0')
@@ -85,13 +85,15 @@ class Exit:
         return f"{self.who} (pid {self.pid}) was killed by {name}{hint}"
 
     def last_words(self) -> str:
-        """The traceback at the end of its log, with the exceptions that led to it; without one, the last lines."""
+        """Return the traceback at the end of its log, with the exceptions that led to it; without one, the last
+        lines.
+        """
         lines = self._lines()
         start = _traceback_start(lines)
         return "\n".join(lines[-_TAIL_LINES:] if start is None else lines[start : start + _MOST_LINES])
 
     def failed_at(self) -> float:
-        """The time of its failure, in seconds since the epoch.
+        """Return the time of its failure, in seconds since the epoch.
 
         A worker that raised has written its traceback before it tore down what others may be waiting on, and tearing
         down takes a while: the time of that writing, to a few milliseconds, says who was first where that of the exit
@@ -102,7 +104,7 @@ class Exit:
         return self.ended_at
 
     def blames_another(self) -> bool:
-        """True if it failed because another worker was lost: the error it ended with says so."""
+        """Return True if it failed because another worker was lost: the error it ended with says so."""
         return any(_LOST in line for line in self.last_words().splitlines())
 
     def _lines(self) -> list[str]:

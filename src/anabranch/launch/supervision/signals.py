@@ -61,18 +61,18 @@ class SignalBox:
         self.on_stop: Callable[[signal.Signals, bool], None] | None = None
 
     def put(self, number: int, frame: FrameType | None = None) -> None:
-        """Collects one signal whose sender is not known; a handler."""
+        """Collect one signal whose sender is not known; a handler."""
         self.arrived(number, UNKNOWN, time.monotonic())
 
     def arrived(self, number: int, sender: int, now: float) -> None:
-        """Collects one signal that ``sender`` sent."""
+        """Collect one signal that ``sender`` sent."""
         again = number in STOPPING and self._presses.is_another(signal.Signals(number), sender, now)
         self._pending.append((signal.Signals(number), again))
         if number in STOPPING and self.on_stop is not None:
             self.on_stop(signal.Signals(number), again)
 
     def take(self) -> list[tuple[signal.Signals, bool]]:
-        """The signals since the last call, in order, each with True if it is another request to stop."""
+        """Return the signals since the last call, in order, each with True if it is another request to stop."""
         with suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         taken = self._pending[:]
@@ -85,7 +85,7 @@ class SignalBox:
         return self._notify
 
     def close(self) -> None:
-        """Closes both ends."""
+        """Close both ends."""
         os.close(self.descriptor)
         os.close(self._notify)
 
@@ -126,7 +126,7 @@ def _hold(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def collect_signals() -> Iterator[SignalBox]:
-    """Collects SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
+    """Collect SIGINT, SIGTERM, SIGHUP, SIGTSTP (Ctrl-Z) and SIGWINCH until the block ends.
 
     Off the main thread nothing is collected: the interpreter hands signals to the main thread alone. SIGHUP and SIGTSTP
     stay ignored where they were (``nohup``).
@@ -159,12 +159,14 @@ def collect_signals() -> Iterator[SignalBox]:
 
 
 def inherited_mask() -> list[int]:
-    """The signals that what this thread starts is to block: those that it blocks, but for the ones taken here."""
+    """Return the signals that what this thread starts is to block: those that it blocks, but for the ones taken
+    here.
+    """
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()) - _held))
 
 
 def stand_still() -> None:
-    """Does what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
+    """Do what SIGTSTP does by itself; returns when the shell lets this process go on (``fg``, ``bg``).
 
     At once where there is no shell that could: the kernel knows, and does nothing.
     """

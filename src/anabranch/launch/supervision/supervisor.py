@@ -81,7 +81,7 @@ class _Ending:
             process.signal(number)
 
     def plan(self, moment: float, number: signal.Signals) -> None:
-        """Sends ``number`` then."""
+        """Send ``number`` then."""
         self._steps.append((moment, number))
 
     def end_by(self, moment: float) -> None:
@@ -94,7 +94,7 @@ class _Ending:
         self._given_up_at = None
 
     def moments(self) -> list[float]:
-        """The time at which ``act`` has something to do."""
+        """Return the time at which ``act`` has something to do."""
         found = [moment for moment, _ in self._steps]
         return found if self._given_up_at is None else [*found, self._given_up_at]
 
@@ -162,7 +162,7 @@ class Supervisor:
         self._returning: list[tuple[float, Worker]] = []  # services, and when they are to be started again
 
     def run(self) -> None:
-        """Returns when every process has ended and was reaped."""
+        """Return when every process has ended and was reaped."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
             self._watch_copier(selector)
@@ -177,7 +177,7 @@ class Supervisor:
                 self._act()
 
     def kill(self) -> None:
-        """Ends all processes at once."""
+        """End all processes at once."""
         self._workers.send(signal.SIGKILL)
         self._service_ending.send(signal.SIGKILL)
 
@@ -228,14 +228,14 @@ class Supervisor:
             self._fail(service)
 
     def _pause_before(self, service: Worker) -> float | None:
-        """The seconds to wait before a service is started again; ``None`` if it is not."""
+        """Return the seconds to wait before a service is started again; ``None`` if it is not."""
         recipe = service.recipe
         if recipe.restarts is None or not (recipe.has_served() or service.restarted):
             return None
         return recipe.restarts.take()
 
     def _bring_back(self, selector: selectors.BaseSelector) -> None:
-        """Starts the services again whose pause is over, if anybody still needs them."""
+        """Start the services again whose pause is over, if anybody still needs them."""
         now = time.monotonic()
         due = [service for moment, service in self._returning if moment <= now]
         self._returning = [(moment, service) for moment, service in self._returning if moment > now]
@@ -247,7 +247,7 @@ class Supervisor:
             self._watch(selector, successor)
 
     def _fail(self, process: Worker) -> None:
-        """The job ends because of ``process``: the others have a moment to say what they saw."""
+        """End the job because of ``process``: the others have a moment to say what they saw."""
         if self._failed:
             return
         self._failed = True

@@ -132,7 +132,7 @@ class Worker:
         return self.exit_code is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends ``number``; a frozen worker is woken to see it.
+        """Send ``number``; a frozen worker is woken to see it.
 
         To the worker alone, not to what it started: one that finishes its step first still needs its DataLoader.
         """
@@ -144,7 +144,7 @@ class Worker:
         os.kill(self.pid, signal.SIGCONT)
 
     def reap(self) -> None:
-        """Takes the exit code of a worker that has ended."""
+        """Take the exit code of a worker that has ended."""
         self.ended_at = time.time()
         end = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         assert end is not None, "only WNOHANG gives none"
@@ -152,7 +152,7 @@ class Worker:
         os.close(self.pidfd)
 
     def abandon(self) -> None:
-        """Counts a worker that cannot be killed as killed."""
+        """Count a worker that cannot be killed as killed."""
         self.ended_at = time.time()
         self.exit_code = -signal.SIGKILL
         os.close(self.pidfd)

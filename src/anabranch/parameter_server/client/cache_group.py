@@ -51,19 +51,19 @@ class Caches(Protocol):
     """The caches of several tables; ``RowCache`` describes each method for one."""
 
     def ask(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        """The first half of ``read``: the request to make. No other call may come between it and ``answer``."""
+        """Return the first half of ``read``: the request to make. No other call may come between it and ``answer``."""
 
     def answer(self, question: Question, found: Mapping[str, Pulled]) -> tuple[dict[str, Tensor], dict[str, Due]]:
-        """The second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
+        """Return the second half: the rows of all ids wanted, and the gradients evicted meanwhile."""
 
     def ahead(self, wanted: Ids, step: int, *, training: bool) -> Question:
-        """The request to make during ``step`` so that the next one, which wants these ids, need not."""
+        """Return the request to make during ``step`` so that the next one, which wants these ids, need not."""
 
     def take_in(self, question: Question, found: Mapping[str, Pulled]) -> dict[str, Due]:
-        """Takes in the rows that ``ahead`` asked about; returns the gradients evicted for them."""
+        """Take in the rows that ``ahead`` asked about; returns the gradients evicted for them."""
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        """Takes the gradients of distinct ids; returns those that are due at the servers."""
+        """Take the gradients of distinct ids; returns those that are due at the servers."""
 
     def waiting(self) -> dict[str, Due]:
         """All gradients that wait, which then count as pushed."""
@@ -90,7 +90,7 @@ class _Far:
         self.leaving.append((ids, grads, squares))
 
     def left(self) -> Due | None:
-        """The gradients evicted since the last call; at most one set, because every call takes it."""
+        """Return the gradients evicted since the last call; at most one set, because every call takes it."""
         parts, self.leaving = self.leaving, []
         assert len(parts) <= 1
         return parts[0] if parts else None
@@ -117,7 +117,7 @@ class CachesOneByOne:
         step: Callable[[], int],
         kind: Literal["compiled", "plain"] | None = None,
     ) -> None:
-        """Adds a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
+        """Add a table. ``rule`` gives its optimizer and ``step`` the step in which own writes are applied."""
         held = rule().row_width(width) if self._cache.push_bound else width
         far = _Far()
 
@@ -319,7 +319,9 @@ class CacheGroup:
         return _parts(names, asked.rows, asked.starts, empty=True), {}
 
     def _side_by_side(self, names: list[str], found: Mapping[str, Pulled]) -> tuple[Array, Array, Array, Array]:
-        """The received rows of all tables: their positions, where each table's begin, the versions and the rows."""
+        """Return the received rows of all tables: their positions, where each table's begin, the versions and the
+        rows.
+        """
         came = [found.get(name) for name in names]
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([0 if one is None else len(one.positions) for one in came], out=starts[1:])
@@ -332,7 +334,7 @@ class CacheGroup:
         return positions, starts, versions, rows.numpy()
 
     def _apply_again(self, dirty: Array, step: int) -> tuple[Tensor, Tensor]:
-        """Applies the gradients that still wait to received rows; returns their places and new values."""
+        """Apply the gradients that still wait to received rows; returns their places and new values."""
         tables, slots, places = (torch.from_numpy(column.copy()) for column in dirty.T)
         at = tables * self._cache.capacity + slots
         rows = torch.from_numpy(self._held.rows).view(-1, self._wide)
@@ -396,7 +398,7 @@ class CacheGroup:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, given: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
-        """Takes the gradients of distinct ids; returns those that are due at the servers."""
+        """Take the gradients of distinct ids; returns those that are due at the servers."""
         none = torch.empty(0, dtype=torch.int64), torch.empty(0, self._width, dtype=self._dtype)
         if self._cache.push_bound:
             given = {name: given.get(name, none) for name in self.names}
@@ -440,7 +442,7 @@ class CacheGroup:
     # --- layout of tables in the arrays -----------------------------------------------------------------------------
 
     def _lookups(self, ids: Ids) -> tuple[list[str], Array, Array]:
-        """The tables' names and numbers, and where the ids of each begin."""
+        """Return the tables' names and numbers, and where the ids of each begin."""
         names = list(ids)
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([len(ids[name]) for name in names], out=starts[1:])
@@ -457,7 +459,7 @@ class CacheGroup:
         )
 
     def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
-        """The gradients that go to the servers with the push of ``step``, by table."""
+        """Return the gradients that go to the servers with the push of ``step``, by table."""
         if room.starts[-1]:
             self._sent.append((step, members, room.ids[: room.starts[-1]], room.starts))
         ids, grads, squares = (

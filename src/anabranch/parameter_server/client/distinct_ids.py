@@ -34,7 +34,7 @@ class Distinct:
     inverse: Tensor | None
 
     def is_of(self, ids: Tensor) -> bool:
-        """True if ``ids`` equal the given ones, whatever their shape, dtype and device."""
+        """Return True if ``ids`` equal the given ones, whatever their shape, dtype and device."""
         return ids.numel() == len(self.given) and torch.equal(self.given, ids.detach().cpu().long().reshape(-1))
 
     def of(self, ids: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ class Distinct:
 def distinct_ids(
     wanted: Mapping[str, Tensor], rows: Mapping[str, int], kind: Literal["compiled", "plain"] | None = None
 ) -> dict[str, Distinct]:
-    """The distinct ids of each table, without those outside it.
+    """Return the distinct ids of each table, without those outside it.
 
     >>> found = distinct_ids({"users": torch.tensor([[7, 3], [7, 7]])}, {"users": 10})["users"]
     >>> found.ids, found.of(torch.tensor([[7, 3], [7, 7]]))

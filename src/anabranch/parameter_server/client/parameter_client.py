@@ -238,7 +238,7 @@ class ParameterClient:
         init: float | Tensor | Initial | Callable[[Sequence[int]], Tensor] = 0.0,
         optimizer: OptimizerFactory = _SGD,
     ) -> None:
-        """Makes a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
+        """Make a dense parameter, or a table whose first dimension is its rows; an existing one stays unchanged.
 
         Args:
             name: letters, digits, ``_ - .``; never a path.
@@ -269,7 +269,7 @@ class ParameterClient:
             raise ValueError(f"kind={kind!r} is neither 'dense' nor 'rows'")
 
     def init_table(self, spec: TableSpec, rule: RowOptimizer, *, row_shape: tuple[int, ...] | None = None) -> None:
-        """Makes the table that ``spec`` describes on every shard; an existing one stays unchanged."""
+        """Make the table that ``spec`` describes on every shard; an existing one stays unchanged."""
         if self.in_process:
             compile_kernels(spec.dtype)
         message = pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict()))
@@ -301,7 +301,7 @@ class ParameterClient:
             self.write_rows(name, _first_value(init, shape, dtype), rule)
 
     def write_rows(self, name: str, kept: ParameterState | Tensor, rule: RowOptimizer) -> None:
-        """Sets all rows of a fixed table that has not been trained here yet, a few at a time."""
+        """Set all rows of a fixed table that has not been trained here yet, a few at a time."""
         holding = self._holding(name, rows=True)
         there = next(table for table in self._describe()[0]["tables"] if table["spec"]["name"] == name)
         if there["step"]:
@@ -332,7 +332,9 @@ class ParameterClient:
             self._restore_rows(name, parts, kept.step, history)
 
     def read_kept(self, name: str, rule: RowOptimizer) -> ParameterState:
-        """A fixed table or a dense parameter with its optimizer's state, every row brought up to the last step."""
+        """Return a fixed table or a dense parameter with its optimizer's state, every row brought up to the last
+        step.
+        """
         holding = self._holding(name)
         if holding.placement is None:
             step, parts = self._export(self._home(name), ExportMessage(name))
@@ -352,7 +354,7 @@ class ParameterClient:
         return ParameterState(values, [state.reshape(holding.shape) for state in states], step)
 
     def write_dense(self, name: str, kept: ParameterState, rule: RowOptimizer) -> None:
-        """Makes the dense parameter ``name`` from its kept state; an existing one is overwritten."""
+        """Make the dense parameter ``name`` from its kept state; an existing one is overwritten."""
         self.init_dense(name, kept.values, rule)
         if kept.step:
             parts = [part.detach().cpu().contiguous() for part in (kept.values, *kept.states)]
@@ -360,18 +362,18 @@ class ParameterClient:
             self._call(self._home(name), "restore", message, parts, once=True)
 
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        """Makes the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
+        """Make the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
         check_plain(value, f"the first value of {name}")
         message = pack(InitMessage(name, rule.to_dict()))
         self._all([self._request(self._home(name), "init", message, [value.detach().cpu()])])
         self._hold(name, _Holding(None, value.dtype, tuple(value.shape)))
 
     def expect_dense(self, name: str, like: Tensor) -> None:
-        """Registers a dense parameter of the shape and dtype of ``like``, which another client makes."""
+        """Register a dense parameter of the shape and dtype of ``like``, which another client makes."""
         self._hold(name, _Holding(None, like.dtype, tuple(like.shape)))
 
     def drop(self, names: Iterable[str] | None) -> None:
-        """Drops those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
+        """Drop those of ``names`` that the shards hold, so that others can take their place; ``None``: all."""
         wanted = None if names is None else set(names)
         for shard, described in enumerate(self._describe()):
             held = [entry["spec"]["name"] for entry in described["tables"]]
@@ -383,7 +385,7 @@ class ParameterClient:
     # --- whole tensors ----------------------------------------------------------------------------------------------
 
     def pull(self, name: str) -> Tensor:
-        """The parameter, or the whole table of a fixed vocabulary."""
+        """Return the parameter, or the whole table of a fixed vocabulary."""
         holding = self._holding(name)
         if holding.placement is not None:
             return self.sparse_pull(name, self._every_id(name, holding)).view(holding.shape)
@@ -405,7 +407,7 @@ class ParameterClient:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def sparse_pull(self, name: str, ids: Tensor) -> Tensor:
-        """The rows of ``ids``: ``[*ids.shape, *row]``."""
+        """Return the rows of ``ids``: ``[*ids.shape, *row]``."""
         holding = self._holding(name, rows=True)
         check_plain(ids, f"the ids of {name}")
         found = self.pull_many({name: ids.reshape(-1)})[name].rows
@@ -490,7 +492,7 @@ class ParameterClient:
         return {name: found[name] for name in wanted}
 
     def _dense_of(self, layout: Layout, shard: int) -> dict[str, Share]:
-        """The parameters of a message that lie on this shard."""
+        """Return the parameters of a message that lie on this shard."""
         mine = [name for name in layout.dense if self._home(name) == shard]
         return {name: Share(self._holdings[name].dtype, self._holdings[name].shape) for name in mine}
 
@@ -579,7 +581,7 @@ class ParameterClient:
             self._count(name, waited, size, pushes=1)
 
     def squared_norm(self, step: int) -> float:
-        """The sum of squares of the merged gradients that are held of ``step``, over all shards."""
+        """Return the sum of squares of the merged gradients that are held of ``step``, over all shards."""
         rank, _ = self._turn(step)
         message = pack(NormMessage(rank, step))
         requests = [self._request(shard, "norm", message, step=step) for shard in range(self.shards)]
@@ -587,7 +589,7 @@ class ParameterClient:
         return sum(unpack(answer.payload, float) for answer in answers)
 
     def release(self, step: int, scale: float) -> None:
-        """Applies the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
+        """Apply the held pushes of ``step``, times ``scale``; all workers call it with the same one."""
         rank, _ = self._turn(step)
         message = pack(ReleaseMessage(rank, step, scale))
         self._all([self._request(shard, "release", message, step=step) for shard in range(self.shards)])
@@ -595,7 +597,7 @@ class ParameterClient:
     # --- the job ----------------------------------------------------------------------------------------------------
 
     def join(self, step: int) -> None:
-        """Registers this worker with the shards; its next push is that of ``step``."""
+        """Register this worker with the shards; its next push is that of ``step``."""
         assert self._worker is not None
         worker = self._worker
         for ledger in self._ledgers.values():
@@ -607,13 +609,13 @@ class ParameterClient:
         self._all([self._request(shard, "join", message) for shard in range(self.shards)])
 
     def wait_for_turn(self, step: int) -> None:
-        """Waits until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
+        """Wait until the job's consistency lets this worker read at ``step``, for a step that reads nothing here."""
         message = pack(PullMessage([], False, 0, *self._turn(step)))
         request = self._request(0, "pull", message, [torch.empty(0, dtype=torch.int64)], step=step)
         self._in_turn([request], Deadline.after(self._timeout))
 
     def barrier(self) -> None:
-        """Waits until every worker of the job has called it as often; a bare client does not wait."""
+        """Wait until every worker of the job has called it as often; a bare client does not wait."""
         if self._worker is None:
             return
         self._barriers += 1
@@ -628,7 +630,7 @@ class ParameterClient:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
-        """Writes all tables and parameters, states and versions included, into the directory ``path`` of this machine.
+        """Write all tables and parameters, states and versions included, into the directory ``path`` of this machine.
 
         Rows are read from the shards and written a few at a time. No path crosses the wire.
         """
@@ -680,12 +682,12 @@ class ParameterClient:
         return {str(k): tensor for k, tensor in enumerate(self._export(shard, ExportMessage(name))[1])}
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replaces all tables and parameters by those of a checkpoint, written by any number of shards."""
+        """Replace all tables and parameters by those of a checkpoint, written by any number of shards."""
         found = checkpoint.read(path)
         self.restore(cast(Mapping[str, Any], found.state), found.tensors)
 
     def restore(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Loads what ``collect`` gave, in place of everything on the shards."""
+        """Load what ``collect`` gave, in place of everything on the shards."""
         if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
             raise CheckpointError("this checkpoint holds no tables and parameters of servers")
         self.drop(None)
@@ -748,7 +750,7 @@ class ParameterClient:
         self._layouts.clear()
 
     def _layout(self, names: Iterable[str]) -> Layout:
-        """The layout of a message about ``names``."""
+        """Return the layout of a message about ``names``."""
         key = tuple(names)
         found = self._layouts.get(key)
         if found is None:
@@ -836,7 +838,7 @@ class ParameterClient:
         return answers
 
     def _told(self, request: Request, error: Exception) -> Exception:
-        """The error to raise; if a shard has lost pushes, forget their places."""
+        """Return the error to raise; if a shard has lost pushes, forget their places."""
         if isinstance(error, RolledBack):
             said = Standing.decode(request.schema)
             assert said is not None
@@ -877,7 +879,7 @@ class ParameterClient:
         return future.result(timeout=0)
 
     def close(self) -> None:
-        """Closes the connections, and the shard in this process if there is one."""
+        """Close the connections, and the shard in this process if there is one."""
         self._stack.close()
 
     def __enter__(self) -> ParameterClient:
@@ -890,14 +892,14 @@ class ParameterClient:
 
 
 def _at_once(table: Mapping[str, Any]) -> int:
-    """The number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
+    """Return the number of rows of a table, as its shard describes it, that a checkpoint holds in memory at once."""
     spec = TableSpec.from_dict(table["spec"])
     row = RowOptimizer.from_dict(table["rule"]).row_width(spec.width) * spec.dtype.itemsize
     return max(1, min(_CHUNK, _AT_ONCE // row))
 
 
 def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
-    """The blocks in their order, joined as long as they have at most ``rows`` rows."""
+    """Return the blocks in their order, joined as long as they have at most ``rows`` rows."""
     found: list[list[_Block]] = [[]]
     for block in blocks:
         if found[-1] and sum(other.rows for other in found[-1]) + block.rows > rows:
@@ -907,7 +909,7 @@ def _in_files(blocks: Sequence[_Block], rows: int) -> list[list[_Block]]:
 
 
 def _checked_endpoints(endpoints: Sequence[str], *, given: bool) -> list[str]:
-    """The endpoints as a list; of what a caller gave, at least one."""
+    """Return the endpoints as a list; of what a caller gave, at least one."""
     if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
         raise TypeError(f"endpoints is a list of texts such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
     for endpoint in endpoints:

@@ -94,7 +94,7 @@ class RemoteEmbedding(nn.Module):
         return None if rule is None else lambda: rule
 
     def attach(self, source: RowSource) -> None:
-        """Reads from ``source`` from now on, and sends gradients there."""
+        """Read from ``source`` from now on, and send gradients there."""
         self.close()
         self._link.source = source
 
@@ -130,14 +130,14 @@ class RemoteEmbedding(nn.Module):
         return source
 
     def close(self) -> None:
-        """Closes the client that the module made for itself, if any."""
+        """Close the client that the module made for itself, if any."""
         client, self._link.own_client = self._link.own_client, None
         self._link.source = None
         if client is not None:
             client.close()
 
     def extra_repr(self) -> str:
-        """The table, for ``repr``."""
+        """Return the table, for ``repr``."""
         return f"{self.name!r}, {self.spec.rows}, {self.spec.width}, mode={self.mode!r}"
 
 

@@ -103,13 +103,13 @@ class RemoteTables:
         return self._coming is not None
 
     def spec(self, name: str) -> TableSpec:
-        """The servers' spec of one table."""
+        """Return the servers' spec of one table."""
         return self._sources[name].spec
 
     # --- adopting parameters ----------------------------------------------------------------------------------------
 
     def adopt(self, model: nn.Module, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Moves parameters of ``model`` to the servers, by their qualified names, and leaves stand-ins in their place.
+        """Move parameters of ``model`` to the servers, by their qualified names, and leave stand-ins in their place.
 
         Every module that shares such a parameter gets the stand-in. Rank 0's values are taken; the memory here is
         freed. The optimizer, which must have the parameters, tells how the servers move them, with the numbers that it
@@ -141,7 +141,7 @@ class RemoteTables:
         rule: Callable[[], RowOptimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
-        """Moves one parameter to the servers, under ``name``: rank 0's values, available after a barrier.
+        """Move one parameter to the servers, under ``name``: rank 0's values, available after a barrier.
 
         Args:
             name: of the table.
@@ -166,7 +166,7 @@ class RemoteTables:
         self._taken[name] = (parameter, list(users))
 
     def give_back(self, name: str, values: Tensor) -> None:
-        """Puts the parameter that was taken over as ``name`` back where it was, with these values."""
+        """Put the parameter that was taken over as ``name`` back where it was, with these values."""
         parameter, users = self._taken.pop(name)
         parameter.data = values.to(parameter.device)
         for module, label in users:
@@ -174,7 +174,7 @@ class RemoteTables:
             module.register_parameter(label, parameter)
 
     def adopt_modules(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Connects all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` moves those without one."""
+        """Connect all ``RemoteEmbedding`` in ``model`` to these tables; ``optimizer`` moves those without one."""
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.name not in self._sources:
                 rule = module.rule or (None if optimizer is None else _first_numbers_of(optimizer))
@@ -190,7 +190,7 @@ class RemoteTables:
         return source
 
     def _all_caches(self, cache: Cache) -> list[tuple[Caches, list[str]]]:
-        """The caches of all tables, and the tables of each; new tables since the last call get theirs."""
+        """Return the caches of all tables, and the tables of each; new tables since the last call get theirs."""
         coming, self._uncached = self._uncached, []
         alike: dict[tuple[object, ...], list[_Source]] = {}
         for source in coming:
@@ -244,7 +244,7 @@ class RemoteTables:
                 source.gradients.clear()
 
     def expect(self, wanted: Mapping[str, Tensor]) -> None:
-        """Reads the rows that this step's lookups are expected to need, of all tables together: one message a shard.
+        """Read the rows that this step's lookups are expected to need, of all tables together: one message a shard.
 
         A lookup of other ids reads them itself, so a wrong expectation only costs time. Ids of
         dynamic vocabularies are left to the lookups, because reading them admits them.
@@ -258,7 +258,7 @@ class RemoteTables:
                 self._sources[name].at_hand = found[name], rows
 
     def _distinct(self, wanted: Mapping[str, Tensor]) -> dict[str, Distinct]:
-        """The distinct ids of fixed tables, unless they are known from asking ahead."""
+        """Return the distinct ids of fixed tables, unless they are known from asking ahead."""
         known, self._ahead = self._ahead, {}
         found = {name: known[name] for name, ids in wanted.items() if name in known and known[name].is_of(ids)}
         rows = {name: self._sources[name].spec.rows for name in wanted}
@@ -266,7 +266,7 @@ class RemoteTables:
         return found | distinct_ids({name: wanted[name] for name in fixed}, fixed)
 
     def _read(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of distinct ids of several tables, through the caches: one message a shard."""
+        """Return the rows of distinct ids of several tables, through the caches: one message a shard."""
         if self._cache is None:
             return {name: pulled.rows for name, pulled in self._pull_many(ids, None).items()}
         questions: list[tuple[Caches, Question]] = []
@@ -329,7 +329,7 @@ class RemoteTables:
         return self._pull_many(asked, known, ahead=True)
 
     def _collect(self) -> None:
-        """Puts prefetched rows into the caches."""
+        """Put prefetched rows into the caches."""
         if self._coming is None:
             return
         (questions, future), self._coming = self._coming, None
@@ -353,7 +353,7 @@ class RemoteTables:
             self.abandon()
 
     def abandon(self) -> None:
-        """Ends the threads that prefetch and push, and drops waiting gradients: after a failure."""
+        """End the threads that prefetch and push, and drop waiting gradients: after a failure."""
         self._coming = None
         if self._fetcher is not None:
             self._fetcher.shutdown()
@@ -374,7 +374,9 @@ class RemoteTables:
             self.abandon()
 
     def take(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if none."""
+        """Return the gradients left by backward since ``begin``: by table, distinct ids and their gradients; empty if
+        none.
+        """
         taken = {name: source.take() for name, source in self._sources.items()}
         return {name: given for name, given in taken.items() if given is not None}
 
@@ -387,7 +389,7 @@ class RemoteTables:
         given: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         beside: Beside | None = None,
     ) -> None:
-        """Sends the step's gradients to the servers, in one message for each.
+        """Send the step's gradients to the servers, in one message for each.
 
         With a cache whose gradients wait it returns while they are on their way; if they do not arrive, the next call
         that needs them there raises the error.
@@ -438,17 +440,17 @@ class RemoteTables:
             send()
 
     def _arrive(self) -> None:
-        """Waits until the last step's push has arrived, or raises its error."""
+        """Wait until the last step's push has arrived, or raise its error."""
         if self._leaves is not None:
             self._client.wait_for(self._leaves.arrived, "push", step=self._step)
             self._leaves.end(_LAST_WAIT)
 
     def squared_norm(self) -> float:
-        """The sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
+        """Return the sum of squares of all workers' merged gradients of this step, which are held; for clipping."""
         return self._client.squared_norm(self._step)
 
     def release(self, scale: float = 1.0) -> None:
-        """Applies the step's held gradients, times ``scale``, the same on all workers."""
+        """Apply the step's held gradients, times ``scale``, the same on all workers."""
         self._client.release(self._step, scale)
 
     def flush(self) -> None:
@@ -488,7 +490,7 @@ class RemoteTables:
             source.leaving.clear()
 
     def come_to_rest(self) -> None:
-        """Waits until no message is on its way, whatever its outcome: before the servers' rows are replaced."""
+        """Wait until no message is on its way, whatever its outcome: before the servers' rows are replaced."""
         ways: list[Future[Any]] = [] if self._leaves is None else [self._leaves.arrived]
         ways += [] if self._coming is None else [self._coming[1]]
         for future in ways:
@@ -502,7 +504,7 @@ class RemoteTables:
     def _sender(
         self, due: Mapping[str, Due], weight: float, mean: bool, hold: bool, beside: Beside, *, awaited: bool
     ) -> Callable[[], None]:
-        """A function that sends the gradients, with the optimizers' hyperparameters of this moment."""
+        """Return a function that sends the gradients, with the optimizers' hyperparameters of this moment."""
         rules = {name: self._sources[name].rule() for name in due}
         rules |= {name: rule for name, (_, _, rule) in beside.items()}
         given = _without_squares(due) | {name: (ids, grads) for name, (ids, grads, _) in beside.items()}
@@ -561,7 +563,7 @@ class _Source:
         return rows
 
     def _expected(self, ids: Tensor) -> Tensor | None:
-        """The rows of ``ids``, if the step has read them all."""
+        """Return the rows of ``ids``, if the step has read them all."""
         if self.at_hand is None:
             return None
         known, rows = self.at_hand[0].ids, self.at_hand[1]
@@ -577,7 +579,7 @@ class _Source:
             self.gradients.append((ids, grads))
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """The step's gradients, one for each row; ``None`` if backward reached none."""
+        """Return the step's gradients, one for each row; ``None`` if backward reached none."""
         given, self.gradients = self.gradients, []
         if not given:
             return None
@@ -605,7 +607,7 @@ class _Push:
             self.arrived.set_result(None)
 
     def end(self, seconds: float) -> None:
-        """Waits until the thread has ended, whatever the push's outcome; it has a deadline of its own."""
+        """Wait until the thread has ended, whatever the push's outcome; it has a deadline of its own."""
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
             report("tables.thread_left_behind", thread=self._thread.name)
@@ -647,7 +649,7 @@ def users_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> list[Use]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Callable[[], RowOptimizer]:
-    """The numbers by which ``optimizer`` moves ``parameter``, read anew at each call.
+    """Return the numbers by which ``optimizer`` moves ``parameter``, read anew at each call.
 
     Raises:
         ValueError: it does not have the parameter, or servers cannot run it.

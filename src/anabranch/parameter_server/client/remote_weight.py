@@ -38,10 +38,10 @@ class RowSource(Protocol):
         """Each of ``ids`` once, ascending, and the place of each among them; on their device."""
 
     def read(self, ids: Tensor) -> Tensor:
-        """The rows of distinct ids, on the CPU."""
+        """Return the rows of distinct ids, on the CPU."""
 
     def take_gradient(self, ids: Tensor, grads: Tensor) -> None:
-        """Takes the gradients of the rows of distinct ids."""
+        """Take the gradients of the rows of distinct ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ def look_up(
     *,
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
-    """The row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does not."""
+    """Return the row of each of ``ids``; in grad mode the rows' gradients go to the source, the padding row's does
+    not.
+    """
     report("tables.lookup", table=table.name, ids=ids)
     return cross(_Rows(source, table, padding_id, scale_grad_by_freq), ids)[0]
 
@@ -123,7 +125,7 @@ def look_up_bags(
     scale_grad_by_freq: bool = False,
     include_last_offset: bool = False,
 ) -> Tensor:
-    """A row for each bag of ids, as ``F.embedding_bag`` reduces them."""
+    """Return a row for each bag of ids, as ``F.embedding_bag`` reduces them."""
 
     def crossing(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
@@ -159,7 +161,7 @@ def look_up_bags(
 def _distinct_rows(
     source: RowSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
-    """The rows of the distinct ids, the place of each of ``ids`` among them, and that of ``padding_id``."""
+    """Return the rows of the distinct ids, the place of each of ``ids`` among them, and that of ``padding_id``."""
     rows, inverse, wanted, place = _read_distinct(source, ids, padding_id)
     if entry is not None:
 
@@ -171,7 +173,7 @@ def _distinct_rows(
 
 
 def _read_distinct(source: RowSource, ids: Tensor, padding_id: int | None) -> tuple[Tensor, Tensor, Tensor, int | None]:
-    """The rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
+    """Return the rows of the distinct ids, the place of each of ``ids`` among them, those ids, and where padding is."""
     distinct, inverse = source.distinct(ids)
     wanted = distinct.cpu()
     rows = source.read(wanted).to(ids.device)
@@ -231,7 +233,7 @@ class RemoteWeight(Tensor):
         return made
 
     def read_from(self) -> RowSource:
-        """The source from which rows are read when a step runs."""
+        """Return the source from which rows are read when a step runs."""
         return self.source
 
     @classmethod
@@ -288,7 +290,7 @@ def _stands_for_weight(value: object) -> bool:
 
 
 def _left_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The lookup in a form that Dynamo can read."""
+    """Return the lookup in a form that Dynamo can read."""
     weight = kwargs["weight"] if "weight" in kwargs else args[1]
     handle = weight.rows_handle if func is F.embedding else weight.bags_handle
     others = tuple(_WEIGHT if index == 1 else value for index, value in enumerate(args))

@@ -42,7 +42,7 @@ class Placements:
 
     @classmethod
     def of(cls, each: Sequence[Placement]) -> Placements:
-        """The arrays of ``each``, placements over the same shards."""
+        """Return the arrays of ``each``, placements over the same shards."""
         rows = [-1 if one.rows is None else one.rows for one in each]
         halves = [0 if one.rows is None else one.half for one in each]
         return cls(
@@ -51,7 +51,7 @@ class Placements:
 
 
 def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: _Kind = None) -> tuple[Array, int]:
-    """The shard of each id, and the position of the first id outside its table, or -1.
+    """Return the shard of each id, and the position of the first id outside its table, or -1.
 
     >>> tables = Placements.of([Placement(10, 1, 7), Placement(None, 1, 8)])
     >>> owners_of(np.array([3, 10, 10]), np.array([0, 2, 3]), tables, 1)[1]
@@ -75,7 +75,7 @@ def owners_of(ids: Array, starts: Array, tables: Placements, shards: int, kind: 
 def arrange(
     owners: Array, kinds: Array, starts: Array, shards: int, count: int, kind: _Kind = None
 ) -> tuple[Array, Array]:
-    """The order of ids by shard, by table, by kind, and else as they come; and the number of each.
+    """Return the order of ids by shard, by table, by kind, and else as they come; and the number of each.
 
     >>> arrange(np.array([1, 0, 1]), np.array([1, 0, 0]), np.array([0, 1, 3]), 2, 2)[0]
     array([1, 0, 2])

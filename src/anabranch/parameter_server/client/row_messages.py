@@ -66,7 +66,7 @@ class VersionClock:
     last: int = -1
 
     def read(self, generation: int, steps: Sequence[int]) -> int:
-        """The base that the versions of an answer count from."""
+        """Return the base that the versions of an answer count from."""
         if generation != self.generation:
             self.generation, self.base = generation, self.last + 1
         self.last = max(self.last, self.base + max(steps, default=0))
@@ -92,7 +92,7 @@ class Layout:
 
     @classmethod
     def of(cls, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[str]) -> Layout:
-        """The layout of tables with their placement and the dtype and width of their rows."""
+        """Return the layout of tables with their placement and the dtype and width of their rows."""
         placements = Placements.of([placement for placement, _, _ in tables.values()])
         short = all(0 <= rows <= _SHORT for rows in placements.limits.tolist())
         return cls(
@@ -147,11 +147,11 @@ class Routed:
         self._edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
 
     def of(self, shard: int) -> slice:
-        """The slice of the order that holds a shard's ids."""
+        """Return the slice of the order that holds a shard's ids."""
         return slice(self._edges[shard], self._edges[shard + 1])
 
     def ids_of(self, shard: int) -> Tensor:
-        """A shard's ids in the dtype in which they are sent."""
+        """Return a shard's ids in the dtype in which they are sent."""
         return torch.from_numpy(self.flat[self.order[self.of(shard)]]).to(self.layout.ids_travel_as)
 
 
@@ -187,7 +187,7 @@ class Pull:
         self._stated_rows, self._other_rows, self._changed_rows = (np.zeros(tables, np.int64) for _ in range(3))
 
     def _sort(self, known: Array, bases: Array) -> None:
-        """Finds the kind of each id, and the step of each known one."""
+        """Find the kind of each id, and the step of each known one."""
         routed = self._routed
         if known.size != routed.flat.size:
             raise SchemaError(f"{routed.flat.size} ids have {known.size} known versions")
@@ -213,7 +213,7 @@ class Pull:
         self._since, self._ages = since.reshape(self._since.shape), ages.astype(np.int16)
 
     def parts(self, shard: int) -> list[PullPart]:
-        """The parts of a shard's message: one for each table that has ids there."""
+        """Return the parts of a shard's message: one for each table that has ids there."""
         counts, since = self._routed.counts[shard].tolist(), self._since[shard].tolist()
         return [
             PullPart(name, with_state + unknown + known, with_state, known, step)
@@ -222,7 +222,7 @@ class Pull:
         ]
 
     def tensors(self, shard: int) -> list[Tensor]:
-        """The request's tensors."""
+        """Return the request's tensors."""
         known = self._routed.counts[:, :, _KNOWN].sum(1)
         first = int(known[:shard].sum())
         ages = torch.from_numpy(self._ages[first : first + int(known[shard])])
@@ -231,7 +231,7 @@ class Pull:
     def take(
         self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int, dense: Mapping[str, Share]
     ) -> None:
-        """Takes in a shard's answer, which has the parameters ``dense`` after its tables.
+        """Take in a shard's answer, which has the parameters ``dense`` after its tables.
 
         Raises:
             ProtocolError, SchemaError: it does not fit the request.
@@ -302,7 +302,7 @@ class Pull:
         return blocks
 
     def pulled(self) -> dict[str, Pulled]:
-        """The rows that have come, by table and parameter."""
+        """Return the rows that have come, by table and parameter."""
         routed, none = self._routed, torch.empty(0, dtype=torch.int64)
         found = {name: Pulled(none, none, value) for name, value in self._parameters.items()}
         for (dtype, width, whole, numbers), came in zip(self._alike, self._came, strict=True):
@@ -378,7 +378,9 @@ class Push:
             self._groups.append((side_by_side(some), numbers))
 
     def parts(self, shard: int, rules: Sequence[int]) -> list[Part]:
-        """The part of each table in the message; none is left out, because a table's step is counted on every shard."""
+        """Return the part of each table in the message; none is left out, because a table's step is counted on every
+        shard.
+        """
         counts = self._routed.counts[shard].tolist()
         return [
             Part(name, single + sums, rule, sums)
@@ -386,7 +388,7 @@ class Push:
         ]
 
     def tensors(self, shard: int, dense: Sequence[tuple[Tensor, Share]]) -> list[Tensor]:
-        """The message's tensors, with those of parameters after those of the tables."""
+        """Return the message's tensors, with those of parameters after those of the tables."""
         routed = self._routed
         some = routed.of(shard)
         found = [routed.ids_of(shard)]
@@ -441,7 +443,7 @@ def _flat(tensors: Sequence[Tensor]) -> Array:
 
 
 def _checked(places: Tensor, changed: Array, known: Array, shard: int) -> Array:
-    """The positions of a shard's known ids that have changed, from the ``places`` it gives for each part.
+    """Return the positions of a shard's known ids that have changed, from the ``places`` it gives for each part.
 
     Raises:
         ProtocolError: the places are not ascending positions within each part.

@@ -65,7 +65,7 @@ class WholeParameters:
         *,
         sparse: bool | None = None,
     ) -> None:
-        """Puts rank 0's values on the servers, under ``name``; they are available after a barrier.
+        """Put rank 0's values on the servers, under ``name``; they are available after a barrier.
 
         Args:
             name: its name on the servers.
@@ -91,13 +91,13 @@ class WholeParameters:
         self._held[name] = _Held(parameter, rule, spec)
 
     def spec(self, name: str) -> TableSpec:
-        """The servers' spec of one table."""
+        """Return the servers' spec of one table."""
         spec = self._held[name].spec
         assert spec is not None
         return spec
 
     def refresh(self, step: int | None) -> None:
-        """Reads all of them, in one message a shard, once it is the turn of ``step``."""
+        """Read all of them, in one message a shard, once it is the turn of ``step``."""
         wanted = {
             name: torch.arange(len(held.parameter)) if held.rows else _NO_IDS for name, held in self._held.items()
         }
@@ -109,7 +109,7 @@ class WholeParameters:
                 self._held[name].parameter.copy_(pulled.rows)
 
     def beside(self, gradients: Mapping[str, Tensor]) -> Beside:
-        """The contents of a push for these gradients, dense or sparse ones."""
+        """Return the contents of a push for these gradients, dense or sparse ones."""
         return {
             name: (*self._as_pushed(name, gradient), self._held[name].rule()) for name, gradient in gradients.items()
         }

@@ -43,7 +43,7 @@ class Acknowledged:
         self._forgotten = 0
 
     def add(self, identity: Identity, *, push: bool) -> int:
-        """Counts a request; returns a push's place among its client's, 0 for others."""
+        """Count a request; returns a push's place among its client's, 0 for others."""
         epoch, sequence = identity
         client = self._clients.get(epoch)
         if client is None:
@@ -64,20 +64,20 @@ class Acknowledged:
         client.pushes -= place > 0
 
     def pushes(self, epoch: bytes) -> int | None:
-        """The number of a client's pushes that the shard holds; ``None`` if it may have been forgotten."""
+        """Return the number of a client's pushes that the shard holds; ``None`` if it may have been forgotten."""
         client = self._clients.get(epoch)
         if client is None:
             return None if self._forgotten else 0
         return client.pushes
 
     def place(self, identity: Identity) -> int:
-        """The place of a push that was done; 0 if it is not remembered."""
+        """Return the place of a push that was done; 0 if it is not remembered."""
         client = self._clients.get(identity[0])
         done = [] if client is None else list(client.done)
         return next((place for sequence, place in reversed(done) if sequence == identity[1]), 0)
 
     def identities(self) -> Iterator[Identity]:
-        """The requests that are remembered."""
+        """Yield the requests that are remembered."""
         for epoch, client in self._clients.items():
             for sequence, _ in client.done:
                 yield epoch, sequence
@@ -92,7 +92,7 @@ class Acknowledged:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Loads what ``state`` gave; an old checkpoint has no places, and no counts of pushes."""
+        """Load what ``state`` gave; an old checkpoint has no places, and no counts of pushes."""
         done = cast(Mapping[bytes, Sequence[int]], state["done"])
         places = cast(Mapping[bytes, Sequence[int]], state.get("places", {}))
         pushes = cast(Mapping[bytes, int], state.get("pushes", {}))

@@ -51,5 +51,5 @@ class ServedDirectory:
         self._client.call(request, Deadline.after(self._timeout))
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._client.close()

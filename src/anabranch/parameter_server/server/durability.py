@@ -130,7 +130,7 @@ class Keeper:
         return list(self._done.identities())
 
     def _load(self, shard: Shard) -> Position | None:
-        """Loads the newest whole checkpoint; returns the log position after it."""
+        """Load the newest whole checkpoint; returns the log position after it."""
         assert self._directory is not None
         found = self._find()
         if found is None:
@@ -150,7 +150,7 @@ class Keeper:
         return Position(file, cast(int, state.get("records", 0)), cast(int, state.get("chain", 0)))
 
     def _find(self) -> Checkpoint | None:
-        """The newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
+        """Return the newest whole checkpoint; ``None`` if there is none yet or, under ``repair``, none any more."""
         assert self._directory is not None
         assert self._owner is not None
         generations, saved = complete_generations(self._directory), self._owner.position.saved
@@ -173,7 +173,7 @@ class Keeper:
         return found
 
     def _set_checkpoints_aside(self) -> None:
-        """Makes room for a new one, and tells what was given up; once the log is read, which may refuse the start."""
+        """Make room for a new one, and tell what was given up; once the log is read, which may refuse the start."""
         if self._lost is None or self._directory is None:
             return
         for generation in self._damaged:
@@ -222,11 +222,13 @@ class Keeper:
             self._changes += 1
 
     def place(self, identity: Identity | None = None) -> int:
-        """The place of ``identity``'s push among its client's, from 1; by default of the push this thread did last."""
+        """Return the place of ``identity``'s push among its client's, from 1; by default of the push this thread did
+        last.
+        """
         return cast(int, self._asking.place) if identity is None else self._done.place(identity)
 
     def check(self, standing: Standing) -> None:
-        """Raises if the shard holds less than a client has been told.
+        """Raise if the shard holds less than a client has been told.
 
         Raises:
             RolledBack: some of its pushes are lost; gives their number.
@@ -242,7 +244,7 @@ class Keeper:
             )
 
     def commit(self, deadline: Deadline) -> None:
-        """Waits until every change journaled so far is durable, as far as the durability promises it."""
+        """Wait until every change journaled so far is durable, as far as the durability promises it."""
         if self._log is not None and self._owner is not None:
             self._log.commit(self._position, deadline)
             if self._durability == "checkpoint":
@@ -250,7 +252,7 @@ class Keeper:
                 self._owner.note(changes=self._changes)
 
     def checkpoint(self) -> None:
-        """Writes the shard's present state, if it has changed since it was last written."""
+        """Write the shard's present state, if it has changed since it was last written."""
         if self._log is None or self._owner is None or self._directory is None:
             return
         with self._checkpointing:
@@ -291,7 +293,7 @@ class Keeper:
         checkpoint.write(self._directory, groups, state, step=changes)
 
     def close(self) -> None:
-        """Syncs and closes the log, and gives the directory up."""
+        """Sync and close the log, and give the directory up."""
         try:
             if self._log is not None:
                 self._log.close()
@@ -301,5 +303,5 @@ class Keeper:
 
 
 def _new_life() -> int:
-    """A random number, unlikely to repeat across restarts."""
+    """Return a random number, unlikely to repeat across restarts."""
     return 1 + secrets.randbelow((1 << 62) - 1)

@@ -89,13 +89,13 @@ class Preamble:
     epoch: int
 
     def encode(self) -> bytes:
-        """The preamble as bytes."""
+        """Return the preamble as bytes."""
         start = _PREAMBLE.pack(_MAGIC, self.file, self.first, self.chain, self.epoch, 0)[:-4]
         return start + zlib.crc32(start).to_bytes(4, "little")
 
     @classmethod
     def read(cls, path: Path) -> Preamble | None:
-        """The preamble of the file at ``path``; ``None`` for an older file, which has none.
+        """Return the preamble of the file at ``path``; ``None`` for an older file, which has none.
 
         Raises:
             ValueError: the file is too short to have one, or it is damaged.
@@ -115,7 +115,7 @@ class Preamble:
 
 
 def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
-    """The body of a frame."""
+    """Return the body of a frame."""
     described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
     header = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
     parts = [struct.pack("<I", len(header)), header]
@@ -124,7 +124,7 @@ def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
 
 
 def frame_of(body: bytes, number: int, chain: int) -> tuple[bytes, int]:
-    """The frame before a body, and its checksum, which is the next frame's chain."""
+    """Return the frame before a body, and its checksum, which is the next frame's chain."""
     start = _FRAME.pack(_MARK, len(body), number, chain, 0)[:-4]
     checksum = zlib.crc32(body, zlib.crc32(start))
     return start + checksum.to_bytes(4, "little"), checksum
@@ -150,7 +150,7 @@ class Frames:
         self.at = 0 if self.old else _PREAMBLE.size
 
     def records(self, until: int | None = None) -> Iterator[tuple[Record, list[Tensor]]]:
-        """The records; only those below number ``until``, if it is given."""
+        """Yield the records; only those below number ``until``, if it is given."""
         size = _OLD_FRAME.size if self.old else _FRAME.size
         with open_regular(self.path) as file:
             file.seek(self.at)
@@ -175,7 +175,7 @@ class Frames:
                 self.chain = 0 if self.old else checksum
 
     def _length(self, frame: bytes) -> tuple[int, int, int] | str:
-        """The body's length, the checksum so far and the expected one; or a description of the damage."""
+        """Return the body's length, the checksum so far and the expected one; or a description of the damage."""
         if len(frame) < _FRAME.size:
             return f"a record's frame ends after {len(frame)} bytes"
         mark, length, number, chain, checksum = _FRAME.unpack(frame)
@@ -200,7 +200,7 @@ class Frames:
         return length, 0, checksum
 
     def behind(self) -> int:
-        """The number of whole records in the rest of the file, after the one that cannot be read."""
+        """Return the number of whole records in the rest of the file, after the one that cannot be read."""
         if os.path.getsize(self.path) <= self.at:
             return 0
         with open_regular(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
@@ -253,12 +253,14 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
 
 
 def log_path(directory: Path, number: int) -> Path:
-    """The path of log file ``number``."""
+    """Return the path of log file ``number``."""
     return directory / f"log-{number:08d}"
 
 
 def is_numbered(path: Path) -> bool:
-    """True unless the file can have been written before records were numbered; those may be empty, or cut anywhere."""
+    """Return True unless the file can have been written before records were numbered; those may be empty, or cut
+    anywhere.
+    """
     try:
         with open_regular(path) as file:
             start = file.read(len(_MAGIC))
@@ -272,12 +274,12 @@ def is_numbered(path: Path) -> bool:
 
 
 def log_numbers(directory: Path) -> list[int]:
-    """The numbers of the log files in the directory, ascending."""
+    """Return the numbers of the log files in the directory, ascending."""
     return sorted(int(path.name[4:]) for path in directory.glob("log-*") if path.name[4:].isdigit())
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Writes all of ``data``, in as many calls as it takes."""
+    """Write all of ``data``, in as many calls as it takes."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]

@@ -85,7 +85,7 @@ class PushLog:
             return Position(self._number, self._records, self._chain)
 
     def append(self, record: Record, tensors: Sequence[Tensor] = ()) -> int:
-        """Writes a record after the existing ones; returns the position to ``commit``."""
+        """Write a record after the existing ones; returns the position to ``commit``."""
         body = encode_record(record, tensors)
         with self._state:
             self._check()
@@ -105,7 +105,7 @@ class PushLog:
             return self._records
 
     def commit(self, position: int, deadline: Deadline) -> None:
-        """Waits until all records up to ``position`` are on the disk."""
+        """Wait until all records up to ``position`` are on the disk."""
         while True:
             with self._state:
                 while self._durable < position and self._syncing:
@@ -139,7 +139,7 @@ class PushLog:
                 self._state.notify_all()
 
     def _check_whole(self, file: int, size: int) -> None:
-        """Raises if the file was cut or removed meanwhile: records written behind the cut would not be found again."""
+        """Raise if the file was cut or removed meanwhile: records written behind the cut would not be found again."""
         there = os.fstat(file)
         if there.st_size < size or not there.st_nlink:
             what = f"has {there.st_size} of the {size} bytes written" if there.st_nlink else "was removed"
@@ -187,7 +187,7 @@ class PushLog:
         self._owner.note(durable=durable, file=self._number, records=self._durable, chain=self._durable_chain)
 
     def forget_before(self, number: int) -> None:
-        """Removes the files before ``number``, whose records a durable checkpoint holds."""
+        """Remove the files before ``number``, whose records a durable checkpoint holds."""
         for old in log_numbers(self._directory):
             if old < number:
                 with suppress(IsADirectoryError):  # a folder of such a name is nobody's to empty
@@ -195,7 +195,7 @@ class PushLog:
         sync_directory(self._directory)
 
     def close(self) -> None:
-        """Makes everything durable and closes the file."""
+        """Make everything durable and close the file."""
         with self._state:
             if self._file >= 0:
                 try:

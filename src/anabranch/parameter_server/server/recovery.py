@@ -89,7 +89,7 @@ class LogReader:
             self._damaged(f"the log ends after record {count}", count)
 
     def _compare(self, count: int, chain: int, *, numbered: bool = False, start: bool = False) -> None:
-        """Raises if the owner's position cannot lie on this log, which has ``chain`` after ``count`` records.
+        """Raise if the owner's position cannot lie on this log, which has ``chain`` after ``count`` records.
 
         ``numbered``: records of this log lie here or before, which its owner knew of. ``start``: nothing before it is
         read, so the owner's position may not be there.
@@ -112,7 +112,7 @@ class LogReader:
                 )
 
     def _open(self, number: int, count: int, chain: int, *, last: bool) -> Frames | None:
-        """The frames of one file; ``None`` if the log ends before it."""
+        """Return the frames of one file; ``None`` if the log ends before it."""
         path = log_path(self._directory, number)
         if number not in self._numbers:
             self._damaged(f"{path} is missing", count)
@@ -146,7 +146,9 @@ class LogReader:
         return Frames(path, preamble, count, chain)
 
     def _until(self, number: int) -> int | None:
-        """The record at which the next file goes on; records of a replaced server behind it were not acknowledged."""
+        """Return the record at which the next file goes on; records of a replaced server behind it were not
+        acknowledged.
+        """
         if number + 1 not in self._numbers:
             return None
         try:
@@ -170,7 +172,7 @@ class LogReader:
         return False
 
     def _cut(self, path: Path, at: int, why: str) -> None:
-        """Removes the end of a write that a crash has cut short; it was never acknowledged."""
+        """Remove the end of a write that a crash has cut short; it was never acknowledged."""
         size = path.stat().st_size
         cut = size - at
         _log.warning("%s: the last write was cut short (%s); %d bytes behind byte %d are dropped", path, why, cut, at)
@@ -194,7 +196,7 @@ class LogReader:
             )
 
     def repair(self) -> None:
-        """Makes the log end at the last record read; later files and parts are set aside, not destroyed."""
+        """Make the log end at the last record read; later files and parts are set aside, not destroyed."""
         aside: Path | None = None
         for number in log_numbers(self._directory):
             path = log_path(self._directory, number)
@@ -213,7 +215,7 @@ class LogReader:
         report("parameter_server.log_repaired", path=str(self._directory), records=self.end.records)
 
     def _prefix(self, path: Path) -> bytes:
-        """The part of the last file that was read to its end; empty if none was."""
+        """Return the part of the last file that was read to its end; empty if none was."""
         try:
             preamble = Preamble.read(path)
         except Unreadable:

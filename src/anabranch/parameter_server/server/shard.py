@@ -93,7 +93,7 @@ class Consistency:
 
     @classmethod
     def parse(cls, name: str) -> Consistency:
-        """The consistency called ``"bsp"``, ``"ssp:K"`` or ``"asp"``; anything else is a ``ValueError``."""
+        """Return the consistency called ``"bsp"``, ``"ssp:K"`` or ``"asp"``; anything else is a ``ValueError``."""
         if name == "bsp":
             return cls(name, True, 0)
         if name == "asp":
@@ -216,7 +216,7 @@ class Shard:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def init(self, message: InitMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """Makes a table or a parameter; an existing one stays unchanged, if it is of the same shape.
+        """Make a table or a parameter; an existing one stays unchanged, if it is of the same shape.
 
         Raises:
             SchemaError: one of that name has another shape, dtype or optimizer.
@@ -230,7 +230,7 @@ class Shard:
             self._record("init", message, tensors)
 
     def join(self, message: JoinMessage) -> None:
-        """Registers a worker of a job, or a restarted one: its steps count from ``message.step``.
+        """Register a worker of a job, or a restarted one: its steps count from ``message.step``.
 
         Raises:
             SchemaError: another worker has given another world or consistency.
@@ -277,7 +277,7 @@ class Shard:
     def push(
         self, message: PushMessage, tensors: Sequence[Tensor], *, peer: str = "", deadline: Deadline | None = None
     ) -> None:
-        """Takes gradients: applied at once, or under ``bsp`` when every worker's of that step are there.
+        """Take gradients: applied at once, or under ``bsp`` when every worker's of that step are there.
 
         Raises:
             NotFound, SchemaError: as in ``pull``; nothing is changed.
@@ -301,7 +301,7 @@ class Shard:
         self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
 
     def squared_norm(self, message: NormMessage, deadline: Deadline) -> float:
-        """The sum of squares, in float64, of the merged gradients of held pushes, once all workers' are there.
+        """Return the sum of squares, in float64, of the merged gradients of held pushes, once all workers' are there.
 
         Raises:
             DeadlineExceeded: some are not; names them.
@@ -321,7 +321,7 @@ class Shard:
             return job.norms[message.step]
 
     def release(self, message: ReleaseMessage) -> None:
-        """Applies the held pushes of a step, times ``scale``, unless another worker's release has done so.
+        """Apply the held pushes of a step, times ``scale``, unless another worker's release has done so.
 
         Raises:
             NonFinite: a scale that is NaN or Inf.
@@ -453,7 +453,7 @@ class Shard:
         return ids, tensors[1]
 
     def _check_push(self, message: PushMessage, tensors: Sequence[Tensor], peer: str) -> float:
-        """Raises if a push is invalid; returns its peak."""
+        """Raise if a push is invalid; returns its peak."""
         self._check_parts(message, tensors)
         flat = self._check_numbers(message, tensors)
         if not (math.isfinite(message.weight) and message.weight >= 0):
@@ -484,7 +484,7 @@ class Shard:
             raise SchemaError(f"worker {message.rank} pushes step {message.step}; its next is step {expected}")
 
     def _check_numbers(self, message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
+        """Return the tensors that hold the numbers, if they and the squares have the sizes that the message gives."""
         sums = message.sums()
         flat = tensors[1 + (sums > 0) :]
         came, wanted = [(one.dtype, one.numel()) for one in flat], self.numbers_of(message)
@@ -548,7 +548,7 @@ class Shard:
                 )
 
     def _wait_for_clocks(self, rank: int, step: int, deadline: Deadline | None, operation: str) -> None:
-        """Waits until every worker has pushed all steps before ``step``."""
+        """Wait until every worker has pushed all steps before ``step``."""
         patience = _patience(deadline)
         while late := [other for other, clock in enumerate(self._joined(rank).clocks) if clock < step]:
             if not self._state.wait(timeout=patience.remaining()):
@@ -623,7 +623,7 @@ class Shard:
         self._state.notify_all()
 
     def _merge(self, job: _Job, push: _Pushed) -> None:
-        """Keeps a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
+        """Keep a worker's push until all of its step are there; one whose step cannot be done leaves nothing."""
         step = push.message.step
         # A copy: kept tensors must not change when the sender's buffers are used again.
         push = push._replace(tensors=[tensor.clone() for tensor in push.tensors])
@@ -776,7 +776,7 @@ class Shard:
     def _choose(
         self, message: PullMessage, ids: Sequence[Tensor], ages: Tensor | None
     ) -> tuple[PullReply, list[Tensor]]:
-        """The answer if some rows come with their state, or only if they have changed."""
+        """Return the answer if some rows come with their state, or only if they have changed."""
         parts = {part.name: part for part in message.parts}
         wanted = {part.name: some for part, some in zip(message.parts, ids, strict=True) if part.name in self._tables}
         since = self._since(message, ages)
@@ -824,7 +824,7 @@ class Shard:
         return dict(zip((part.name for part in message.parts), torch.split(steps, known), strict=True))
 
     def _fill(self, room: _Room, message: PullMessage, ids: Sequence[Tensor]) -> None:
-        """Reads everything asked for, with as few copies as possible, into ``room``."""
+        """Read everything asked for, with as few copies as possible, into ``room``."""
         wanted: dict[str, Tensor] = {}
         places: dict[str, Tensor] = {}
         for part, some, place in zip(message.parts, ids, room.parts, strict=True):
@@ -891,7 +891,7 @@ class Shard:
             self._record("restore", message, tensors)
 
     def drop(self, message: DropMessage) -> None:
-        """Drops a table or a parameter."""
+        """Drop a table or a parameter."""
         with self._state:
             if message.name:
                 self._check_name(message.name)
@@ -913,7 +913,7 @@ class Shard:
             raise NotFound(f"no table or parameter {name!r} on this shard; there are: {known}")
 
     def barrier(self, message: BarrierMessage, deadline: Deadline) -> None:
-        """Waits until all workers are at this barrier.
+        """Wait until all workers are at this barrier.
 
         Raises:
             DeadlineExceeded: some are not; names them.
@@ -929,7 +929,7 @@ class Shard:
                     raise _missing(late, patience, "barrier", message.number)
 
     def snapshot(self) -> tuple[dict[str, object], dict[str, Group]]:
-        """The present state: plain values, and groups of tensors.
+        """Return the present state: plain values, and groups of tensors.
 
         Rows in a file, which may exceed memory, are groups that are read when they are
         called, a few rows each: the shard must not change until then. Pushes that wait for those of other
@@ -982,7 +982,7 @@ class Shard:
                     self._journal("push", _encode(push.message), push.tensors)
 
     def load(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Loads what ``snapshot`` gave into a shard that holds nothing yet."""
+        """Load what ``snapshot`` gave into a shard that holds nothing yet."""
         with self._state:
             for entry in state["tables"]:
                 spec = entry["spec"]
@@ -1016,7 +1016,7 @@ class Shard:
             }
 
     def stands_at(self) -> int:
-        """The step that every worker of the job has pushed; without a job, the most steps of any table."""
+        """Return the step that every worker of the job has pushed; without a job, the most steps of any table."""
         with self._state:
             if self._job is not None:
                 return min(self._job.clocks)
@@ -1024,12 +1024,14 @@ class Shard:
             return max([*steps, *(dense.step for dense in self._dense.values())], default=0)
 
     def locked(self) -> threading.Condition:
-        """The lock under which every change is made, for callers that must see none between two of their own steps."""
+        """Return the lock under which every change is made, for callers that must see none between two of their own
+        steps.
+        """
         return self._state
 
 
 def _bounds_after(holders: Mapping[str, RowTable | DenseParameter], peak: float) -> dict[str, Bounds] | None:
-    """The largest magnitude of each after a step; ``None`` if a row may overflow.
+    """Return the largest magnitude of each after a step; ``None`` if a row may overflow.
 
     Tables of one rule in the same state share the answer.
     """
@@ -1058,7 +1060,7 @@ def _rule_of(values: Mapping[str, object]) -> RowOptimizer:
 
 
 def _squares(given: Sequence[_Given]) -> float:
-    """The sum of squares of gradients that are added up by id first; those of a dense parameter have no ids."""
+    """Return the sum of squares of gradients that are added up by id first; those of a dense parameter have no ids."""
     ids = torch.cat([some for some, _, _ in given])
     if not len(ids):
         return float(torch.stack([grad.double() for _, grad, _ in given]).sum(0).square().sum())
@@ -1080,12 +1082,12 @@ def _squares_of(message: PushMessage, tensors: Sequence[Tensor]) -> Sequence[Ten
 
 
 def _without_kinds(message: PullMessage) -> PullMessage:
-    """The pull as journaled: ids only."""
+    """Return the pull as journaled: ids only."""
     return PullMessage([PullPart(part.name, part.count) for part in message.parts], message.training)
 
 
 def _new_generation() -> int:
-    """A random id, unlikely to repeat across restarts."""
+    """Return a random id, unlikely to repeat across restarts."""
     return 1 + secrets.randbelow((1 << 32) - 1)
 
 
@@ -1101,7 +1103,9 @@ def _with_long_ids(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _patience(deadline: Deadline | None) -> Deadline:
-    """A little less than the client's remaining time, so that the error naming the missing workers arrives first."""
+    """Return a little less than the client's remaining time, so that the error naming the missing workers arrives
+    first.
+    """
     return Deadline.after(1e-3) if deadline is None else deadline.sooner(max(0.8 * deadline.remaining(), 1e-3))
 
 

@@ -25,7 +25,7 @@ _SHOWN = 4
 
 
 def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
-    """The directory of one shard; it need not exist.
+    """Return the directory of one shard; it need not exist.
 
     Raises:
         CheckpointError: there is state of another number of shards, and none of this one.
@@ -44,7 +44,7 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
 
 
 def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
-    """The names of the directories that hold changes, by the number of shards that they are of."""
+    """Return the names of the directories that hold changes, by the number of shards that they are of."""
     found: dict[int, list[str]] = {}
     try:
         names = os.listdir(checkpoint_dir)

@@ -175,11 +175,11 @@ class ParameterServer:
         return self._shard.statistics()
 
     def transport_statistics(self) -> ServerStatistics:
-        """Requests, errors and bytes since the shard started."""
+        """Return requests, errors and bytes since the shard started."""
         return self._server.statistics()
 
     def checkpoint(self) -> None:
-        """Writes the shard's state now, if ``durability`` keeps any."""
+        """Write the shard's state now, if ``durability`` keeps any."""
         self._keeper.checkpoint()
 
     def __enter__(self) -> ParameterServer:
@@ -280,7 +280,9 @@ class ParameterServer:
         ]
 
     def _standing(self, check: _Check) -> _Check:
-        """The check, once this is the shard that the client asks, and holds the pushes that the client was told of."""
+        """Return the check, once this is the shard that the client asks, and holds the pushes that the client was told
+        of.
+        """
 
         def checks(header: RequestHeader) -> None:
             standing = Standing.decode(header.schema)
@@ -292,7 +294,7 @@ class ParameterServer:
         return checks
 
     def _check_place(self, standing: Standing) -> None:
-        """Raises ``SchemaError`` if the client takes this server for another shard."""
+        """Raise ``SchemaError`` if the client takes this server for another shard."""
         if not standing.shards or (standing.shard, standing.shards) == self._place:
             return
         shard, shards = self._place

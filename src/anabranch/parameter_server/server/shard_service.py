@@ -33,7 +33,7 @@ def serve_parameters(
     say: Callable[[str], None] | None = None,
     beside: Callable[[ParameterServer], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Serves one shard until ``stop`` is set, then drains and writes its state.
+    """Serve one shard until ``stop`` is set, then drain and write its state.
 
     Takes the arguments of ``ParameterServer``; ``say`` is called with ``listening on ENDPOINT`` once calls are served,
     and prints it by default. ``beside`` makes an object that lives as long as the server.

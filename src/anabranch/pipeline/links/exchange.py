@@ -26,10 +26,10 @@ class Link(Protocol):
         """Hands over the message of a sending action; does not wait for its arrival."""
 
     def receive(self, action: Action) -> Message:
-        """Waits for the message of a receiving action. Raises ``Aborted`` once the step has failed elsewhere."""
+        """Wait for the message of a receiving action. Raises ``Aborted`` once the step has failed elsewhere."""
 
     def check(self) -> None:
-        """Raises ``Aborted`` if the step has failed elsewhere."""
+        """Raise ``Aborted`` if the step has failed elsewhere."""
 
 
 _Key = tuple[Kind, int, int, int]
@@ -62,7 +62,7 @@ class Exchange:
             self._arrived[rank].notify()
 
     def receive(self, action: Action) -> Message:
-        """Takes the message off the shelf, waiting for it."""
+        """Take the message off the shelf, waiting for it."""
         assert action.peer is not None
         key = (action.kind, action.stage, action.peer, action.microbatch)
         rank = self._rank_of[action.stage]
@@ -75,7 +75,7 @@ class Exchange:
             return shelf.pop(key)
 
     def check(self) -> None:
-        """Raises ``Aborted`` after ``abort``."""
+        """Raise ``Aborted`` after ``abort``."""
         if self._aborted:
             raise Aborted
 

@@ -56,15 +56,15 @@ class GlooChannel:
         self._outgoing[peer].put([*encode_header(header), *tensors])
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Waits for messages that the receiving threads bring."""
+        """Wait for messages that the receiving threads bring."""
         with self._inbox.changed:
             self._inbox.changed.wait_for(found, seconds)
 
     def look(self) -> None:
-        """Does nothing: the threads take in messages as they arrive."""
+        """Do nothing: the threads take in messages as they arrive."""
 
     def flush(self, seconds: float) -> None:
-        """Waits until the sending threads have sent all messages handed to them."""
+        """Wait until the sending threads have sent all messages handed to them."""
         until = monotonic() + seconds
         for peer, outgoing in self._outgoing.items():
             sent = threading.Event()
@@ -74,17 +74,17 @@ class GlooChannel:
                     break
 
     def is_stuck(self) -> bool:
-        """True if a thread waits for a peer, which gloo lets nobody interrupt."""
+        """Return True if a thread waits for a peer, which gloo lets nobody interrupt."""
         return bool(self._inbox.lost) or any(self._inbox.owed.values())
 
     def settle(self, seconds: float) -> None:
-        """Waits for the messages that peers still owe of a failed turn, so that no thread is left in gloo for them."""
+        """Wait for the messages that peers still owe of a failed turn, so that no thread is left in gloo for them."""
         inbox = self._inbox
         with inbox.changed:
             inbox.changed.wait_for(lambda: bool(inbox.lost) or not any(inbox.owed.values()), seconds)
 
     def close(self) -> None:
-        """Ends the threads, and waits for those not stuck on a peer: they must not outlive the process group."""
+        """End the threads, and wait for those not stuck on a peer: they must not outlive the process group."""
         self.settle(_FAREWELL_SECONDS)
         self._inbox.close()
         for outgoing in self._outgoing.values():

@@ -45,7 +45,7 @@ class Inbox:
             self.changed.notify_all()
 
     def deliver(self, peer: int, header: Header, tensors: list[Tensor]) -> None:
-        """Takes in a message; of an earlier turn only an end counts."""
+        """Take in a message; of an earlier turn only an end counts."""
         with self.changed:
             if header.kind == "end":
                 self.owed[peer] -= 1
@@ -75,13 +75,13 @@ class Inbox:
                 self.data[key] = unpack(Kind(kind), header.body, tensors)
 
     def lose(self, peer: int, why: str) -> None:
-        """Records that nothing more will come from ``peer``."""
+        """Record that nothing more will come from ``peer``."""
         with self.changed:
             self.lost[peer] = why
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends all waits on this inbox, because their results are no longer needed."""
+        """End all waits on this inbox, because their results are no longer needed."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -91,22 +91,22 @@ class Channel(Protocol):
     """Carries messages to and from the other ranks, in order between any two."""
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
+        """Send a message without waiting for its arrival. ``tensors`` are flat bytes, as ``pack`` gives them."""
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Returns when ``found()``, which looks at the inbox, is true, or after so many seconds."""
+        """Return when ``found()``, which looks at the inbox, is true, or after so many seconds."""
 
     def look(self) -> None:
-        """Takes in what has arrived, without waiting."""
+        """Take in what has arrived, without waiting."""
 
     def flush(self, seconds: float) -> None:
-        """Waits until all messages are on their way: the process may end after this."""
+        """Wait until all messages are on their way: the process may end after this."""
 
     def is_stuck(self) -> bool:
-        """True if a wait for a peer is under way that nobody can end."""
+        """Return True if a wait for a peer is under way that nobody can end."""
 
     def settle(self, seconds: float) -> None:
-        """Waits for peers that are about to end a failed turn, so that they are not taken for stuck."""
+        """Wait for peers that are about to end a failed turn, so that they are not taken for stuck."""
 
     def close(self) -> None:
-        """Ends threads and connections within a moment."""
+        """End threads and connections within a moment."""

@@ -64,7 +64,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_header(header: Header) -> list[Tensor]:
-    """The header as one message, or two if it is long."""
+    """Return the header as one message, or two if it is long."""
     data = msgspec.msgpack.encode(header)
     first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: HEADER_BYTES - _LENGTH_BYTES]
@@ -78,7 +78,7 @@ HEADERS = msgspec.msgpack.Decoder(Header)
 
 
 def decode_header(first: Tensor, receive: Callable[[Tensor], None]) -> Header:
-    """The header that starts with ``first``; ``receive`` fills a tensor with the rest, if there is any."""
+    """Return the header that starts with ``first``; ``receive`` fills a tensor with the rest, if there is any."""
     data = bytes(first.numpy())
     length, body = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
     if length > len(body):
@@ -109,12 +109,12 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The buffers to receive into, for those ``tensors`` that have bytes."""
+    """Return the buffers to receive into, for those ``tensors`` that have bytes."""
     return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
 
 
 def unpack(kind: Kind, spec: _Spec, tensors: list[Tensor]) -> Message:
-    """The message of a sending action of ``kind``."""
+    """Return the message of a sending action of ``kind``."""
     assert isinstance(spec, list)
     if kind is Kind.SEND_F:
         packets: list[Packet] = []
@@ -176,7 +176,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name in a message's header."""
+    """Return the dtype of that name in a message's header."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")

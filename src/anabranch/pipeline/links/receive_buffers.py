@@ -37,7 +37,7 @@ class Buffers:
         self._returned: deque[np.ndarray] = deque()  # by finalizers, at any moment: nothing but an append is safe
 
     def empty(self, dtype_name: str, shape: Sequence[int]) -> Tensor:
-        """A tensor of that dtype and shape, with arbitrary contents."""
+        """Return a tensor of that dtype and shape, with arbitrary contents."""
         dtype = dtype_named(dtype_name)
         size = prod(shape) * dtype.itemsize
         if size < _SMALL_BYTES:

@@ -71,7 +71,7 @@ class _Slot:
             at += _aligned(part.numel())
 
     def tensors(self, described: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
-        """The tensors written there, as views; the slot is free once the last of them is."""
+        """Return the tensors written there, as views; the slot is free once the last of them is."""
         hold = _Hold()
         weakref.finalize(hold, _set_free, self._memory).atexit = False
         found, at = [], _ALIGNED
@@ -99,7 +99,7 @@ class _Hold:
 
 
 def _let_go(hold: _Hold) -> None:
-    """Called when a tensor is freed: the reference to ``hold`` goes with this call."""
+    """Note that a tensor is freed: the reference to ``hold`` goes with this call."""
 
 
 def _set_free(memory: mmap.mmap) -> None:
@@ -124,7 +124,7 @@ class _Line:
         self._began: list[bytes] = []
 
     def send(self, header: Header, parts: Sequence[Tensor]) -> None:
-        """Writes the parts into a slot and the header to the socket, or to ``unsent`` while that is full."""
+        """Write the parts into a slot and the header to the socket, or to ``unsent`` while that is full."""
         index, size, descriptor = -1, 0, None
         if parts:
             index, size, descriptor = self._free_slot(sum(_aligned(part.numel()) for part in parts))
@@ -147,7 +147,7 @@ class _Line:
         return len(self._slots) - 1, size, descriptor
 
     def flush(self) -> None:
-        """Sends as much as the socket takes now; drops frames for a lost peer, whose last messages are read later."""
+        """Send as much as the socket takes now; drops frames for a lost peer, whose last messages are read later."""
         while self.unsent:
             frame, descriptor = self.unsent[0]
             rights = (
@@ -164,7 +164,7 @@ class _Line:
                 os.close(descriptor)
 
     def receive(self) -> tuple[Header, list[Tensor]] | None:
-        """The next message, ``None`` if there is none yet.
+        """Return the next message, ``None`` if there is none yet.
 
         Raises:
             OSError: the peer is gone.
@@ -197,7 +197,7 @@ class _Line:
             return header, [torch.empty(shape, dtype=dtype_named(name)) for name, shape in header.tensors]
 
     def close(self) -> None:
-        """Closes the socket, the slots, and the descriptors of slots that the peer was never told of."""
+        """Close the socket, the slots, and the descriptors of slots that the peer was never told of."""
         self.socket.close()
         for _, descriptor in self.unsent:
             if descriptor is not None:
@@ -219,11 +219,11 @@ class SharedMemoryChannel:
         self._lines = {peer: _Line(sock) for peer, sock in sockets.items()}
 
     def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a message to ``peer``."""
+        """Send a message to ``peer``."""
         self._lines[peer].send(header, tensors)
 
     def wait_for(self, found: Callable[[], bool], seconds: float) -> None:
-        """Takes in messages as they arrive until ``found()``."""
+        """Take in messages as they arrive until ``found()``."""
         until = monotonic() + seconds
         self.look()
         while not found():
@@ -233,7 +233,7 @@ class SharedMemoryChannel:
             self._poll(left)
 
     def look(self) -> None:
-        """Takes in the messages that have arrived."""
+        """Take in the messages that have arrived."""
         self._poll(0.0)
 
     def _poll(self, seconds: float) -> None:
@@ -261,19 +261,19 @@ class SharedMemoryChannel:
             self._inbox.lose(peer, f"receiving from it failed: {error}")
 
     def flush(self, seconds: float) -> None:
-        """Waits until the sockets have taken all messages."""
+        """Wait until the sockets have taken all messages."""
         lines, lost = self._lines, self._inbox.lost
         self.wait_for(lambda: not any(line.unsent for peer, line in lines.items() if peer not in lost), seconds)
 
     def is_stuck(self) -> bool:
-        """True if a rank was lost, for which the process group would wait at the end."""
+        """Return True if a rank was lost, for which the process group would wait at the end."""
         return bool(self._inbox.lost)
 
     def settle(self, seconds: float) -> None:
-        """Does nothing: no thread waits for a peer."""
+        """Do nothing: no thread waits for a peer."""
 
     def close(self) -> None:
-        """Closes the sockets and drops the slots, which live as long as the tensors in them."""
+        """Close the sockets and drop the slots, which live as long as the tensors in them."""
         for line in self._lines.values():
             line.close()
 
@@ -298,7 +298,8 @@ class Meeting:
             raise
 
     def connect(self, paths: Sequence[str], seconds: float) -> dict[int, socket.socket]:
-        """A socket to each other rank, by the paths of their meetings; earlier ranks are called, later ones call.
+        """Return a socket to each other rank, by the paths of their meetings; earlier ranks are called, later ones
+        call.
 
         Raises:
             OSError: some rank cannot be reached, or is another user's.

@@ -48,7 +48,7 @@ class StageThreads:
     def run(
         self, tasks: Sequence[_Task], deadline: Deadline, on_interrupt: Callable[[], None], step: int | None = None
     ) -> None:
-        """Runs one task on each worker, and returns when all have ended, or half a second after ``leave_behind``.
+        """Run one task on each worker, and return when all have ended, or half a second after ``leave_behind``.
 
         Tasks must not raise. An interrupt of the waiting thread calls ``on_interrupt``, which must make the tasks end.
         """
@@ -74,7 +74,7 @@ class StageThreads:
         self._round.hurry(0.5)
 
     def close(self) -> None:
-        """Ends the threads, each after its current task, and waits for them a little."""
+        """End the threads, each after its current task, and wait for them a little."""
         self._end()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -34,7 +34,7 @@ class Ambient:
 
     @classmethod
     def take(cls) -> Ambient:
-        """The modes of the calling thread."""
+        """Return the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -44,7 +44,7 @@ class Ambient:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Puts the calling thread into these modes until the block ends."""
+        """Put the calling thread into these modes until the block ends."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -59,7 +59,7 @@ class Ambient:
 
 
 def current_streams() -> list[torch.cuda.Stream]:
-    """The calling thread's current stream on each CUDA device; none before CUDA is in use."""
+    """Return the calling thread's current stream on each CUDA device; none before CUDA is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     # Entering a stream makes its device the current one, so the stream on the caller's device comes last.
@@ -70,7 +70,7 @@ def current_streams() -> list[torch.cuda.Stream]:
 
 @contextmanager
 def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Makes these streams the calling thread's current ones until the block ends."""
+    """Make these streams the calling thread's current ones until the block ends."""
     with ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))

@@ -16,7 +16,7 @@ Costs = Mapping[Kind, float] | Callable[[Action], float] | None
 
 
 def draw(schedule: Schedule | Lowered, costs: Costs = None, *, width: int | None = None) -> str:
-    """The schedule as text: a letter and a microbatch each unit of time, dots where a rank is idle.
+    """Return the schedule as text: a letter and a microbatch each unit of time, dots where a rank is idle.
 
     >>> from anabranch.pipeline import make_schedule
     >>> print(draw(make_schedule("1F1B", 2, 2)))
@@ -62,7 +62,7 @@ def _unit(simulation: Simulation) -> float:
 
 
 def save_picture(schedule: Schedule | Lowered, path: str | Path, costs: Costs = None) -> None:
-    """Writes the schedule to ``path`` as an SVG picture, which any browser shows.
+    """Write the schedule to ``path`` as an SVG picture, which any browser shows.
 
     Forwards are light, backwards darker, weights darkest; hovering over an action names it and its time.
     """

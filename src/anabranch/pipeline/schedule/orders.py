@@ -26,7 +26,7 @@ __all__ = ["SCHEDULES", "default_ranks", "make_schedule"]
 
 
 def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | None = None) -> Schedule:
-    """The schedule called ``name``.
+    """Return the schedule called ``name``.
 
     >>> schedule = make_schedule("GPipe", stages=2, microbatches=2)
     >>> [[str(action) for action in rank] for rank in schedule.actions]
@@ -61,7 +61,7 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
 
 
 def default_ranks(name: str, stages: int) -> int:
-    """The default number of ranks for ``stages`` stages."""
+    """Return the default number of ranks for ``stages`` stages."""
     return stages // 2 if name == "ZBV" or (name == "Interleaved1F1B" and stages % 2 == 0) else stages
 
 
@@ -211,7 +211,7 @@ def _first(ready: list[Action], kind: Kind) -> Action | None:
 def _arrange(
     m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind] = (Kind.B, Kind.F, Kind.W)
 ) -> list[list[Action]]:
-    """Builds lists of actions of one tick each; if the rule is too strict to end, allows one more activation."""
+    """Build lists of actions of one tick each; if the rule is too strict to end, allows one more activation."""
     for extra in range(m * len(rank_of) + 1):
         arranged = _try_to_arrange(m, rank_of, rule, kinds, extra)
         if arranged is not None:

@@ -73,7 +73,7 @@ class Schedule:
     def with_transfers(
         self, skips: Iterable[tuple[int, int]] = (), recompute: Collection[tuple[int, int]] = ()
     ) -> Lowered:
-        """The full list of actions for a pipeline.
+        """Return the full list of actions for a pipeline.
 
         Args:
             skips: the (from, to) stages of its skips; neighbours need not be given.
@@ -83,12 +83,12 @@ class Schedule:
         return Lowered(self, _Lowering(edges, recompute).run(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes the schedule to ``path`` as JSON."""
+        """Write the schedule to ``path`` as JSON."""
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(_to_record(self)), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Reads a schedule that ``save`` wrote, checking it.
+        """Read a schedule that ``save`` wrote, checking it.
 
         Raises:
             ValueError: the file holds no schedule, or one that cannot run; gives the reason.

@@ -58,7 +58,7 @@ class SimulatedRun:
         ]
 
     def _advance(self, rank: int) -> bool:
-        """Runs the rank until it has to wait; true if it ran any action."""
+        """Run the rank until it has to wait; true if it ran any action."""
         start = self._done[rank]
         for action in self._actions[rank][start:]:
             if not self._step(rank, action):

@@ -41,7 +41,7 @@ def simulate(
     activation_bytes: Sequence[int] = (),
     input_bytes: Sequence[int] = (),
 ) -> Simulation:
-    """Simulates ``schedule``.
+    """Simulate ``schedule``.
 
     >>> from anabranch.pipeline import make_schedule
     >>> simulate(make_schedule("1F1B", 2, 4)).makespan
@@ -90,7 +90,7 @@ def _as_function(
 
 
 def _peak(actions: Sequence[Action], activations: Sequence[int], inputs: Sequence[int]) -> int:
-    """The most that a rank holds at once, by the stages' sizes."""
+    """Return the most that a rank holds at once, by the stages' sizes."""
     frees = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
     recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
     held = peak = 0

@@ -119,7 +119,7 @@ class _Profile:
         return _Seen(value, sum(kept.values()), _bytes(output), popped), _leaf(output)
 
     def measure_times(self) -> None:
-        """Fills ``seconds``: the fastest of several forwards and backwards of each layer."""
+        """Fill ``seconds``: the fastest of several forwards and backwards of each layer."""
         fastest = [float("inf")] * len(self._layers)
         until = time.perf_counter() + _MEASURING_SECONDS
         for repeat in range(_MOST_REPEATS):
@@ -130,7 +130,7 @@ class _Profile:
         self.seconds = fastest
 
     def boundaries(self, cost: Callable[[int], float]) -> list[float]:
-        """The cost of the cut before each layer, from the bytes of the value and of the skips that cross it."""
+        """Return the cost of the cut before each layer, from the bytes of the value and of the skips that cross it."""
         crossing = [0] + [seen.out_bytes for seen in self._seen[:-1]]
         for name, (first, last) in self._store.spans(self._layers).items():
             for cut in range(first + 1, last + 1):
@@ -159,13 +159,13 @@ class _Recording(SkipStore):
         super().put(name, _leaf(value), shared=True)
 
     def values_for(self, layer: Layer) -> dict[SkipName, Structure]:
-        """The skips that the layer is about to pop."""
+        """Return the skips that the layer is about to pop."""
         declarations = filter(None, map(declaration_of, layer.module.modules()))
         names = [name for declaration in declarations for name in declaration.pops]
         return {name: self.take(name, shared=True) for name in names if name in self}
 
     def spans(self, layers: Sequence[Layer]) -> dict[SkipName, tuple[int, int]]:
-        """The layers that stash and last pop each skip."""
+        """Return the layers that stash and last pop each skip."""
         spans: dict[SkipName, tuple[int, int]] = {}
         for index, layer in enumerate(layers):
             for declaration in filter(None, map(declaration_of, layer.module.modules())):
@@ -197,7 +197,7 @@ def _synchronize() -> None:
 
 
 def _leaf(value: Structure) -> Structure:
-    """The same values as the start of a graph."""
+    """Return the same values as the start of a graph."""
 
     def start(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
@@ -209,7 +209,7 @@ def _leaf(value: Structure) -> Structure:
 
 
 def _cloned(value: Structure) -> Structure:
-    """The same values in memory of their own: the layer may change them in place."""
+    """Return the same values in memory of their own: the layer may change them in place."""
     return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -218,7 +218,7 @@ def _bytes(value: Structure) -> int:
 
 
 def _cut(n: int, costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """The sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
+    """Return the sizes of ``n`` consecutive parts such that the costliest, both its ends included, costs least."""
     length = len(costs)
     before = [0.0]
     for cost in costs:

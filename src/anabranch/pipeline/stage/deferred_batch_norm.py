@@ -33,7 +33,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def of(cls, norm: _BatchNorm) -> DeferredBatchNorm:
-        """The replacement of ``norm``."""
+        """Return the replacement of ``norm``."""
         deferred = cls.__new__(cls)
         deferred.__dict__.update(norm.__dict__)
         deferred.recomputing = False
@@ -41,7 +41,7 @@ class DeferredBatchNorm(_BatchNorm):
         return deferred
 
     def forget(self) -> None:
-        """Drops the sums of the microbatches so far."""
+        """Drop the sums of the microbatches so far."""
         self._count = 0
         self._sum: Tensor | None = None
         self._sum_of_squares: Tensor | None = None
@@ -84,7 +84,7 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def defer_batch_norms(module: nn.Module) -> None:
-    """Replaces every BatchNorm inside ``module`` that keeps running statistics by a ``DeferredBatchNorm``."""
+    """Replace every BatchNorm inside ``module`` that keeps running statistics by a ``DeferredBatchNorm``."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm | DeferredBatchNorm):

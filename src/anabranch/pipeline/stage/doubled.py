@@ -25,7 +25,9 @@ __all__ = ["Watch", "mark_doubled"]
 
 
 def mark_doubled(outputs: Mapping[int, Sequence[Packet]], known: Collection[int]) -> dict[int, list[Packet]]:
-    """The packets for each target, tensors marked whose memory goes out twice or starts at a ``known`` address."""
+    """Return the packets for each target, tensors marked whose memory goes out twice or starts at a ``known``
+    address.
+    """
     addresses = [packet.addresses() for packets in outputs.values() for packet in packets]
     count = Counter(address for row in addresses for address in row)
     doubled = {address for address, times in count.items() if address and (times > 1 or address in known)}
@@ -57,7 +59,7 @@ class Watch:
         return {tensor.data_ptr() for _, tensor, _ in self._watched}
 
     def check(self, stage: int) -> None:
-        """Raises ``RuntimeError`` if one of them has been changed."""
+        """Raise ``RuntimeError`` if one of them has been changed."""
         for what, tensor, version in self._watched:
             if tensor._version != version:
                 raise RuntimeError(

@@ -47,15 +47,15 @@ class Packet:
     doubled: tuple[int, ...] = ()
 
     def structure(self) -> Structure:
-        """The value as it was, without its graph."""
+        """Return the value as it was, without its graph."""
         return unflatten(self.treedef, self.leaves)
 
     def versions(self) -> list[int]:
-        """A number for each tensor that changes when the tensor is changed in place."""
+        """Return a number for each tensor that changes when the tensor is changed in place."""
         return [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
     def cloned(self, only: Collection[int] | None = None) -> Packet:
-        """A copy that shares no memory with it, or none that starts at one of ``only`` these addresses."""
+        """Return a copy that shares no memory with it, or none that starts at one of ``only`` these addresses."""
         leaves = [
             leaf.clone() if isinstance(leaf, Tensor) and (only is None or address in only) else leaf
             for leaf, address in zip(self.leaves, self.addresses(), strict=True)
@@ -79,7 +79,7 @@ def cut(value: Structure) -> tuple[Packet, list[GradientEdge | None]]:
 
 
 def enter(packet: Packet, device: torch.device, phony: Tensor) -> tuple[Structure, Gradients]:
-    """The value as the start of a graph on ``device``, and the box into which its backward puts the gradients.
+    """Return the value as the start of a graph on ``device``, and the box into which its backward puts the gradients.
 
     ``phony`` is a leaf that requires grad: it makes the entering nodes part of the graph, and is the common leaf where
     backward stops at the boundary. In no-grad mode no graph starts and the box stays empty.

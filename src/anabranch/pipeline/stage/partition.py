@@ -28,7 +28,7 @@ class Layer:
 
 
 def flatten_layers(module: nn.Module) -> list[Layer]:
-    """The layers of ``module`` in the order they run, nested ``nn.Sequential`` opened.
+    """Return the layers of ``module`` in the order they run, nested ``nn.Sequential`` opened.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
     >>> [layer.name for layer in flatten_layers(model)]
@@ -90,7 +90,7 @@ def _refuse_lazy(layers: list[Layer]) -> None:
 
 
 def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[int]) -> list[list[Layer]]:
-    """The layers of each stage.
+    """Return the layers of each stage.
 
     ``balance`` counts the children of ``module`` or the flattened layers, whichever number its sum equals.
 
@@ -144,7 +144,7 @@ def route_skips(stages: Sequence[Sequence[Layer]]) -> Routes:
 
 
 def shared_skips(stages: Sequence[Sequence[Layer]]) -> frozenset[SkipName]:
-    """The skips that some module of ``stages`` declares as shared."""
+    """Return the skips that some module of ``stages`` declares as shared."""
     modules = (child for layers in stages for layer in layers for child in layer.module.modules())
     declarations = filter(None, map(declaration_of, modules))
     return frozenset().union(*(declaration.shared for declaration in declarations))

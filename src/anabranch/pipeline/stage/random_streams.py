@@ -28,7 +28,7 @@ __all__ = ["drawing_from", "refuse_undrawable"]
 
 @contextmanager
 def drawing_from(seed: int, step: int, stage: int, microbatch: int) -> Iterator[set[int]]:
-    """Makes this thread draw its random numbers from the stream of these four numbers until the block ends.
+    """Make this thread draw its random numbers from the stream of these four numbers until the block ends.
 
     Yields the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``: another
     mode to see them would cost every operation a second lookup.
@@ -163,7 +163,7 @@ def _takes_generator(func: torch._ops.OpOverload) -> bool:
 
 
 def _draws(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """True if this call of an operation that may draw does; attention without dropout does not."""
+    """Return True if this call of an operation that may draw does; attention without dropout does not."""
     if func is torch.ops.aten._fused_sdp_choice.default:
         return False
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -186,7 +186,7 @@ _REPLACEMENTS: dict[object, Callable[..., object]] = {torch.ops.aten.native_drop
 
 
 def refuse_undrawable(name: str, module: nn.Module, device: torch.device) -> None:
-    """Raises ``ValueError`` for a module that would draw, inside one operation, without accepting a generator."""
+    """Raise ``ValueError`` for a module that would draw, inside one operation, without accepting a generator."""
     if device.type == "cpu":
         return  # torch builds them there of operations that take one
     for path, child in module.named_modules(prefix=name):

@@ -125,12 +125,14 @@ class SkipStore:
         self._shared: set[SkipName] = set()
 
     def put(self, name: SkipName, value: Structure, *, shared: bool = False) -> None:
-        """Keeps ``value`` under ``name``, in place of an older one."""
+        """Keep ``value`` under ``name``, in place of an older one."""
         self._values[name] = value
         (self._shared.add if shared else self._shared.discard)(name)
 
     def take(self, name: SkipName, *, shared: bool = False) -> Structure:
-        """The value under ``name``, which leaves the store unless it is shared; ``KeyError`` if there is none."""
+        """Return the value under ``name``, which leaves the store unless it is shared; ``KeyError`` if there is
+        none.
+        """
         keep = shared or name in self._shared or name in self._always_shared
         return self._values[name] if keep else self._values.pop(name)
 
@@ -148,7 +150,7 @@ _current = _Current()
 
 @contextmanager
 def using_store(store: SkipStore) -> Iterator[None]:
-    """Makes ``store`` this thread's current one until the block ends."""
+    """Make ``store`` this thread's current one until the block ends."""
     outer, _current.store = _current.store, store
     try:
         yield
@@ -159,7 +161,7 @@ def using_store(store: SkipStore) -> Iterator[None]:
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = (), shared: Iterable[str] = ()
 ) -> Callable[[_ModuleClass], _ModuleClass]:
-    """Declares the skips of a module class whose ``forward`` is a generator; without any ``yield`` it works too.
+    """Declare the skips of a module class whose ``forward`` is a generator; without any ``yield`` it works too.
 
     >>> import torch
     >>> @skippable(stash=["long"])
@@ -211,7 +213,7 @@ def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | None = None) -> _Module:
-    """Puts the skips of ``module``, or those named in ``only``, into ``namespace``; returns ``module``.
+    """Put the skips of ``module``, or those named in ``only``, into ``namespace``; returns ``module``.
 
     A method of every skippable module: ``Encode().isolate(namespace)``.
 
@@ -235,7 +237,9 @@ def _namespaces(module: nn.Module) -> dict[str, Namespace]:
 
 
 def declaration_of(module: nn.Module) -> Declaration | None:
-    """The declaration of ``module``, with the namespaces it was isolated into; ``None`` if it is not skippable."""
+    """Return the declaration of ``module``, with the namespaces it was isolated into; ``None`` if it is not
+    skippable.
+    """
     declared = getattr(type(module), "_skip_declaration", None)
     if declared is None:
         return None
@@ -318,7 +322,7 @@ class _Call:
 
 
 def verify_skippables(module: nn.Module) -> None:
-    """Checks that every skip in ``module``, nested containers included, is stashed once, and popped once after that.
+    """Check that every skip in ``module``, nested containers included, is stashed once, and popped once after that.
 
     >>> @skippable(stash=["a"])
     ... class Stash(nn.Module): ...

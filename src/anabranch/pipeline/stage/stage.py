@@ -143,7 +143,7 @@ class StageRun:
         self.losses: dict[int, Tensor] = {}
 
     def forward(self, i: int, inputs: Messages) -> Messages:
-        """Runs microbatch ``i`` on the packets of each source; returns those for each target."""
+        """Run microbatch ``i`` on the packets of each source; returns those for each target."""
         recompute = (self.stage.index, i) in self.plan.recompute and self.plan.records
         here = _Pass()
         if recompute:
@@ -162,7 +162,7 @@ class StageRun:
         return outputs
 
     def _run_keeping_inputs(self, i: int, inputs: Messages, here: _Pass) -> Messages:
-        """Runs forward, and keeps the original inputs in ``here``: copies only where layers change them."""
+        """Run forward, and keep the original inputs in ``here``: copies only where layers change them."""
         habits = self.stage.habits
         copies = _clone_all(inputs) if habits.changes_inputs is not False else inputs
         before = _versions(inputs)
@@ -180,7 +180,7 @@ class StageRun:
         return outputs
 
     def recompute(self, i: int) -> None:
-        """Runs microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
+        """Run microbatch ``i`` forward again, on the same inputs, buffers and random numbers."""
         here = self._passes[i]
         if _versions(here.inputs) != here.versions:
             raise RuntimeError(
@@ -270,7 +270,7 @@ class StageRun:
         return loss.reshape(()) * self.head.weights[i]
 
     def backward(self, i: int, gradients: GradientMessages, *, keep: bool) -> GradientMessages:
-        """Runs microbatch ``i`` backward from each target's gradients; returns those for each source.
+        """Run microbatch ``i`` backward from each target's gradients; returns those for each source.
 
         With a schedule that splits backward, weights wait for ``weights``. ``keep`` allows for another backward.
         """
@@ -290,7 +290,7 @@ class StageRun:
         return answers
 
     def weights(self, i: int, *, keep: bool) -> None:
-        """Runs the part of microbatch ``i`` that ``backward`` left for the weights."""
+        """Run the part of microbatch ``i`` that ``backward`` left for the weights."""
         here = self._passes[i]
         if here.split is not None:
             here.split.weights(keep=keep)
@@ -320,7 +320,7 @@ class StageRun:
         del self._passes[i]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that gather gradients here; a tied one is listed once for each of its places."""
+        """Return the parameters that gather gradients here; a tied one is listed once for each of its places."""
         return [slot.parameter for slot in self._slots]
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -332,7 +332,7 @@ class StageRun:
         return taken
 
     def abandon(self) -> None:
-        """Drops all passes under way: the step has failed."""
+        """Drop all passes under way: the step has failed."""
         self._passes.clear()
         for norm in self._norms:
             norm.forget()
@@ -376,12 +376,12 @@ class _BufferSlots:
         self._slots = [(module, name) for module in modules for name in module._buffers]
 
     def snapshot(self) -> list[Tensor | None]:
-        """Copies of their present values."""
+        """Copy of their present values."""
         return [_clone(module._buffers[name]) for module, name in self._slots]
 
     @contextmanager
     def replaced(self, values: Sequence[Tensor | None]) -> Iterator[None]:
-        """Makes the modules work on copies of ``values`` until the block ends."""
+        """Make the modules work on copies of ``values`` until the block ends."""
         originals = [module._buffers[name] for module, name in self._slots]
         for (module, name), value in zip(self._slots, values, strict=True):
             module._buffers[name] = _clone(value)

@@ -102,7 +102,7 @@ class SplitBackward:
 
 
 def _without_matrix(meeting: _Meeting) -> list[Tensor]:
-    """Adds a linear layer's share to its weight's gradient inside the multiplication; returns the remaining leaves.
+    """Add a linear layer's share to its weight's gradient inside the multiplication; returns the remaining leaves.
 
     Autograd would first store the product and then add it: with a large weight and few rows, a tenth of the work.
     Only with a gradient to add to, so that a single microbatch gives bit for bit the gradient of the unsplit module.

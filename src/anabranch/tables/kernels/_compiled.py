@@ -55,7 +55,7 @@ _PREFETCH = 8  # rows ahead
 
 @_instruction
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in one rounding."""
+    """Return ``a * b + c`` in one rounding."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -99,11 +99,11 @@ def _prefetch(typing: Any, array: Any, index: Any) -> Any:
 
 
 def load(storage: Any, index: Any) -> Any:
-    """The number at ``index``: bfloat16 widened to float32, others unchanged."""
+    """Return the number at ``index``: bfloat16 widened to float32, others unchanged."""
 
 
 def store(storage: Any, index: Any, value: Any) -> None:
-    """Stores a number at ``index``: float32 rounded to bfloat16, half to even."""
+    """Store a number at ``index``: float32 rounded to bfloat16, half to even."""
 
 
 @_overload(load)
@@ -166,7 +166,7 @@ def _coarse(storage: Any, value: Any) -> Any:
 
 @_kernel
 def first_outside(ids: Any, rows: int) -> int:
-    """The position of the first id outside ``range(rows)``, -1 without any."""
+    """Return the position of the first id outside ``range(rows)``, -1 without any."""
     for i in range(ids.size):
         if ids[i] < 0 or ids[i] >= rows:
             return i
@@ -175,7 +175,7 @@ def first_outside(ids: Any, rows: int) -> int:
 
 @_inline
 def _mix(x: Any) -> Any:
-    """A bijection of 64 bits in which every bit of ``x`` reaches every bit of the result (Stafford's mix 13)."""
+    """Return a bijection of 64 bits in which every bit of ``x`` reaches every bit of the result (Stafford's mix 13)."""
     x = (x ^ (x >> U(30))) * U(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U(27))) * U(0x94D049BB133111EB)
     return x ^ (x >> U(31))
@@ -211,7 +211,7 @@ def merge(rows: Any, buckets: Any, unique: Any, inverse: Any) -> int:
 
 @_inline
 def _feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
-    """A keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
+    """Return a keyed bijection of ``2 * half`` bits: four rounds, each half mixed into the other."""
     left, right = value >> half, value & mask
     for turn in range(4):
         if forward:
@@ -225,7 +225,7 @@ def _feistel(value: Any, half: Any, mask: Any, key: Any, forward: bool) -> Any:
 
 @_kernel
 def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> None:
-    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place.
+    """Find the place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place.
 
     The bijection is of the next power of four; a value outside the range follows its cycle until it is inside.
     """
@@ -242,7 +242,7 @@ def place(ids: Any, rows: int, half: int, key: Any, out: Any, forward: bool) -> 
 
 @_kernel
 def gather(storage: Any, stride: int, width: int, rows: Any, out: Any, out_stride: int, first: int, last: int) -> None:
-    """Copies the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
+    """Copy the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
     wide, step, apart = U(width), U(stride), U(out_stride)
     for i in range(first, last):
         if i + _PREFETCH < last and rows[i + _PREFETCH] >= 0:
@@ -255,7 +255,9 @@ def gather(storage: Any, stride: int, width: int, rows: Any, out: Any, out_strid
 
 @_kernel
 def first_behind(stamps: Any, rows: Any, needed: int) -> int:
-    """The position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no stamp."""
+    """Return the position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no
+    stamp.
+    """
     for i in range(rows.size):
         if i + _PREFETCH < rows.size and rows[i + _PREFETCH] >= 0:
             _prefetch(stamps, U(rows[i + _PREFETCH]))
@@ -277,7 +279,7 @@ def bag(
     first: int,
     last: int,
 ) -> None:
-    """Sums each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros.
+    """Sum each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros.
 
     Bag ``b`` is ``rows[starts[b]:starts[b + 1]]``, summed in the order of the lookups. ``total`` is scratch, ``width``
     numbers of the type that the storage computes in.
@@ -306,7 +308,9 @@ def bag(
 def bag_max(
     storage: Any, stride: int, width: int, rows: Any, starts: Any, out: Any, chosen: Any, first: int, last: int
 ) -> None:
-    """The largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty bag."""
+    """Find the largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty
+    bag.
+    """
     wide, step = U(width), U(stride)
     for b in range(first, last):
         target = U(b) * wide
@@ -325,7 +329,7 @@ def bag_max(
 def merge_sums(
     grads: Any, stride: int, width: int, source: Any, scales: Any, inverse: Any, merged: Any, first: int, last: int
 ) -> None:
-    """Adds up the gradients of each distinct row, in the order of the lookups; this part's rows only.
+    """Add up the gradients of each distinct row, in the order of the lookups; this part's rows only.
 
     Lookup ``i`` belongs to the distinct row ``inverse[i]`` and brings row ``source[i]`` of the gradients (row ``i`` if
     ``source`` is empty), which begins at ``stride`` times that, times ``scales[i]`` (1 if ``scales`` is empty).
@@ -376,7 +380,7 @@ def _polynomial(x: float, coefficients: Any, row: int) -> Any:
 
 @_inline
 def _quantile(p: float, coefficients: Any) -> Any:
-    """The normal distribution's quantile function, after Wichura's algorithm AS 241 (1988)."""
+    """Return the normal distribution's quantile function, after Wichura's algorithm AS 241 (1988)."""
     q = p - 0.5
     if abs(q) <= 0.425:
         r = 0.180625 - q * q
@@ -405,7 +409,7 @@ def initialise(
     first: int,
     last: int,
 ) -> None:
-    """Gives each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high).
+    """Give each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high).
 
     The numbers depend on ``(key, id, column)`` only. The rest of the row, its states, becomes ``state``.
     """
@@ -560,7 +564,7 @@ def _row(adam: bool, storage: Any, base: Any, wide: Any, stateful: bool, zeros: 
 
 @_inline
 def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: int) -> bool:
-    """True if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
+    """Return True if no move after step ``now`` can change a weight, given that none since ``quiet_since`` has.
 
     A move at ``quiet_since`` was at most half a unit in the last place of its weight. Without a gradient a move shrinks
     by momentum (Adam: by beta1 / sqrt(beta2)) a step, times what the schedule does; decoupled decay shrinks the weight
@@ -587,7 +591,9 @@ def _stays_quiet(adam: bool, history: Any, quiet_since: int, now: int, until: in
 
 @_inline
 def _decay_moments(adam: bool, storage: Any, base: Any, wide: Any, c: Any) -> bool:
-    """A step whose move is too small to change a weight: decoupled decay, and the moments. True if a moment changed."""
+    """Take a step whose move is too small to change a weight: decoupled decay, and the moments. True if a moment
+    changed.
+    """
     moved = False
     if adam:
         share, beta2, keep = number(storage, c[2]), number(storage, c[3]), number(storage, c[7])
@@ -625,7 +631,7 @@ def replay(
     first: int,
     last: int,
 ) -> None:
-    """Moves each distinct row through the steps ``history[since[i]:]``, in none of which it had a gradient.
+    """Move each distinct row through the steps ``history[since[i]:]``, in none of which it had a gradient.
 
     Each missed step is run with its own constants. Once ``_QUIET`` steps in a row have left the weights unchanged, and
     no later one can move them either, only moments and decoupled decay go on: the rest would change no bit.

@@ -55,7 +55,7 @@ class Due(NamedTuple):
 
 @_inline
 def _take(held: Any, t: int, slot: int, width: int, own: int, due: Any, at: int) -> None:
-    """Moves the gradient that waits in a slot to ``due``."""
+    """Move the gradient that waits in a slot to ``due``."""
     total = np.float32(0)
     for j in range(U(width)):
         value = held.waiting[t, U(slot), j]
@@ -162,7 +162,7 @@ def ask(
     out: Any,
     leaving: Any,
 ) -> None:
-    """The first half of ``read``: uses the ids, copies cached rows into ``out``, and chooses the ids to ask about.
+    """Do the first half of ``read``: use the ids, copy cached rows into ``out``, and choose the ids to ask about.
 
     ``found`` takes each id's slot, ``known`` its version; ``asks`` the places of the ids to ask about, those that come
     with their state first, ``asked`` the versions to ask with.
@@ -224,7 +224,7 @@ def answer(
     out: Any,
     dirty: Any,
 ) -> int:
-    """The second half of ``read``: takes in the rows that ``came``; a state that is cached already is kept.
+    """Return the second half of ``read``: takes in the rows that ``came``; a state that is cached already is kept.
 
     ``dirty`` takes table, slot and place of rows whose own gradients still wait here, to be applied again; returns
     their number.
@@ -279,7 +279,7 @@ def admit(
     step: int,
     leaving: Any,
 ) -> None:
-    """Gives all ``ids`` of ``step`` a slot, before any of them is read."""
+    """Give all ``ids`` of ``step`` a slot, before any of them is read."""
     left = 0
     found = np.empty(ids.size, np.int64)
     for k in range(members.size):
@@ -290,7 +290,7 @@ def admit(
 
 @_kernel
 def mark(held: Any, members: Any, ids: Any, starts: Any) -> None:
-    """Marks ``ids`` as pushed since the rows now taken in were asked for."""
+    """Mark ``ids`` as pushed since the rows now taken in were asked for."""
     for k in range(members.size):
         t = U(members[k])
         for i in range(starts[k], starts[k + 1]):
@@ -386,7 +386,7 @@ def count_due(due_at: Any, members: Any, limit: int) -> int:
 
 @_kernel
 def take_due(held: Any, width: int, members: Any, limit: int, due: Any) -> None:
-    """Moves the gradients that are due by the step ``limit`` to ``due``."""
+    """Move the gradients that are due by the step ``limit`` to ``due``."""
     at = 0
     for k in range(members.size):
         t = U(members[k])
@@ -412,7 +412,7 @@ def write(
     constants: Any,
     due: Any,
 ) -> None:
-    """Moves the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
+    """Move the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 
     ``kind`` is as ``step_all`` has it. Of row-wise Adagrad a row's last number is its sum.
     """

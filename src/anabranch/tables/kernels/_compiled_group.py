@@ -38,7 +38,7 @@ _DIGIT = 11  # bits
 
 @_instruction
 def _memory_at(typing: Any, address: Any, like: Any) -> Any:
-    """A pointer to numbers of the type that the array ``like`` holds."""
+    """Return a pointer to numbers of the type that the array ``like`` holds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = context.get_value_type(signature.return_type)
@@ -61,7 +61,9 @@ def locate_all(
     first: int,
     last: int,
 ) -> int:
-    """The row of each id, as ``Placement`` places them; returns the first lookup whose id has no row here, or -1."""
+    """Return the row of each id, as ``Placement`` places them; returns the first lookup whose id has no row here, or
+    -1.
+    """
     many, mine = U(shards), U(shard)
     for t in range(first, last):
         limit = limits[t]
@@ -86,7 +88,7 @@ def locate_all(
 
 @_kernel
 def distinct_all(ids: Any, starts: Any, limits: Any, out: Any, out_starts: Any, inverse: Any, whole: Any) -> None:
-    """The distinct ids of each table, ascending, and the place of each of ``ids`` among them.
+    """Find the distinct ids of each table, ascending, and the place of each of ``ids`` among them.
 
     Ids outside ``range(limits[t])`` are left out with place -1; ``whole[t]`` is true if a table has none such.
     """
@@ -147,7 +149,7 @@ def gather_all(
     first: int,
     last: int,
 ) -> None:
-    """Copies each lookup's weights to ``out[out_at[t] + i * apart:]``, ``i`` counting the table's own lookups.
+    """Copy each lookup's weights to ``out[out_at[t] + i * apart:]``, ``i`` counting the table's own lookups.
 
     A table with a row whose stamp is below ``needed`` is marked in ``behind`` and abandoned. ``versions``
     takes each row's, unless it is empty.
@@ -234,7 +236,7 @@ def pick_all(
     first: int,
     last: int,
 ) -> None:
-    """Copies a table's first rows with their states, if there is room for any; then the rows without their state.
+    """Copy a table's first rows with their states, if there is room for any; then the rows without their state.
 
     The latter are all unknown ones, and the known ones that have ``changed``, whose ``places`` are written.
     """
@@ -330,7 +332,7 @@ def _chain(
 
 
 def move(kind: Any, storage: Any, base: Any, wide: Any, sums: Any, row: Any, grads: Any, c: Any) -> None:
-    """Moves one row by the rule of this ``kind``; each kind is compiled separately, else none of them is fast."""
+    """Move one row by the rule of this ``kind``; each kind is compiled separately, else none of them is fast."""
 
 
 @_overload(move)
@@ -512,7 +514,9 @@ def step_all(
 
 
 def kind_of(family: str, states: int) -> tuple[int, ...]:
-    """The ``kind`` that stands for a rule in ``step_all``: a tuple whose length identifies it, so that it is a type."""
+    """Return the ``kind`` that stands for a rule in ``step_all``: a tuple whose length identifies it, so that it is a
+    type.
+    """
     if family == "SGD":
         return (0,) * (2 if states else 1)
     return (0,) * {"Adagrad": 3, "RowWiseAdagrad": 4}.get(family, 5)

@@ -21,7 +21,7 @@ _AHEAD = 12  # ids
 
 @_inline
 def _place(keys: Any, slots: Any, wanted: Any) -> Any:
-    """The place of ``wanted`` in the hash table, or the free place where it would go."""
+    """Return the place of ``wanted`` in the hash table, or the free place where it would go."""
     mask = U(keys.size - 1)
     at = _mix(U(wanted)) & mask
     while slots[at] >= 0 and keys[at] != wanted:
@@ -40,7 +40,7 @@ def _look_ahead(keys: Any, slots: Any, ids: Any, i: int) -> None:
 
 @_kernel
 def find(keys: Any, slots: Any, ids: Any, out: Any) -> None:
-    """The row of each id, -1 for one without a row."""
+    """Find the row of each id, -1 for one without a row."""
     for i in range(ids.size):
         _look_ahead(keys, slots, ids, i)
         out[i] = slots[_place(keys, slots, ids[i])]
@@ -57,7 +57,7 @@ def put(keys: Any, slots: Any, ids: Any, first: int) -> None:
 
 @_inline
 def _remove(keys: Any, slots: Any, leaving: Any) -> None:
-    """Removes an id and moves back those that it had pushed on, so that no search ends too early."""
+    """Remove an id and move back those that it had pushed on, so that no search ends too early."""
     mask = U(keys.size - 1)
     hole = _place(keys, slots, leaving)
     at = hole
@@ -127,7 +127,7 @@ def _drop_top(heap: Any, size: int) -> int:
 
 @_kernel
 def rank(heap: Any, uses: Any, last_use: Any, rows: int, by_frequency: bool) -> int:
-    """Fills the heap with ``rows`` rows; returns its size."""
+    """Fill the heap with ``rows`` rows; returns its size."""
     size = 0
     for row in range(rows):
         size = _add(heap, size, uses[row] if by_frequency else 0, last_use[row], row)
@@ -154,7 +154,8 @@ def use(
     reused: Any,
     left: Any,
 ) -> tuple[int, int, int]:
-    """The row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once a step.
+    """Return the row of each id in a training step; admits the ids marked in ``admitted``. A row is used at most once a
+    step.
 
     Returns the number of filled rows, the size of the heap, and the number of rows taken from other ids: ``reused``
     lists them, ``left`` their former ids. No row that this step has used is taken, nor one used in ``settled`` steps;

@@ -12,7 +12,9 @@ from anabranch.tables.kernels._compiled import U, _feistel, _kernel, _mix
 
 @_kernel
 def owners(ids: Any, starts: Any, limits: Any, halves: Any, keys: Any, shards: int, out: Any) -> int:
-    """The shard of each id; returns the position of the first id outside its table, or -1. A limit of -1 allows any."""
+    """Return the shard of each id; returns the position of the first id outside its table, or -1. A limit of -1 allows
+    any.
+    """
     many = U(shards)
     for t in range(limits.size):
         limit = limits[t]

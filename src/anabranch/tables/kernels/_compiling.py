@@ -58,7 +58,9 @@ _spent = _Spent()
 
 
 def compiled(function: Function) -> Function:
-    """``function`` compiled by Numba at the first call with arguments of new types; kept on the disk if possible."""
+    """Return ``function`` compiled by Numba at the first call with arguments of new types; kept on the disk if
+    possible.
+    """
     try:
         dispatcher = numba.njit(cache=True, **_MADE_FOR)(function)
     except RuntimeError as error:  # neither the package's folder nor the user's cache can be written to
@@ -86,7 +88,7 @@ def compiled(function: Function) -> Function:
 
 
 def _missed(dispatcher: Any) -> int:
-    """The number of times that a function's code was not on the disk."""
+    """Return the number of times that a function's code was not on the disk."""
     return sum(dispatcher.stats.cache_misses.values())
 
 
@@ -96,7 +98,7 @@ class _NotOnDisk(Exception):
 
 @contextmanager
 def _only_loads(dispatcher: Any) -> Iterator[None]:
-    """Raises ``_NotOnDisk`` where ``dispatcher`` would compile."""
+    """Raise ``_NotOnDisk`` where ``dispatcher`` would compile."""
 
     def refuse(*arguments: object) -> None:
         raise _NotOnDisk
@@ -110,7 +112,7 @@ def _only_loads(dispatcher: Any) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path, mode: int) -> Iterator[None]:
-    """Holds the lock of all processes of this user, shared or alone; none if its file cannot be written to."""
+    """Hold the lock of all processes of this user, shared or alone; none if its file cannot be written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

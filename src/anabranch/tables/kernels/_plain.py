@@ -39,7 +39,7 @@ def _working(storage: Array) -> torch.dtype:
 
 
 def first_outside(ids: Array, rows: int) -> int:
-    """The position of the first id outside ``range(rows)``, -1 without any."""
+    """Return the position of the first id outside ``range(rows)``, -1 without any."""
     bad = np.flatnonzero((ids < 0) | (ids >= rows))
     return int(bad[0]) if bad.size else -1
 
@@ -62,7 +62,7 @@ def merge(rows: Array, buckets: Array, unique: Array, inverse: Array) -> int:
 
 
 def place(ids: Array, rows: int, half: int, key: int, out: Array, forward: bool) -> None:
-    """The place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
+    """Find the place of each id in a keyed permutation of ``range(rows)``; without ``forward`` the id at each place."""
     out[:] = ids
     pending = np.arange(ids.size)
     while pending.size:
@@ -94,13 +94,15 @@ def _spaced(flat: Array, stride: int, width: int) -> Array:
 def gather(
     storage: Array, stride: int, width: int, rows: Array, out: Array, out_stride: int, first: int, last: int
 ) -> None:
-    """Copies the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
+    """Copy the weights of row ``rows[i]`` to ``out[i * out_stride:]``; a row of -1 is left as ``out`` has it."""
     known = np.flatnonzero(rows[first:last] >= 0) + first
     _spaced(out, out_stride, width)[known] = storage.reshape(-1, stride)[rows[known], :width]
 
 
 def first_behind(stamps: Array, rows: Array, needed: int) -> int:
-    """The position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no stamp."""
+    """Return the position of the first row whose stamp is below ``needed``, -1 without any; rows of -1 have no
+    stamp.
+    """
     known = np.flatnonzero(rows >= 0)
     behind = known[stamps[rows[known]] < needed]
     return int(behind[0]) if behind.size else -1
@@ -118,7 +120,7 @@ def bag(
     first: int,
     last: int,
 ) -> None:
-    """Sums each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros."""
+    """Sum each bag of rows, each lookup times its scale if ``scales`` is not empty; an empty bag gives zeros."""
     table = _table(storage, stride)[:, :width].to(_working(storage))
     sums = torch.zeros(width, dtype=table.dtype)
     for b in range(first, last):
@@ -139,7 +141,9 @@ def bag_max(
     first: int,
     last: int,
 ) -> None:
-    """The largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty bag."""
+    """Find the largest of each bag, number by number, and in ``chosen`` the lookup that it came from, -1 in an empty
+    bag.
+    """
     table = _table(storage, stride)[:, :width]
     for b in range(first, last):
         lookups = rows[starts[b] : starts[b + 1]]
@@ -163,7 +167,7 @@ def merge_sums(
     first: int,
     last: int,
 ) -> None:
-    """Adds up the gradients of each distinct row, in the order of the lookups; this part's rows only."""
+    """Add up the gradients of each distinct row, in the order of the lookups; this part's rows only."""
     sums, lookups = merged.reshape(-1, width), _spaced(grads, stride, width)
     sums[first:last] = 0
     for i, row in enumerate(inverse):
@@ -220,7 +224,7 @@ def initialise(
     first: int,
     last: int,
 ) -> None:
-    """Gives each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high)."""
+    """Give each row the first values of its id: kind 0 ``low``, 1 uniform in [low, high), 2 normal(low, high)."""
     words = _mix(np.uint64(key) ^ _mix(ids[first:last].view(np.uint64) + _GOLDEN))
     columns = np.arange(1, width + 1, dtype=np.uint64) * _GOLDEN
     bits = _mix(words[:, None] + columns)
@@ -243,7 +247,7 @@ Update = Callable[[Tensor, Tensor, list[Tensor]], None]
 
 
 def _on_rows(storage: Array, stride: int, width: int, rows: Array, grads: Array, part: slice, update: Update) -> None:
-    """Runs ``update(weights, grads, states)`` on widened, padded copies of the rows, and puts them back."""
+    """Run ``update(weights, grads, states)`` on widened, padded copies of the rows, and put them back."""
     table, where = _table(storage, stride), torch.from_numpy(rows[part])
     grad = torch.from_numpy(grads).view(-1, width)[part].to(table.dtype).to(_working(storage))
     size = grad.numel()
@@ -390,7 +394,7 @@ def replay(
     first: int,
     last: int,
 ) -> None:
-    """Moves each distinct row through the steps ``history[since[i]:]``, one after the other and every one in full."""
+    """Move each distinct row through the steps ``history[since[i]:]``, one after the other and every one in full."""
     mine, start = rows[first:last], since[first:last]
     for k in range(int(start.min(initial=len(history))), len(history)):
         late = mine[start <= k]

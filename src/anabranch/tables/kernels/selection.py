@@ -46,7 +46,7 @@ class Kernels(Protocol):
 
 
 def kernels(kind: Literal["compiled", "plain"] | None = None) -> Kernels:
-    """The kernels of that kind; by default the compiled ones if Numba is installed.
+    """Return the kernels of that kind; by default the compiled ones if Numba is installed.
 
     >>> kernels("plain").first_outside(np.array([0, 4, 2]), 4)
     1
@@ -77,13 +77,16 @@ def _has_numba() -> bool:
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a contiguous CPU tensor as a flat array; bfloat16, which NumPy does not know, as ``uint16``."""
+    """Return the memory of a contiguous CPU tensor as a flat array; bfloat16, which NumPy does not know, as
+    ``uint16``.
+    """
     flat = tensor.detach().reshape(-1)
     return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
 def as_rows(tensor: Tensor, width: int) -> tuple[NDArray[Any], int]:
-    """The memory under a CPU tensor of ``[..., width]``, and the distance between its rows; copied only if necessary.
+    """Return the memory under a CPU tensor of ``[..., width]``, and the distance between its rows; copied only if
+    necessary.
 
     >>> memory, apart = as_rows(torch.zeros(3, 10)[:, 2:6], 4)
     >>> memory.size, apart
@@ -97,13 +100,13 @@ def as_rows(tensor: Tensor, width: int) -> tuple[NDArray[Any], int]:
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """The tensor over an array's memory; ``uint16`` is bfloat16."""
+    """Return the tensor over an array's memory; ``uint16`` is bfloat16."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of arithmetic on rows of ``dtype``: float32 for bfloat16, else the same."""
+    """Return the dtype of arithmetic on rows of ``dtype``: float32 for bfloat16, else the same."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
@@ -131,7 +134,7 @@ class KernelThreads:
         self._lock = threading.Lock()
 
     def run(self, part: Callable[[int, int], None], count: int, numbers: int) -> None:
-        """Calls ``part(first, last)`` on ranges that cover ``range(count)``: one if there are few ``numbers`` to do."""
+        """Call ``part(first, last)`` on ranges that cover ``range(count)``: one if there are few ``numbers`` to do."""
         parts = min(self.threads, count) if numbers >= _SMALL else 1
         if parts <= 1:
             part(0, count)
@@ -151,7 +154,7 @@ class KernelThreads:
             return self._pool
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:

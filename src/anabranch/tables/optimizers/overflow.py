@@ -57,7 +57,9 @@ class Bounds(NamedTuple):
         return self.weights <= _LIMIT and self.first <= _LIMIT and self.sums <= _LIMIT
 
     def after(self, rule: RowOptimizer, peak: float, width: int) -> Bounds:
-        """The bounds after one step of ``rule`` with merged gradients of at most ``peak``, on all rows or some."""
+        """Return the bounds after one step of ``rule`` with merged gradients of at most ``peak``, on all rows or
+        some.
+        """
         decay, lr = abs(rule.weight_decay), abs(rule.lr)
         grad = peak if rule.family is Family.ADAMW else peak + decay * self.weights
         if rule.family is Family.SGD and not rule.momentum:
@@ -77,12 +79,12 @@ class Bounds(NamedTuple):
         return Bounds(self.weights * shrunk + move, first, max(self.sums, grad * grad))
 
     def joined(self, other: Bounds) -> Bounds:
-        """The larger bounds of both."""
+        """Return the larger bounds of both."""
         return Bounds(max(self.weights, other.weights), max(self.first, other.first), max(self.sums, other.sums))
 
     @classmethod
     def of(cls, rule: RowOptimizer, weights: Tensor, states: Sequence[Tensor]) -> Bounds:
-        """The bounds of existing numbers; ``states`` in the order in which the rule keeps them."""
+        """Return the bounds of existing numbers; ``states`` in the order in which the rule keeps them."""
         found = [_largest(state) for state in states]
         if rule.beta2 and len(states) == 2 and not _is_of_one_history(rule, *states):
             return cls(math.inf)
@@ -93,7 +95,7 @@ class Bounds(NamedTuple):
 
 
 def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
-    """An upper bound for any sum of a row's gradients in a message; Inf or NaN if some number may not be finite.
+    """Return an upper bound for any sum of a row's gradients in a message; Inf or NaN if some number may not be finite.
 
     >>> round(peak_of([torch.tensor([3.0, -4.0])]), 6)
     7.071068
@@ -118,7 +120,7 @@ def peak_of(flat: Sequence[Tensor], squares: Tensor | None = None) -> float:
 
 
 def _ratio(rule: RowOptimizer) -> float:
-    """The most that Adam's first moment can be in units of its second moment's root, by Cauchy and Schwarz."""
+    """Return the most that Adam's first moment can be in units of its second moment's root, by Cauchy and Schwarz."""
     shrinks = rule.beta1 * rule.beta1 / rule.beta2 if rule.beta2 else 1.0
     if shrinks >= 1:
         return math.inf
@@ -126,12 +128,12 @@ def _ratio(rule: RowOptimizer) -> float:
 
 
 def _is_of_one_history(rule: RowOptimizer, first: Tensor, second: Tensor) -> bool:
-    """True if ``_ratio`` holds for loaded moments; first moments below 1e-15 are too small to matter."""
+    """Return True if ``_ratio`` holds for loaded moments; first moments below 1e-15 are too small to matter."""
     return bool((first.abs().float() <= _ratio(rule) * second.float().clamp(min=0).sqrt() + 1e-15).all())
 
 
 def _largest(numbers: Tensor) -> float:
-    """The largest magnitude; NaN if any is NaN. Minimum and maximum are found far quicker than a norm."""
+    """Return the largest magnitude; NaN if any is NaN. Minimum and maximum are found far quicker than a norm."""
     if not numbers.numel():
         return 0.0
     least, most = torch.aminmax(numbers)

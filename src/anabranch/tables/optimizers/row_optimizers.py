@@ -107,11 +107,14 @@ class RowOptimizer:
         return bool(self.weight_decay) or (self.family is Family.SGD and bool(self.momentum))
 
     def same_layout(self, other: RowOptimizer) -> bool:
-        """True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state stored."""
+        """Return True if rows kept for this rule can be updated by ``other``: only numbers differ, not the state
+        stored.
+        """
         return self.family is other.family and self.states == other.states
 
     def constants(self, step: int) -> NDArray[np.float64]:
-        """The constants for step number ``step`` (from 1) of this rule, computed in doubles as torch computes them.
+        """Return the constants for step number ``step`` (from 1) of this rule, computed in doubles as torch computes
+        them.
 
         SGD: lr, momentum, 1 - dampening, nesterov, weight decay, sign, first step.
         Adagrad, row-wise Adagrad: decayed lr, eps, -, -, weight decay, sign.
@@ -146,7 +149,7 @@ class RowOptimizer:
 
     @classmethod
     def from_factory(cls, factory: OptimizerFactory) -> RowOptimizer:
-        """The rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
+        """Return the rule that ``factory`` would give a parameter; ``from_torch`` lists those that are refused."""
         if not callable(factory):
             raise TypeError(
                 f"optimizer is called with parameters, as functools.partial(torch.optim.SGD, lr=0.1) can be, got "
@@ -157,7 +160,7 @@ class RowOptimizer:
 
     @classmethod
     def from_torch(cls, optimizer: torch.optim.Optimizer, group: int = 0) -> RowOptimizer:
-        """The rule of ``optimizer.param_groups[group]``, with the numbers that a scheduler has set by now.
+        """Return the rule of ``optimizer.param_groups[group]``, with the numbers that a scheduler has set by now.
 
         Raises:
             ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
@@ -187,7 +190,7 @@ class RowOptimizer:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> RowOptimizer:
-        """The rule whose ``to_dict`` gave ``values``."""
+        """Return the rule whose ``to_dict`` gave ``values``."""
         numbers = dict(values)
         return cls(family=Family(str(numbers.pop("family"))), **numbers)  # type: ignore[arg-type]
 

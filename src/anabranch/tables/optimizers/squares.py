@@ -31,7 +31,7 @@ def correct_second_moments(
     rule: RowOptimizer,
     constants: NDArray[np.float64],
 ) -> None:
-    """Makes second moments, in place, such that the step with ``grads`` adds ``squares`` times their square.
+    """Make second moments, in place, such that the step with ``grads`` adds ``squares`` times their square.
 
     Args:
         rows: ``[n, width * (1 + states)]``.
@@ -59,7 +59,7 @@ def correct_second_moments(
 
 
 def merged_squares(grads: Tensor, squares: Tensor, inverse: NDArray[np.int64], count: int) -> Tensor:
-    """The squares of rows whose gradients come in several parts, each with squares of its own.
+    """Return the squares of rows whose gradients come in several parts, each with squares of its own.
 
     Args:
         grads: ``[n, width]``, of the parts.
