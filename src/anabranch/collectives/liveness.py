@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import logging
-import os
 import queue
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,28 +20,19 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.errors import BoundaryError
 from anabranch.transport.beats import Beats, Identity, Store
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
 
-__all__ = ["Peers", "end_without_waiting", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
+__all__ = ["Peers", "job_store", "move_message", "peers_of_job", "wait_until_reduced"]
 
 _HEARTBEAT = 1.0
 _IDLE_SECONDS = 60.0
-_SMALLEST_WAIT = 0.001
-_PAUSE = 0.01
 
 
 def job_store() -> Store:
     """Return the store that the job's processes met through."""
     return cast(Store, dist.distributed_c10d._get_default_store())
-
-
-def end_without_waiting() -> None:
-    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
 
 
 class _JobStore:
@@ -76,7 +63,7 @@ class Peers:
         self._known = {self._rank}
         self._asked_for: set[int] = set()
         self._lock = threading.Lock()
-        self._has_lost = False
+        self._watch = PeerWatch(self._lost, heartbeat)
         atexit.register(self._leave)
 
     def wait(self, done: Callable[[float], bool], ranks: Sequence[int], operation: str, deadline: Deadline) -> None:
@@ -86,31 +73,14 @@ class Peers:
             PeerLost: one of ``ranks`` died or froze; names it.
             DeadlineExceeded: names all of them.
         """
-        self._meet([rank for rank in ranks if rank not in self._asked_for])  # from the start: those elsewhere must beat
-        while not done(max(_SMALLEST_WAIT, min(self._beats.heartbeat / 2, deadline.remaining()))):
-            lost = self._lost(ranks)
-            if lost:
-                self._has_lost = True
-                what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
-                raise PeerLost(what, peer=_names(sorted(lost)), operation=operation, elapsed=deadline.elapsed())
-            if deadline.expired():
-                raise _too_late(ranks, operation, deadline)
-
-    def explain(self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline) -> BoundaryError:
-        """Return the error to raise for a connection that failed, or that gloo gave up at the deadline."""
-        if deadline.expired():
-            return _too_late(ranks, operation, deadline)
-        # A killed process closes its sockets a moment before the kernel has buried it.
-        until = Deadline.after(2 * self._beats.heartbeat)
-        while not (lost := self._lost(ranks)) and not until.expired():
-            time.sleep(_PAUSE)
-        message = str(error).split(". This is typically", 1)[0]
-        return PeerLost(
-            "; ".join([*(f"rank {r} is lost: {lost[r]}" for r in sorted(lost)), f"the connection failed: {message}"]),
-            peer=_names(sorted(lost) or ranks),
-            operation=operation,
-            elapsed=deadline.elapsed(),
-        )
+        try:
+            # From the start: those elsewhere must beat.
+            self._meet([rank for rank in ranks if rank not in self._asked_for])
+            self._watch.wait(done, ranks, operation, deadline)
+        except BoundaryError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.explain(error, ranks, operation, deadline) from error
 
     def _meet(self, ranks: Sequence[int]) -> None:
         """Watches those of ``ranks`` that have left their identity."""
@@ -131,28 +101,18 @@ class Peers:
         return {rank: lost[rank] for rank in ranks if rank in lost}
 
     def _leave(self) -> None:
-        if self._has_lost:
+        if self._watch.has_lost:
             end_without_waiting()
 
     def close(self) -> None:
         """Stop watching."""
         self._beats.close()
-        if not self._has_lost:
+        if not self._watch.has_lost:
             atexit.unregister(self._leave)
-
-
-def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        "nothing came before the deadline", peer=_names(ranks), operation=operation, elapsed=deadline.elapsed()
-    )
 
 
 def _key(rank: int) -> str:
     return f"anabranch/identity/{rank}"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 _lock = threading.Lock()
@@ -275,10 +235,4 @@ def wait_until_reduced(
 
 
 def _wait(done: Callable[[float], bool], ranks: Sequence[int], operation: str, timeout: float) -> None:
-    deadline, peers = Deadline.after(timeout), peers_of_job()
-    try:
-        peers.wait(done, ranks, operation, deadline)
-    except BoundaryError:
-        raise
-    except RuntimeError as error:
-        raise peers.explain(error, ranks, operation, deadline) from error
+    peers_of_job().wait(done, ranks, operation, Deadline.after(timeout))

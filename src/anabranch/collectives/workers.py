@@ -13,7 +13,8 @@ import atexit
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import cast
@@ -24,10 +25,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from anabranch.collectives.liveness import end_without_waiting, job_store
-from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+from anabranch.collectives.liveness import job_store
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
 from anabranch.transport.beats import Beats, Identity
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
 
 __all__ = ["Pending", "Workers", "meet_peers"]
 
@@ -39,14 +42,14 @@ _LOST_TO_ANOTHER = "anabranch/lost-to-another/{}"
 class Pending:
     """A collective under way; ``finish`` returns when its tensors hold the result."""
 
-    __slots__ = ("_operation", "_started", "_step", "_work", "_workers")
+    __slots__ = ("_deadline", "_operation", "_step", "_work", "_workers")
 
     def __init__(self, work: dist.Work, workers: Workers, operation: str, step: int | None) -> None:
         self._work = work
         self._workers = workers
         self._operation = operation
         self._step = step
-        self._started = time.monotonic()
+        self._deadline = Deadline.after(workers.timeout)
 
     def finish(self) -> None:
         """Return when the result is there.
@@ -55,7 +58,7 @@ class Pending:
             PeerLost: a rank died or froze; names it.
             DeadlineExceeded: the workers' ``timeout`` passed since the operation started.
         """
-        self._workers.wait_for(self._work, self._started, self._operation, self._step)
+        self._workers.wait_for(self._work, self._deadline, self._operation, self._step)
 
 
 class Workers:
@@ -97,8 +100,9 @@ class Workers:
         self._global_ranks = dist.get_process_group_ranks(self._group)
         self.bytes_sent = 0
         self.wait_seconds = 0.0
-        self._look_every = heartbeat / 2
+        self._others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
         self._beats: Beats | None = None
+        self._watch = PeerWatch(lambda others: self._beats.lost() if self._beats else {}, heartbeat, self._first_of)
         if self.size > 1:
             self._beats = Beats(self._meet(), self._global_ranks[self.rank], store=job_store(), heartbeat=heartbeat)
         atexit.register(self._leave_without_the_lost)
@@ -182,92 +186,58 @@ class Workers:
         Raises:
             PeerLost: a rank died or froze; names it.
         """
-        lost = {} if self._beats is None else self._beats.lost()
-        if lost:
-            raise self._peer_lost(lost, time.monotonic(), "wait for the other workers", None)
+        self._watch.check(self._others, "wait for the other workers", Deadline.after(self.timeout))
 
-    def wait_for(self, work: dist.Work, started: float, operation: str, step: int | None) -> None:
+    def wait_for(self, work: dist.Work, deadline: Deadline, operation: str, step: int | None) -> None:
         """Return when ``work`` is done, or raise the error that says why it will not be."""
         began = time.monotonic()
-        while True:
-            left = started + self.timeout - time.monotonic()
-            patience = min(self._look_every, max(left, 0.001)) if self.on_host else self.timeout
+
+        def done(seconds: float) -> bool:
             try:
-                work.wait(timedelta(seconds=patience))
-            except RuntimeError as error:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
                 if work.is_completed():
-                    raise self._failure(error, started, operation, step) from error
-            else:
-                self.wait_seconds += time.monotonic() - began
-                return
-            lost = {} if self._beats is None else self._beats.lost()
-            if lost:
-                raise self._peer_lost(lost, started, operation, step)
-            if left <= 0:
-                self._lost_someone = True
-                elapsed = time.monotonic() - started
-                raise DeadlineExceeded(
-                    "not everyone came", peer=self._others(), operation=operation, step=step, elapsed=elapsed
-                )
+                    raise
+                return False
+            return True
 
-    def _failure(self, error: RuntimeError, started: float, operation: str, step: int | None) -> BoundaryError:
-        """Return the error to raise for what gloo or NCCL raised: it names the rank that is gone, if one is found
-        so.
-        """
-        lost: dict[int, str] = {}
-        if self._beats is not None:
-            # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
-            # another froze has been so quick that this rank is yet to see the frozen one.
-            until = time.monotonic() + 2 * self._beats.heartbeat
-            while not (lost := self._beats.lost()) and time.monotonic() < until:
-                time.sleep(0.01)
-        if lost:
-            return self._peer_lost(lost, started, operation, step)
-        message = str(error).split(". This is typically", 1)[0]
-        kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
-        elapsed = time.monotonic() - started
-        return kind(
-            f"the connection failed: {message}", peer=self._others(), operation=operation, step=step, elapsed=elapsed
-        )
-
-    def _peer_lost(self, lost: dict[int, str], started: float, operation: str, step: int | None) -> PeerLost:
-        self._lost_someone = True
-        lost = self._lost_first(lost)
-        who = ", ".join(f"rank {rank}" for rank in sorted(lost))
-        what = "; ".join(f"rank {rank} is lost: {lost[rank]}" for rank in sorted(lost))
-        report("workers.lost", ranks=sorted(lost), operation=operation)
-        return PeerLost(what, peer=who, operation=operation, step=step, elapsed=time.monotonic() - started)
-
-    def _lost_first(self, lost: dict[int, str]) -> dict[int, str]:
-        """Those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of it."""
-        own = self._global_ranks[self.rank]
         try:
+            self._watch.wait(done, self._others, operation, deadline, step=step, at_once=not self.on_host)
+        except DeadlineExceeded:
+            self._has_left_work = True
+            raise
+        except BoundaryError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.explain(error, self._others, operation, deadline, step=step) from error
+        self.wait_seconds += time.monotonic() - began
+
+    def _first_of(self, lost: Mapping[int, str], operation: str) -> Mapping[int, str]:
+        """Return those of ``lost`` that were not lost to another: a rank that ends because it lost one leaves word of
+        it.
+        """
+        own = self._global_ranks[self.rank]
+        first = lost
+        with suppress(RuntimeError):  # the process that held the store is among the lost
             store = job_store()
-            first = lost
             if len(lost) > 1:
                 first = {rank: how for rank, how in lost.items() if not store.check([_LOST_TO_ANOTHER.format(rank)])}
             store.set(_LOST_TO_ANOTHER.format(own), "yes")
-        except RuntimeError:  # the process that held the store is among the lost
-            return lost
-        return first or lost
+        first = first or lost
+        report("workers.lost", ranks=sorted(first), operation=operation)
+        return first
 
-    def _others(self) -> str:
-        others = [rank for index, rank in enumerate(self._global_ranks) if index != self.rank]
-        return ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
-
-    _lost_someone = False
+    _has_left_work = False
 
     def _leave_without_the_lost(self) -> None:
-        """End the process: gloo's threads would wait for the lost rank, and the interpreter for them."""
-        if not self._lost_someone:
-            return
-        end_without_waiting()
+        if self._has_left_work or self._watch.has_lost:
+            end_without_waiting()
 
     def close(self) -> None:
         """End what was started here: the beats, and the process group if it was initialised here."""
         if self._beats is not None:
             self._beats.close()
-        if self._lost_someone:
+        if self._has_left_work or self._watch.has_lost:
             return
         atexit.unregister(self._leave_without_the_lost)
         if self._owns_job and dist.is_initialized():

@@ -20,9 +20,7 @@ import atexit
 import hashlib
 import itertools
 import logging
-import os
 import socket
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import PeerLost, PipelineError
+from anabranch.errors import PipelineError
 from anabranch.pipeline.action_runner import Failure, Runner, phase_of
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Aborted, Message
@@ -51,6 +49,7 @@ from anabranch.pipeline.stage.packet import Packet, cut
 from anabranch.pipeline.stage.stage import StageRun
 from anabranch.tensors import Structure
 from anabranch.transport.beats import Beats, Identity
+from anabranch.transport.peer_watch import PeerWatch, end_without_waiting
 
 __all__ = ["RankEngine", "RankTurn"]
 
@@ -105,7 +104,6 @@ class RankEngine:
         self._names = dist.get_process_group_ranks(group)
         self._rank_of = rank_of
         self._timeout = timeout
-        self._heartbeat = heartbeat
         self._turns = 0
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._inbox = Inbox(self._peers)
@@ -114,6 +112,8 @@ class RankEngine:
         self._beats = Beats(
             identities, self._names[self.rank], store=dist.distributed_c10d._get_default_store(), heartbeat=heartbeat
         )
+        # Nothing that holds this engine: its threads end when the last reference to it goes.
+        self._watch = PeerWatch(partial(_lost, self._inbox, self._beats, self._names), heartbeat)
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         on_one_host = len({identity.host for identity in identities.values()}) == 1
         sockets = self._connect() if self._everyone(shared_memory and on_one_host) else None
@@ -234,24 +234,21 @@ class RankEngine:
     ) -> None:
         """Wait for ``found()``, which looks at the inbox; ``peers`` are the ranks it depends on."""
         inbox, began = self._inbox, monotonic()
-        while True:
-            self._channel.wait_for(
-                lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation),
-                min(self._heartbeat / 2, deadline.remaining()),
-            )
+
+        def done(seconds: float) -> bool:
+            self._channel.wait_for(lambda: found() or bool(inbox.fault or inbox.lost or inbox.other_operation), seconds)
             with inbox.changed:
                 if found():
-                    self.wait_seconds += monotonic() - began
-                    return
+                    return True
                 if inbox.fault is not None:
                     raise Aborted
                 if inbox.other_operation is not None:
                     raise self._out_of_order(*inbox.other_operation, operation)
-                lost = {self.rank_name(rank): why for rank, why in inbox.lost.items()}
-            lost |= self._beats.lost()
-            if lost:
-                raise self._peer_lost(lost, deadline, operation, step)
-            deadline.check(peer=self._show(peers), operation=f"pipeline {operation}", step=step)
+            return False
+
+        names = [self.rank_name(rank) for rank in peers]
+        self._watch.wait(done, names, f"pipeline {operation}", deadline, step=step)
+        self.wait_seconds += monotonic() - began
 
     def _out_of_order(self, peer: int, theirs: str, ours: str) -> RuntimeError:
         here, there = self.rank_name(self.rank), self.rank_name(peer)
@@ -259,14 +256,6 @@ class RankEngine:
             f"rank {here} runs the pipe's {ours.split()[0]} while rank {there} runs its {theirs}; every rank makes the "
             "same calls in the same order"
         )
-
-    def _peer_lost(self, lost: Mapping[int, str], deadline: Deadline, operation: str, step: int) -> PeerLost:
-        what = "; ".join(f"rank {rank} is lost: {why}" for rank, why in sorted(lost.items()))
-        who = ", ".join(f"rank {rank}" for rank in sorted(lost))
-        return PeerLost(what, peer=who, operation=f"pipeline {operation}", step=step, elapsed=deadline.elapsed())
-
-    def _show(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"rank {self.rank_name(rank)}" for rank in ranks)
 
     @property
     def inbox(self) -> Inbox:
@@ -287,15 +276,18 @@ class RankEngine:
         self._end()
 
 
+def _lost(inbox: Inbox, beats: Beats, names: Sequence[int], ranks: Sequence[int]) -> dict[int, str]:
+    """Return all ranks that are lost: a turn needs every one of them."""
+    with inbox.changed:
+        lost = {names[rank]: why for rank, why in inbox.lost.items()}
+    return lost | beats.lost()
+
+
 def _exit_without_the_lost(channel: Channel) -> None:
     """End the process without gloo, which would wait for a lost rank, or abort because a thread still does."""
     channel.settle(_LAST_SECONDS)
-    if not channel.is_stuck():
-        return
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
+    if channel.is_stuck():
+        end_without_waiting()
 
 
 def _end(channel: Channel, beats: Beats, leave: Callable[[], None]) -> None:

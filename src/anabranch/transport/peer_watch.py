@@ -1,0 +1,139 @@
+"""``PeerWatch``: waits for other ranks that end at a deadline, or when one of the ranks is lost, with its name.
+
+The one loop behind the waits of ``torch.distributed`` jobs: collectives, messages, a pipeline's turns. Each gives a way
+to wait a little; in between the watch looks who is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError, DeadlineExceeded, PeerLost
+
+__all__ = ["PeerWatch", "end_without_waiting"]
+
+_SMALLEST_WAIT = 0.001
+_PAUSE = 0.01
+
+
+class PeerWatch:
+    """Waits for ranks of a job, and looks meanwhile whether they are there.
+
+    >>> watch = PeerWatch(lambda ranks: {2: "its process has ended"}, heartbeat=1.0)
+    >>> try:
+    ...     watch.wait(lambda seconds: False, [1, 2], "all_reduce", Deadline.after(5.0))
+    ... except PeerLost as error:
+    ...     print(error.peer)
+    rank 2
+
+    Args:
+        lost: returns those of the given ranks that are lost, each with the reason.
+        heartbeat: seconds; it looks twice as often.
+        on_loss: called with those that are lost before ``PeerLost`` is raised; returns those to name.
+
+    Attributes:
+        has_lost: True once a rank was found to be lost.
+    """
+
+    def __init__(
+        self,
+        lost: Callable[[Sequence[int]], Mapping[int, str]],
+        heartbeat: float,
+        on_loss: Callable[[Mapping[int, str], str], Mapping[int, str]] = lambda lost, operation: lost,
+    ) -> None:
+        self._lost = lost
+        self._heartbeat = heartbeat
+        self._on_loss = on_loss
+        self.has_lost = False
+
+    def wait(
+        self,
+        done: Callable[[float], bool],
+        ranks: Sequence[int],
+        operation: str,
+        deadline: Deadline,
+        *,
+        step: int | None = None,
+        at_once: bool = False,
+    ) -> None:
+        """Return when ``done(seconds)``, which waits so long at most, returns true.
+
+        ``at_once``: ``done`` gets all the time that is left, for waits that only their own end can break.
+
+        Raises:
+            PeerLost: one of ``ranks`` died or froze; names it.
+            DeadlineExceeded: names all of them.
+        """
+        while not done(max(_SMALLEST_WAIT, self._patience(deadline, at_once=at_once))):
+            self.check(ranks, operation, deadline, step=step)
+            if deadline.expired():
+                raise _too_late(ranks, operation, deadline, step)
+
+    def check(self, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None) -> None:
+        """Look once.
+
+        Raises:
+            PeerLost: one of ``ranks`` died or froze; names it.
+        """
+        lost = self._lost(ranks)
+        if lost:
+            raise self._peer_lost(lost, operation, deadline, step)
+
+    def explain(
+        self, error: RuntimeError, ranks: Sequence[int], operation: str, deadline: Deadline, *, step: int | None = None
+    ) -> BoundaryError:
+        """Return the error to raise for a connection that failed, or that its backend gave up: it names the lost
+        rank, if one is found.
+        """
+        # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
+        # another froze has been so quick that this rank is yet to see the frozen one.
+        until = Deadline.after(2 * self._heartbeat)
+        while not (lost := self._lost(ranks)) and not until.expired():
+            time.sleep(_PAUSE)
+        message = "the connection failed: " + str(error).split(". This is typically", 1)[0]
+        if lost:
+            return self._peer_lost(lost, operation, deadline, step, message)
+        if deadline.expired():
+            return _too_late(ranks, operation, deadline, step)
+        kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
+        return kind(message, peer=_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed())
+
+    def _patience(self, deadline: Deadline, *, at_once: bool) -> float:
+        return deadline.remaining() if at_once else min(self._heartbeat / 2, deadline.remaining())
+
+    def _peer_lost(
+        self, lost: Mapping[int, str], operation: str, deadline: Deadline, step: int | None, message: str = ""
+    ) -> PeerLost:
+        self.has_lost = True
+        named = self._on_loss(lost, operation)
+        what = "; ".join(f"rank {rank} is lost: {named[rank]}" for rank in sorted(named))
+        return PeerLost(
+            "; ".join(filter(None, [what, message])),
+            peer=_names(sorted(named)),
+            operation=operation,
+            step=step,
+            elapsed=deadline.elapsed(),
+        )
+
+
+def end_without_waiting() -> None:
+    """End the process: gloo's threads would wait for a lost rank, and the interpreter for them."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+def _too_late(ranks: Sequence[int], operation: str, deadline: Deadline, step: int | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "not everyone came", peer=_names(ranks), operation=operation, step=step, elapsed=deadline.elapsed()
+    )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
