@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anabranch.errors import ProtocolError
+from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport.frame import (
     Beat,
     Failure,
@@ -35,7 +36,7 @@ from anabranch.transport.frame import (
     pack,
     unpack,
 )
-from anabranch.transport.tensor_memory import DTYPES, bytes_of, dense_on_cpu, plain_bytes
+from anabranch.transport.tensor_memory import bytes_of, dense_on_cpu, plain_bytes
 
 
 class Bytes:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
-from anabranch.autodiff.surroundings import Surroundings
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 
 __all__ = ["run_at_once"]
 
@@ -43,12 +47,13 @@ def run_at_once(
                 error.add_note(describe(index))
                 errors.append(error)
 
-    surroundings = Surroundings.here()
+    modes, streams = ThreadModes.take(), current_streams()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def work_elsewhere(number: int) -> None:
         try:
             start_two(number)
-            with surroundings.entered():
+            with modes.entered(), on_streams(streams), saved_tensors_hooks(*hooks) if hooks else nullcontext():
                 work()
         except BaseException as error:  # noqa: BLE001  # no thread could be started, or no mode entered
             errors.append(error)

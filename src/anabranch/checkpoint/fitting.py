@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from anabranch.errors import CheckpointError
+from anabranch.tensors.dtypes import dtype_name
 
 __all__ = ["fit"]
 
@@ -38,4 +39,4 @@ def fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str =
 
 
 def _show(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"

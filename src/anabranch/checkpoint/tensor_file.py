@@ -36,28 +36,11 @@ from anabranch.checkpoint.manifest import FileRecord, TensorRecord, unique_keys
 from anabranch.checkpoint.regular_file import open_regular
 from anabranch.errors import CheckpointError
 from anabranch.events import fault_point
+from anabranch.tensors.dtypes import SAFETENSORS_NAMES
 
 __all__ = ["check", "lay_out", "load", "write_all", "write_tensors"]
 
-_DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_FROM_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 _LONGEST_HEADER = 100_000_000  # what the safetensors library accepts
 _CHUNK = 4 << 20
@@ -90,7 +73,11 @@ def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[bytes, list[str]
     for name in order:
         tensor = tensors[name]
         end = begin + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -117,7 +104,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], group: str) -> 
             write_all(file, data[start : start + _CHUNK])
         written += len(data)
         del data  # before the next one is copied
-        records[name] = TensorRecord(_DTYPES[tensors[name].dtype], list(tensors[name].shape), checksum)
+        records[name] = TensorRecord(SAFETENSORS_NAMES[tensors[name].dtype], list(tensors[name].shape), checksum)
         fault_point("checkpoint.tensor_written")
     in_order_given = {name: records[name] for name in tensors}
     return FileRecord(written, len(header), zlib.crc32(header), in_order_given)
@@ -187,7 +174,7 @@ def _check_writable(name: object, tensor: object, group: str) -> None:
         )
     if tensor.is_meta:
         raise ValueError(f"tensor {name!r} of group {group!r} is on the meta device and has no values to keep")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in SAFETENSORS_NAMES:
         raise ValueError(
             f"tensor {name!r} of group {group!r} is {tensor.dtype}, which safetensors cannot hold; view or convert it"
         )

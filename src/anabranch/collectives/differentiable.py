@@ -28,6 +28,7 @@ from anabranch.autodiff import boundary_entry, boundary_exit
 from anabranch.collectives.liveness import move_message, wait_until_reduced
 from anabranch.errors import ProtocolError
 from anabranch.job import job
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 
 __all__ = ["all_reduce", "recv", "send"]
 
@@ -132,7 +133,7 @@ def _check_peer(operation: str, rank: int) -> None:
 
 
 def _check_sendable(tensor: Tensor) -> None:
-    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in _DTYPES:
+    if tensor.ndim > _MOST_DIMENSIONS or tensor.dtype not in DTYPE_CODES:
         raise ValueError(
             f"a tensor of at most {_MOST_DIMENSIONS} dimensions and a plain dtype can be sent, got shape "
             f"{tuple(tensor.shape)} and {tensor.dtype}"
@@ -213,21 +214,6 @@ _NOTHING, _TENSOR = 0, 1
 _MOST_DIMENSIONS = 8
 _HEADER = 5 + _MOST_DIMENSIONS
 """Numbers in a header: magic, kind, whether a gradient is wanted back, dtype, dimensions; then the sizes."""
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-"""By their numbers in a header; only ever appended to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +227,7 @@ class _Line:
         """Send a header, and the tensor if there is one."""
         fields = [_MAGIC, _NOTHING, 0, 0, 0]
         if tensor is not None:
-            fields = [_MAGIC, _TENSOR, int(wants_gradient), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+            fields = [_MAGIC, _TENSOR, int(wants_gradient), DTYPE_CODES[tensor.dtype], tensor.ndim, *tensor.shape]
         fields += [0] * (_HEADER - len(fields))
         parts = [torch.tensor(fields, device=_device())]
         if tensor is not None and tensor.numel():
@@ -265,12 +251,12 @@ class _Line:
             magic != _MAGIC
             or kind not in (_NOTHING, _TENSOR)
             or not 0 <= ndim <= _MOST_DIMENSIONS
-            or not 0 <= dtype < len(_DTYPES)
+            or dtype not in DTYPES
         ):
             raise ProtocolError(f"no header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
         if kind == _NOTHING:
             return None
-        tensor = torch.empty(sizes[:ndim], dtype=_DTYPES[dtype], device=_device())
+        tensor = torch.empty(sizes[:ndim], dtype=DTYPES[dtype], device=_device())
         if tensor.numel():
             self._complete(dist.irecv(_as_bytes(tensor), self.rank))
         return _Message(tensor, bool(wants_gradient))

@@ -529,7 +529,9 @@ def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_
         return TapeEngine(step)
     if engine == "graph":
         # Inductor's kernels round differently: there is nothing to compare bit for bit.
-        return GraphEngine(step, compile=True, name=name) if compile else CheckedGraph(step, name=name)
+        if compile:
+            return GraphEngine(step, compile=True, name=name, tape=TapeEngine(step))
+        return CheckedGraph(step, name=name)
     return AutoEngine(step, compile=compile, capture_after=capture_after, name=name)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from anabranch.errors import SchemaError
 from anabranch.tensors import TensorSpec, from_blocks, to_blocks
+from anabranch.tensors.dtypes import DTYPES, dtype_name
 from anabranch.transport import TensorHeader
-from anabranch.transport.tensor_memory import DTYPES
 
 __all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
 
@@ -103,10 +103,7 @@ def _check(
     for (name, (dtype, shape)), (its_dtype, its_shape) in zip(parts, came, strict=True):
         if its_dtype != dtype or its_shape != shape:
             raise SchemaError(
-                f"{name}: expected {shape} {_show(dtype)}, for {rows} rows, got {its_shape} {_show(its_dtype)}"
+                f"{name}: expected {shape} {dtype_name(dtype)}, for {rows} rows, "
+                f"got {its_shape} {dtype_name(its_dtype)}"
             )
     return rows
-
-
-def _show(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

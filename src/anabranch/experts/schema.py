@@ -19,9 +19,9 @@ from torch import Tensor
 
 from anabranch.errors import ProtocolError, SchemaError
 from anabranch.tensors import Structure, TensorSpec, flatten, paths, unflatten
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
 from anabranch.tensors.spec import Compression
 from anabranch.transport import pack, unpack
-from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
@@ -306,9 +306,9 @@ def _describe(arguments: Structure, keywords: Mapping[str, Structure]) -> str:
 
 def _outline(structure: Structure) -> str:
     if isinstance(structure, Tensor):
-        return f"{tuple(structure.shape)} {str(structure.dtype).removeprefix('torch.')}"
+        return f"{tuple(structure.shape)} {dtype_name(structure.dtype)}"
     if isinstance(structure, TensorSpec):
-        return f"(rows, {', '.join(map(str, structure.shape))}) {str(structure.dtype).removeprefix('torch.')}"
+        return f"(rows, {', '.join(map(str, structure.shape))}) {dtype_name(structure.dtype)}"
     if isinstance(structure, dict):
         return "{" + ", ".join(f"{key}: {_outline(structure[key])}" for key in sorted(structure, key=str)) + "}"
     if isinstance(structure, (list, tuple)):

@@ -17,13 +17,23 @@ from torch._ops import OpOverload
 
 from anabranch.graph.crossings import crossing_of
 
-__all__ = ["Effects", "arguments", "is_collective", "is_random", "is_view", "is_wait", "mark_unused_calls"]
+__all__ = [
+    "Effects",
+    "arguments",
+    "is_collective",
+    "is_random",
+    "is_view",
+    "is_wait",
+    "mark_unused_calls",
+    "raises_on_values",
+]
 
 _BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
 # Views not declared in their schemas, and waits, which return the same tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
-_UNPREDICTABLE = ("aten::_assert", "aten::_linalg_check_errors", "aten::record_stream", "profiler::")
+_CHECKS = ("aten::_assert", "aten::_linalg_check_errors")
+_UNPREDICTABLE = (*_CHECKS, "aten::record_stream", "profiler::")
 _RAISING = {
     *("index", "index_select", "gather", "take", "embedding", "_embedding_bag", "_embedding_bag_forward_only"),
     *("index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "put"),
@@ -100,6 +110,14 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
             yield from _nodes_in(item)
 
 
+def raises_on_values(node: fx.Node) -> bool:
+    """Return True if the node raises for some values of its arguments."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = node.target._schema.name
+    return name.removeprefix("aten::") in _RAISING or name.startswith(_CHECKS)
+
+
 def mark_unused_calls(graph: fx.Graph) -> None:
     """Keep calls whose results nobody uses for the errors that they raise on some values."""
     used: set[fx.Node] = set()
@@ -107,7 +125,7 @@ def mark_unused_calls(graph: fx.Graph) -> None:
         if node.op == "output" or node in used or not _is_pure(node.target):
             used.update(node.all_input_nodes)
         elif isinstance(node.target, OpOverload):
-            node.meta["may_raise"] = node.target._schema.name.removeprefix("aten::") in _RAISING
+            node.meta["may_raise"] = raises_on_values(node)
 
 
 def _is_pure(target: object) -> bool:

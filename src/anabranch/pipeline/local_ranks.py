@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from anabranch.autodiff.thread_modes import current_streams, on_streams
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded
 from anabranch.pipeline.action_runner import Failure, Runner, phase_of
@@ -16,7 +17,6 @@ from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Aborted, Exchange, Message
 from anabranch.pipeline.links.packet_codec import Facts
 from anabranch.pipeline.links.stage_threads import StageThreads
-from anabranch.pipeline.links.thread_modes import current_streams, on_streams
 from anabranch.pipeline.pipe_call import Outcome
 from anabranch.pipeline.schedule.actions import Action
 from anabranch.pipeline.stage.stage import StageRun

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.links.thread_modes import Ambient
 from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
@@ -37,6 +37,7 @@ from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
 from anabranch.tensors import Structure, map_structure
+from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
 
@@ -278,13 +279,13 @@ class Pipe(nn.Module):
         with self._engine.turn("step", self.calls) as turn:
             call, _, grads = self._step(turn, x, {}, (loss, target, reduction, False), rows)
             mine = call.loss()
-            turn.say([None if mine is None else [mine.item(), str(mine.dtype).removeprefix("torch.")], word])
+            turn.say([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:
             deliver(call.leaves, grads)
         heard = sorted(cast("dict[int, list[object]]", turn.heard()).items())
         if mine is None:
             number, dtype = cast("tuple[float, str]", next(said[0] for _, said in heard if said[0] is not None))
-            mine = torch.tensor(number, dtype=getattr(torch, dtype), device=self._stages[self._here[-1]].device)
+            mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
         return Shared(mine, rows, [said[1] for _, said in heard])
 
     def _step(
@@ -315,8 +316,8 @@ class Pipe(nn.Module):
         expected_rows: int | None = None,
     ) -> PipeCall:
         _check_choices(self.chunks, self.checkpoint)
-        ambient = Ambient.take()
-        facts = turn.agree(lambda: self._facts(x, inputs, ambient))
+        modes = ThreadModes.take()
+        facts = turn.agree(lambda: self._facts(x, inputs, modes))
         self.calls = facts.step + 1
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
@@ -326,7 +327,7 @@ class Pipe(nn.Module):
             )
         self._check_inputs(facts, inputs, rows)
         recompute = _recomputed(self.checkpoint, len(self._stages), m)
-        plan = Plan(ambient, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
+        plan = Plan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
         if plan.records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         last = len(self._stages) - 1
@@ -347,9 +348,9 @@ class Pipe(nn.Module):
             anchor=self._anchor,
         )
 
-    def _facts(self, x: Structure, inputs: Mapping[str, Structure], ambient: Ambient) -> Facts:
+    def _facts(self, x: Structure, inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
         sizes = microbatch_sizes(count_batch_rows(x, "the batch"), operator.index(self.chunks))
-        return Facts(self.calls, self.seed % 2**64, sizes, ambient.grad and not ambient.inference, sorted(inputs))
+        return Facts(self.calls, self.seed % 2**64, sizes, modes.grad and not modes.inference, sorted(inputs))
 
     def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
         taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
+from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["Eviction", "TableSpec", "check_name"]
+__all__ = ["TRAINED_DTYPES", "Eviction", "TableSpec", "check_name"]
 
 Eviction = Literal["age", "frequency"]
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+TRAINED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
@@ -78,7 +79,7 @@ class TableSpec:
         self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
         self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
         self._require(
-            self.dtype in _DTYPES.values(), f"dtype={self.dtype} is none of {', '.join(map(str, _DTYPES.values()))}"
+            self.dtype in TRAINED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, TRAINED_DTYPES))}"
         )
         self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
@@ -107,7 +108,7 @@ class TableSpec:
     def to_dict(self) -> dict[str, object]:
         """Its fields as plain values, for a manifest or a message."""
         values = asdict(self)
-        values["dtype"] = str(self.dtype).removeprefix("torch.")
+        values["dtype"] = dtype_name(self.dtype)
         values["initial"] = {"kind": type(self.initial).__name__, **asdict(self.initial)}
         return values
 
@@ -115,10 +116,9 @@ class TableSpec:
     def from_dict(cls, values: Mapping[str, object]) -> TableSpec:
         """Return the spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
         found = dict(values)
-        dtype, initial = str(found.pop("dtype")), found.pop("initial")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+        dtype = dtype_named(str(found.pop("dtype")), among=TRAINED_DTYPES)
+        initial = found.pop("initial")
         if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
             raise ValueError(f"{initial!r} is no description of how rows begin")
         numbers = {str(key): value for key, value in initial.items() if key != "kind"}
-        return cls(dtype=_DTYPES[dtype], initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]
+        return cls(dtype=dtype, initial=_INITIALS[str(initial["kind"])](**numbers), **found)  # type: ignore[arg-type]

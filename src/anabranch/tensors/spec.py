@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
+from anabranch.tensors.dtypes import dtype_name
 
 __all__ = ["Compression", "TensorSpec"]
 
@@ -77,11 +78,11 @@ class TensorSpec:
         if isinstance(tensor, Tensor):
             if tensor.ndim and tensor.shape[1:] == self.shape and tensor.dtype == self.dtype:
                 return
-            came = f"{_show_shape(tensor.shape)} {_show_dtype(tensor.dtype)}"
+            came = f"{_show_shape(tensor.shape)} {dtype_name(tensor.dtype)}"
         else:
             came = type(tensor).__name__
         expected = _show_shape(("rows", *self.shape))
-        raise SchemaError(f"{name}: expected {expected} {_show_dtype(self.dtype)}, got {came}")
+        raise SchemaError(f"{name}: expected {expected} {dtype_name(self.dtype)}, got {came}")
 
     def _key(self) -> tuple[object, ...]:
         return self.shape, self.dtype, self.requires_grad, self.compression
@@ -103,7 +104,3 @@ class TensorSpec:
 
 def _show_shape(sizes: tuple[object, ...] | torch.Size) -> str:
     return f"({', '.join(map(str, sizes))})"
-
-
-def _show_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

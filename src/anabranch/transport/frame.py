@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError
+from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES
 from anabranch.transport.streams import Stream
-from anabranch.transport.tensor_memory import DTYPE_CODES, DTYPES, bytes_of, check_bools, dense_on_cpu, plain_bytes
+from anabranch.transport.tensor_memory import bytes_of, check_bools, dense_on_cpu, plain_bytes
 
 __all__ = [
     "Accept",

@@ -1,32 +1,13 @@
-"""A tensor's memory as bytes: sent without a copy, and received in the memory where it will stay.
-
-Dtypes cross the wire as small numbers from a fixed list, so that a peer can name no other.
-"""
+"""A tensor's memory as bytes: sent without a copy, and received in the memory where it will stay."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "DTYPE_CODES", "bytes_of", "check_bools", "dense_on_cpu", "plain_bytes"]
+from anabranch.tensors.dtypes import DTYPE_CODES
 
-DTYPES: dict[int, torch.dtype] = {
-    1: torch.bool,
-    2: torch.uint8,
-    3: torch.int8,
-    4: torch.int16,
-    5: torch.int32,
-    6: torch.int64,
-    7: torch.float16,
-    8: torch.bfloat16,
-    9: torch.float32,
-    10: torch.float64,
-    11: torch.complex64,
-    12: torch.complex128,
-}
-"""The dtypes that may cross, by their number on the wire. Numbers are never given to another dtype."""
-
-DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+__all__ = ["bytes_of", "check_bools", "dense_on_cpu", "plain_bytes"]
 
 # Dtypes that Python's memoryview knows: their bytes are read without another tensor.
 _PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})

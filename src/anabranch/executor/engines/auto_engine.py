@@ -33,6 +33,7 @@ from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import StepProgram
 from anabranch.graph.dynamo.front import GuardMiss
+from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Prepared
 from anabranch.graph.trace.make_fx import one_at_a_time
 from anabranch.pipeline import Pipe
@@ -183,6 +184,10 @@ class AutoEngine:
                 ran = on_graph(self._graph)
             except GuardMiss:
                 self._misses_in_a_row += 1
+            except GraphRaised as error:
+                self._on_graph = False
+                self._why = f"this step runs on the tape: the graph raised {type(error.error).__name__}: {error}"
+                return on_tape()
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
                 self._on_graph = False
                 self._why = f"this step runs on the tape: {error}"

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput
+from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.fetching import Fetch
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slowness import PATIENCE
+from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.graph.trace.lookups import as_sparse_gradient
 from anabranch.tensors import Structure
@@ -45,6 +47,8 @@ class GraphEngine:
         leaves_gradients: leave them in ``.grad``, as the tape does.
         name: of the step, for the log.
         level: of the record that says what is being captured, if that takes long.
+        tape: takes a step whose graph raises on a value: it raises at the user's line, or does what an ``except``
+            there says; without it that is a ``GraphRaised``.
 
     Attributes:
         may_trace: capture what has no graph yet; else that is a ``GuardMiss``.
@@ -58,6 +62,7 @@ class GraphEngine:
         leaves_gradients: bool = False,
         name: str = "default",
         level: int = logging.WARNING,
+        tape: TapeEngine | None = None,
     ) -> None:
         self._step = step
         self.name = "graph+inductor" if compile else "graph"
@@ -76,6 +81,7 @@ class GraphEngine:
         self._ready: Ready | None = None
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
+        self._errors_to = tape
 
     @property
     def program(self) -> StepProgram:
@@ -90,22 +96,39 @@ class GraphEngine:
         """Hands the gradients of these parameters to ``ready`` from now on."""
         self._ready = ready
         self._attached = frozenset(parameters)
+        if self._errors_to is not None:
+            self._errors_to.attach(parameters, ready)
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
         self._parameters = dict(self._step.model.named_parameters())
+        if self._errors_to is not None:
+            self._errors_to.follow_model()
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward in one graph, which calls ``begin(loss)`` and hands over each gradient as it goes."""
         assert self._ready is not None
         arrivals = _Arrivals(self._parameters, self._attached, self._ready, begin, fetch)
-        found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
+        try:
+            found = self._program.backward(batch, fetch.modules, arrivals, may_trace=self.may_trace)
+        except GraphRaised:
+            if self._errors_to is None:
+                raise
+            return self._errors_to.differentiate(batch, fetch, begin)
         for name, lookups in found.sparse.items():
             arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
         return self._sort(found.outputs, fetch)
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Return the whole step as one graph, but for what sparse tables need between gradients and optimizers."""
+        try:
+            return self._step_on_graph(batch, fetch)
+        except GraphRaised:
+            if self._errors_to is None:
+                raise
+            return self._errors_to.step(batch, fetch)
+
+    def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
         if not self._in_parts:
             try:
                 asked = [*fetch.modules, *fetch.gradients]

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.autodiff.thread_modes import ThreadModes, current_streams, on_streams
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.positions import State, position_of
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
@@ -341,17 +342,10 @@ def _as_here(function: Callable[[], Structure]) -> Callable[[], Structure]:
     """Return ``function`` for another thread, under what this thread has set for itself: PyTorch keeps these a thread
     each.
     """
-    context = contextvars.copy_context()
-    gradients = torch.is_grad_enabled()
-    device = torch.get_default_device()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    context, modes, streams = contextvars.copy_context(), ThreadModes.take(), current_streams()
 
     def run() -> Structure:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            stack.enter_context(torch.cuda.stream(stream))
-            if device.type != "cpu":
-                stack.enter_context(device)
+        with modes.entered(), on_streams(streams):
             return context.run(function)
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from anabranch.graph.passes.recompute import recompute_marked
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.cuda_graphs import Replayed, can_replay
 from anabranch.graph.run.inductor import compiled
+from anabranch.graph.run.lost_history import without_history
+from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.lookups import as_sparse_gradient
@@ -82,6 +84,7 @@ class Joint:
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        self._rollback = Rollback(self.backward.graph)
         self._between = self._trace_between(extra) if key.whole else None
         self._program: Program | None = None
         self._backward_program: Program | None = None
@@ -128,7 +131,10 @@ class Joint:
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """Return the results as Dynamo's code expects them."""
-        return [results[name] for name in self._outputs]
+        found = [results[name] for name in self._outputs]
+        for index in self.backward.kept:
+            found[index] = without_history(cast(Tensor, found[index]))
+        return found
 
     # --- running
 
@@ -159,9 +165,9 @@ class Joint:
         free = [*free, *extra] if extra else free
         results: dict[str, object]
         if self._update_program is None:
-            results = dict(zip(self.graph.outputs, self._program.run(*free), strict=True))
+            results = dict(zip(self.graph.outputs, self._rollback.run(self._program.run, free), strict=True))
         else:
-            results = dict(zip(self._front_outputs, self._program.run(*free), strict=True))
+            results = dict(zip(self._front_outputs, self._rollback.run(self._program.run, free), strict=True))
             self._update_program.run(*(results[name] for name in self._updated))
         return self._finish(results, stepped=False)
 
@@ -173,8 +179,12 @@ class Joint:
         told = arrivals is not None and not self._step.compile
         if arrivals is not None:
             arrivals.begin(self.backward.outputs)
-        program = self.backward.telling(arrivals) if told and arrivals is not None else self._apart()
-        results = dict(zip(self.backward.graph.outputs, program.run(*free), strict=True))
+        if told and arrivals is not None:
+            noted = _Noted(arrivals)
+            ran = self._rollback.run(self.backward.telling(noted).run, free, lambda: noted.begun)
+        else:
+            ran = self._rollback.run(self._apart().run, free)
+        results = dict(zip(self.backward.graph.outputs, ran, strict=True))
         if arrivals is not None and not told:
             self.backward.tell(arrivals, results)
         return results
@@ -182,7 +192,8 @@ class Joint:
     def _run_apart(self, free: Sequence[object], extra: Sequence[object]) -> dict[str, object]:
         """Run part by part: the first time, when optimizers have no state yet, and where they step by themselves."""
         step, backward = self._step, self.backward
-        results: dict[str, object] = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
+        ran = self._rollback.run(self._apart().run, free)
+        results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
         rows = {name: results.pop(name) for name in backward.rows}
         if self._between is not None:
             given = [results[b.name] for b in self._between.bindings if b.bound is None and b.name in results]
@@ -321,3 +332,17 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
+
+
+class _Noted:
+    """Arrivals that remember whether any has come; the loss is the first."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self.begin, self.gradient = arrivals.begin, arrivals.gradient
+        self.begun = False
+
+    def loss(self, value: Tensor) -> None:
+        """Hand the loss on."""
+        self.begun = True
+        self._arrivals.loss(value)

@@ -56,12 +56,16 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The graph of forward and backward, and how its flat results are sorted into ``Gradients``."""
+    """The graph of forward and backward, and how its flat results are sorted into ``Gradients``.
+
+    ``kept``: which of the call's outputs have a history on the tape, as what a model keeps in an attribute has.
+    """
 
     graph: Graph
     outputs: tuple[str, ...]
     dense: tuple[str, ...]
     lookups: tuple[tuple[str, int], ...]
+    kept: tuple[int, ...] = ()
     _told: list[Arrivals] = field(default_factory=list)
     _programs: list[Program] = field(default_factory=list)
 
@@ -139,12 +143,14 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
     dense: list[str] = []
     lookups: list[tuple[str, int]] = []
     names: list[str] = []
+    kept: list[int] = []
     cut = SparseLookups()
 
     def traced(values: Sequence[Tensor], recorder: Recorder) -> list[object]:
         standing = {source.name: value for source, value in zip(sources, values, strict=True)}
         cut.tables = {id(standing[name]): name for name in wanted}
         results, marked = run_calls(call, arguments.given(args, values), recorder)
+        kept[:] = [i for i, value in enumerate(results) if isinstance(value, Tensor) and value.requires_grad]
         loss = marked["loss"]
         recorder.follow_backward(loss)
         rows = [lookup.leaf for lookup in cut.found]
@@ -170,7 +176,7 @@ def capture_backward(call: TracedCall, arguments: Arguments, args: Sequence[obje
         return [*map(_detached, unique.values()), *found.values(), *flat]
 
     graph = build(traced, sources, names, kinds=kinds, interceptors=[cut])
-    return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups))
+    return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups), tuple(kept))
 
 
 def output_names(call: TracedCall) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from anabranch.graph.crossings import crossing_of
 from anabranch.graph.effects import is_collective, is_wait
 from anabranch.graph.trace.make_fx import bytes_of
+from anabranch.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from anabranch.graph.graph import Graph
@@ -66,7 +67,7 @@ def _look(node: fx.Node) -> dict[str, object]:
         "scope": node.meta.get("scope", ""),
         "phase": node.meta.get("phase", "forward"),
         "shape": ("x".join(map(str, tensor.shape)) or "scalar") if tensor is not None else "",
-        "dtype": str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
+        "dtype": dtype_name(tensor.dtype) if tensor is not None else "",
         "bytes": bytes_of(value),
         "boundary": boundary_of(node),
         "inputs": [],

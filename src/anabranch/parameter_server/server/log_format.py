@@ -34,6 +34,7 @@ from torch import Tensor
 from anabranch.checkpoint.regular_file import Unreadable, open_regular
 from anabranch.errors import CheckpointError
 from anabranch.tables.kernels.selection import as_array
+from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = [
     "Frames",
@@ -54,11 +55,6 @@ _FRAME = struct.Struct("<4sQQII")
 _OLD_FRAME = struct.Struct("<QI")
 _LONGEST = 4 << 30
 _SHORTEST = 4  # bytes of a body; zeros in the place of an older file would be frames of empty ones, checksums and all
-# All dtypes that a shard's changes may carry; rounded rows are int8 with scales of uint8.
-_DTYPES = {
-    "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8,
-    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
-}  # fmt: skip
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -116,7 +112,7 @@ class Preamble:
 
 def encode_record(record: Record, tensors: Sequence[Tensor]) -> bytes:
     """Return the body of a frame."""
-    described = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+    described = tuple((dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     header = msgspec.msgpack.encode(msgspec.structs.replace(record, tensors=described))
     parts = [struct.pack("<I", len(header)), header]
     parts += [as_array(tensor.contiguous()).tobytes() for tensor in tensors]
@@ -241,7 +237,7 @@ def _decode(body: bytes) -> tuple[Record, list[Tensor]]:
     record = _RECORDS.decode(body[4 : 4 + size])
     tensors, at = [], 4 + size
     for name, shape in record.tensors:
-        dtype = _DTYPES[name]
+        dtype = dtype_named(name)
         count = 1
         for extent in shape:
             count *= extent

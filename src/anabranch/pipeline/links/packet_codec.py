@@ -17,8 +17,9 @@ from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
+from anabranch.tensors.dtypes import dtype_name
 
-__all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "dtype_named", "encode_header", "pack", "unpack"]
+__all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "encode_header", "pack", "unpack"]
 
 HEADER_BYTES = 1024
 """Size of every header; a longer one goes on in a second message, whose size it gives."""
@@ -104,7 +105,7 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
         else _encode(part, tensors)
         for part in message
     ]
-    described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    described = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
     return specs, described, bytes_of(tensors)
 
 
@@ -173,11 +174,3 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8).cpu()
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of that name in a message's header."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return dtype

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.pipeline.links.packet_codec import dtype_named
+from anabranch.tensors.dtypes import dtype_named
 
 __all__ = ["Buffers"]
 

@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 
 from anabranch.pipeline.links.inbox import Inbox
-from anabranch.pipeline.links.packet_codec import HEADERS, Header, dtype_named
+from anabranch.pipeline.links.packet_codec import HEADERS, Header
+from anabranch.tensors.dtypes import dtype_named
 
 __all__ = ["Meeting", "SharedMemoryChannel"]
 

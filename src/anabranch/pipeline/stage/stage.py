@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from anabranch.pipeline.links.thread_modes import Ambient
+from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.pipeline.stage.deferred_batch_norm import DeferredBatchNorm
 from anabranch.pipeline.stage.device_transfers import brought
 from anabranch.pipeline.stage.doubled import Watch, mark_doubled
@@ -93,7 +93,7 @@ class Head:
 class Plan:
     """Settings of a whole call: the caller's modes, the random stream, the microbatches that keep no activations."""
 
-    ambient: Ambient
+    modes: ThreadModes
     seed: int
     step: int
     microbatches: int
@@ -103,7 +103,7 @@ class Plan:
     @property
     def records(self) -> bool:
         """True if a backward may follow."""
-        return self.ambient.grad and not self.ambient.inference
+        return self.modes.grad and not self.modes.inference
 
 
 Messages = dict[int, list[Packet]]
@@ -205,7 +205,7 @@ class StageRun:
     def _run(self, i: int, inputs: Messages, here: _Pass) -> Messages:
         plan = self.plan
         with ExitStack() as stack:
-            stack.enter_context(plan.ambient.entered())
+            stack.enter_context(plan.modes.entered())
             stack.enter_context(_standing_in(self._slots))
             here.hooked = stack.enter_context(drawing_from(plan.seed, plan.step, self.stage.index, i))
             store = SkipStore(self.stage.shared)

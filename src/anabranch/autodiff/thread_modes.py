@@ -1,6 +1,7 @@
-"""The caller's modes, carried into worker threads: PyTorch keeps grad mode, inference mode and autocast per thread.
+"""``ThreadModes``: what PyTorch keeps per thread, carried to work that another thread does for this one.
 
-CUDA's current streams are per thread too: a worker uses the caller's streams, else it would not wait for their work.
+Grad mode, inference mode, autocast and the default device. CUDA's current streams are per thread too: work on another
+thread uses the caller's, else it would not wait for theirs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient", "current_streams", "on_streams"]
+__all__ = ["ThreadModes", "current_streams", "on_streams"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class Ambient:
+class ThreadModes:
     """The modes of the thread that took them.
 
     >>> with torch.no_grad():
-    ...     ambient = Ambient.take()
-    >>> with ambient.entered():
+    ...     modes = ThreadModes.take()
+    >>> with modes.entered():
     ...     torch.is_grad_enabled()
     False
     """
@@ -31,30 +32,32 @@ class Ambient:
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    device: torch.device
 
     @classmethod
-    def take(cls) -> Ambient:
+    def take(cls) -> ThreadModes:
         """Return the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES),
             torch.is_autocast_cache_enabled(),
+            torch.get_default_device(),
         )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Put the calling thread into these modes until the block ends."""
         with ExitStack() as stack:
+            enter = stack.enter_context
             if self.inference:
-                stack.enter_context(torch.inference_mode())
-            else:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+                enter(torch.inference_mode())
+            enter(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype in self.autocast:
-                if enabled != torch.is_autocast_enabled(kind) or enabled:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
-                    )
+                if enabled or torch.is_autocast_enabled(kind):
+                    enter(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
+            if self.device != torch.get_default_device():
+                enter(self.device)
             yield
 
 

@@ -1,0 +1,93 @@
+"""``Rollback``: a step whose graph raises on a value, such as an id outside a table, is taken on the tape instead.
+
+Only the tape's run leaves behind what the plain loop's does: the error at the user's own line, what Python did before
+it, and the other branch of an ``except`` around it. So what the graph has changed up to then is put back. Checks stand
+before all updates; what may have changed are buffers, inputs and the state of the random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import AnabranchError
+from anabranch.graph.crossings import crossing_of
+from anabranch.graph.effects import is_collective, is_random, raises_on_values
+from anabranch.graph.graph import Graph
+
+__all__ = ["GraphRaised", "Rollback"]
+
+_Result = TypeVar("_Result")
+
+
+class GraphRaised(Exception):
+    """An operation of a graph raised, and everything is as before the run; ``error`` is what it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Rollback:
+    """Runs a graph of forward and backward so that an error of an operation leaves no trace.
+
+    Args:
+        graph: that of forward and backward. One that crosses a boundary is not run twice: its errors are the run's.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+        crosses = any(crossing_of(node) is not None or is_collective(node) for node in nodes)
+        self._possible = not crosses and any(map(raises_on_values, nodes))
+        self._bound: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._free: list[int] = []
+        self._is_random = self._possible and any(map(is_random, nodes))
+        if self._possible:
+            self._find_written(graph)
+
+    def _find_written(self, graph: Graph) -> None:
+        effects = graph.effects()
+        free = 0
+        for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
+            if effects.writers.get(effects.root[node]):
+                if binding.bound is not None:
+                    self._bound.append(binding.bound)
+                else:
+                    self._free.append(free)
+            free += binding.bound is None
+        self._copies = [torch.empty_like(tensor) for tensor in self._bound]
+
+    def run(
+        self, program: Callable[..., _Result], free: Sequence[object], told: Callable[[], bool] = lambda: False
+    ) -> _Result:
+        """Return ``program(*free)``.
+
+        ``told``: true once results have left the program, after which its errors are the run's.
+
+        Raises:
+            GraphRaised: it raised, and nothing has happened.
+        """
+        if not self._possible:
+            return program(*free)
+        before = torch.get_rng_state() if self._is_random else None
+        written = [(value, value.detach().clone()) for i in self._free if isinstance(value := free[i], Tensor)]
+        with torch.no_grad():
+            if self._bound:
+                torch._foreach_copy_(self._copies, [tensor.detach() for tensor in self._bound])
+        try:
+            return program(*free)
+        except AnabranchError:
+            raise
+        except Exception as error:
+            if told():
+                raise
+            with torch.no_grad():
+                for tensor, copy in [*zip(self._bound, self._copies, strict=True), *written]:
+                    tensor.detach().copy_(copy)
+            if before is not None:
+                torch.set_rng_state(before)
+            raise GraphRaised(error) from error
