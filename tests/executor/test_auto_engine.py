@@ -292,14 +292,14 @@ def test_a_trial_leaves_no_trace() -> None:
 
 
 def test_a_refused_trial_leaves_the_gradients_of_the_tape() -> None:
-    """A loss that reads a tensor's version, which the trial's own copies raise, has other gradients in the graph."""
+    """A loss that asks whether it is captured has other gradients in the graph."""
 
     def gradients(engine: Any) -> tuple[list[Tensor | None], str]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         step = ab.TrainStep(
             model,
-            lambda m, x: m(x).square().mean() * (1 + m.weight._version),
+            lambda m, x: m(x).square().mean() * (2 if torch.compiler.is_compiling() else 1),
             torch.optim.SGD(model.parameters(), lr=0.1),
         )
         with ab.Executor(step, engine=engine, capture_after=1) as executor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import os
 import sys
 import types
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +30,22 @@ class Meta(type):
 
 class Settings(metaclass=Meta):
     pass
+
+
+class Once(type):
+    """Makes one instance of a class, the textbook's singleton."""
+
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: object) -> Any:
+        if cls not in Once.made:
+            Once.made[cls] = super().__call__(*args)
+        return Once.made[cls]
+
+
+class Single(metaclass=Once):
+    def __init__(self) -> None:
+        self.number = 1.0
 
 
 class Base:
@@ -111,7 +128,25 @@ def cases() -> dict[str, Case]:
         except AttributeError:
             return 1.0
 
+    Once.made.clear()
+    mask = types.SimpleNamespace(places=frozenset({1}))
+
+    @functools.lru_cache
+    def configured() -> dict[str, float]:
+        return {"number": 1.0}
+
     return {
+        "what a cache hands out": (
+            lambda: configured()["number"],
+            lambda patch: configured().update(number=2.0),
+            "tape",
+        ),
+        "singleton": (lambda: Single().number, lambda patch: setattr(Single(), "number", 2.0), "tape"),
+        "numbers of a frozenset": (
+            lambda: 1.0 if all(isinstance(each, int) for each in mask.places) else 2.0,
+            lambda patch: setattr(mask, "places", frozenset({1.0})),
+            "graph",
+        ),
         "key of a __dict__": (
             lambda: plain.__dict__.get("scale", 1.0),
             lambda patch: patch.setattr(plain, "scale", 2.0, raising=False),
@@ -223,6 +258,19 @@ def test_a_number_that_no_guard_looks_at_is_never_stale(name: str, monkeypatch: 
     found, before = run("auto", monkeypatch)
     assert found == expected
     assert before == cases()[name][2]
+
+
+def test_the_count_of_changes_of_a_parameter_is_read_on_the_tape_alone() -> None:
+    model = nn.Linear(2, 1)
+
+    def loss(model: Any, x: Any) -> Any:
+        return model(x).square().mean() * (1 + model.weight._version % 3)
+
+    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1)), capture_after=1) as ex:
+        for _ in range(4):
+            ex.run(batch=torch.ones(2, 2))
+        assert ex.engine() == "tape"
+        assert "_version" in ex.explain()
 
 
 WARM = {"lr": 0.1}

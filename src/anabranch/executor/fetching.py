@@ -56,6 +56,13 @@ class Fetch:
         """Take gradients from an engine that leaves none in ``.grad``."""
         self._recorded = gradients
 
+    def add_to(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take that ``parameter`` had this ``gradient`` before the step, which its own was added to."""
+        for name, asked in self._gradients.items():
+            own = self._recorded.get(name)
+            if asked is parameter and isinstance(own, Tensor):
+                self._recorded = {**self._recorded, name: gradient + own}
+
     def record(self, outputs: Mapping[str, Structure]) -> None:
         """Take the outputs of the submodules from an engine that has them."""
         self._outputs = outputs

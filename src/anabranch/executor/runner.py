@@ -64,6 +64,7 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
+        self._foreign = self._find_foreign()
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -204,13 +205,19 @@ class StepRunner:
         """Run the whole step at once: nobody to sum with."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
+        aside = [(p, p.grad) for p in self._foreign if p.grad is not None]
         self._clear_gradients()
         engine = self.engine
         if left:
             for parameter, gradient in left:
                 parameter.grad = gradient
             engine = self._engine_that_accumulates()
-        ran = engine.step(batch, fetch)
+        try:
+            ran = engine.step(batch, fetch)
+        finally:
+            for parameter, gradient in aside:
+                _add_to(parameter, gradient)
+                fetch.add_to(parameter, gradient)
         self.runs += 1
         self._step_schedulers()
         self.stopping = self._wants_to_stop()
@@ -266,6 +273,12 @@ class StepRunner:
             self._parameters, self._layout = now, None
             self.engine.follow_model()
         self._held = held
+        self._foreign = self._find_foreign()
+
+    def _find_foreign(self) -> list[Tensor]:
+        """Return the model's parameters that no optimizer of the step holds: its ``zero_grad`` leaves theirs."""
+        held = set(self._held)
+        return [parameter for parameter in self._parameters if id(parameter) not in held]
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
@@ -366,6 +379,13 @@ class StepRunner:
             self._buckets.restore_sums(sums)
         self._in_window = in_window
         self._window_rows = rows
+
+
+def _add_to(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a parameter's new gradient to the one it had, which the step's ``zero_grad`` does not clear."""
+    new = parameter.grad
+    # Not in place: either may have been fetched.
+    parameter.grad = gradient if new is None else gradient + new
 
 
 def _held_by(step: TrainStep) -> list[int]:

@@ -83,6 +83,7 @@ class AutoEngine:
         self._tape_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._graph_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._why = "the tape runs until a graph has shown on your batches that it gives the same bits and is quicker"
+        self._why_not_now: str | None = None
         self._gives_up = _runs_by_itself(step.model)
         if self._gives_up:
             self._why = "a Pipe runs its stages by a schedule of its own"
@@ -111,7 +112,7 @@ class AutoEngine:
         """One sentence: why the last run was on the engine that it was on."""
         if self._on_graph and self._graph is not None:
             return self._why + self._graph.program.said_of_update
-        return self._why
+        return self._why_not_now or self._why
 
     # Votes of the workers.
 
@@ -178,6 +179,7 @@ class AutoEngine:
         trial: Callable[[], StepOutput],
     ) -> StepOutput:
         self._runs += 1
+        self._why_not_now = None
         if self._taken and self._graph is not None:
             began = time.perf_counter()
             try:
@@ -185,13 +187,9 @@ class AutoEngine:
             except GuardMiss:
                 self._misses_in_a_row += 1
             except GraphRaised as error:
-                self._on_graph = False
-                self._why = f"this step runs on the tape: the graph raised {type(error.error).__name__}: {error}"
-                return on_tape()
+                return self._step_aside(f"the graph raised {type(error.error).__name__}: {error}", on_tape)
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
-                self._on_graph = False
-                self._why = f"this step runs on the tape: {error}"
-                return on_tape()
+                return self._step_aside(str(error), on_tape)
             else:
                 self._on_graph = True
                 self._graph_runs += 1
@@ -213,6 +211,10 @@ class AutoEngine:
         self._tape_seconds.append(time.perf_counter() - began)
         self._worth.spent(self._tape_seconds[-1])
         return ran
+
+    def _step_aside(self, why: str, on_tape: Callable[[], StepOutput]) -> StepOutput:
+        self._on_graph, self._why_not_now = False, f"this step runs on the tape: {why}"
+        return on_tape()
 
     def _tries_now(self) -> bool:
         if self._gives_up:

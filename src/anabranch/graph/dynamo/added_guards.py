@@ -37,14 +37,14 @@ def _with_emptiness(create: Callable[[Any, Any], None], empty: bool, builder: An
     builder.get_guard_manager(guard).add_lambda_guard(lambda now: (len(now) == 0) is empty, said, guard.user_stack)
 
 
-def _with_signs(create: Callable[[Any, Any], None], signs: list[float], builder: Any, guard: Any) -> None:
+def _with_signs(create: Callable[[Any, Any], None], signs: list[object], builder: Any, guard: Any) -> None:
     create(builder, guard)
     said = [f"the signs of zeros in {guard.name}"]
     builder.get_guard_manager(guard).add_lambda_guard(lambda now: list(_signs(now)) == signs, said, guard.user_stack)
 
 
-def _signs(value: object) -> Iterator[float]:
-    """Yield the sign of every zero within."""
+def _signs(value: object) -> Iterator[object]:
+    """Yield the sign of every zero within, and of sets the numbers, for 1 and 1.0 are equal too."""
     if isinstance(value, float):
         if value == 0.0:
             yield math.copysign(1.0, value)
@@ -54,3 +54,7 @@ def _signs(value: object) -> Iterator[float]:
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _signs(each)
+    elif isinstance(value, (set, frozenset)):
+        numbers = sorted(repr(each) for each in value if isinstance(each, (bool, int, float, complex)))
+        if numbers:
+            yield numbers

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 from torch._C import _len_torch_function_stack
+from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,6 +41,7 @@ from anabranch.autodiff.hooks import hooked
 from anabranch.errors import AnabranchError, CaptureError
 from anabranch.graph.dynamo.added_guards import guard_emptiness, guard_signs
 from anabranch.graph.dynamo.caught_lookups import caught_lookups
+from anabranch.graph.dynamo.misread_calls import misread_calls
 from anabranch.graph.dynamo.origins import closed_over
 from anabranch.graph.dynamo.refusals import refusal_of
 from anabranch.graph.dynamo.silence import silent
@@ -227,8 +229,22 @@ class Front:
         self._may_trace, self._has_made = True, False
         try:
             settings = torch._dynamo.config.patch(**self._settings, ignore_logging_functions=_said_once())
-            slow, caught = told_if_slow(self.when_slow), caught_lookups(self._refuse)
-            with one_at_a_time, undisturbed(), silent(), settings, traced_by(_Forms()), slow, caught, _untimed():
+            slow, caught, misread = (
+                told_if_slow(self.when_slow),
+                caught_lookups(self._refuse),
+                misread_calls(self._refuse),
+            )
+            with (
+                one_at_a_time,
+                undisturbed(),
+                silent(),
+                settings,
+                traced_by(_Forms()),
+                slow,
+                caught,
+                misread,
+                _untimed(),
+            ):
                 return self._twice_if_busy(compiled, args)
         except BaseException as error:  # noqa: BLE001 - what to raise in its place
             raise self._explained(error, kind) from None
@@ -601,7 +617,9 @@ def _allow_marks() -> None:
             import torch._dynamo
             from torch._dynamo.eval_frame import TorchPatcher
 
+            checks = Distribution._validate_args
             TorchPatcher.patch()  # torch's optimizers and modules, once; else we would find them changed
+            Distribution.set_default_validate_args(checks)  # which that switches off, for the whole process
             for function in (mark, mistake):
                 torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
             opaque.keep_whole(torch._dynamo.nonstrict_trace)

@@ -117,6 +117,11 @@ class Unseen:
                     modules.add(operation.argval)
             if not code.co_filename.startswith(INSTALLED):
                 _refuse_identity(code)
+                if "_version" in code.co_names:
+                    raise CaptureError(
+                        f"{code.co_filename}:{code.co_firstlineno}: {code.co_qualname} asks for the _version of a "
+                        f"tensor, which a graph counts otherwise; {_CURE}"
+                    )
                 self._names |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
                 self._reads_dicts |= not {"__dict__", "vars"}.isdisjoint(code.co_names)
         for space in _globals_of(codes):

@@ -84,6 +84,8 @@ class Joint:
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        kept = self.backward.kept
+        self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
         self._between = self._trace_between(extra) if key.whole else None
         self._program: Program | None = None
@@ -132,6 +134,10 @@ class Joint:
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """Return the results as Dynamo's code expects them."""
         found = [results[name] for name in self._outputs]
+        for index in self._plain:
+            value = found[index]
+            if isinstance(value, Tensor) and value.requires_grad:  # a view of a parameter, made with autograd off
+                found[index] = value.detach()
         for index in self.backward.kept:
             found[index] = without_history(cast(Tensor, found[index]))
         return found

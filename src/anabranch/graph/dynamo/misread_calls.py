@@ -1,0 +1,54 @@
+"""Calls that Dynamo reads as other calls: past the cache of ``functools.lru_cache``, past a metaclass's ``__call__``.
+
+What a cache or a singleton hands out is another object than the one that Dynamo makes anew, and no guard watches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from anabranch.graph.dynamo.origins import INSTALLED, LIBRARIES, OURS
+
+__all__ = ["misread_calls"]
+
+
+@contextmanager
+def misread_calls(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Report such calls while Dynamo traces.
+
+    Args:
+        refuse: called with what was called.
+    """
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    wrapper: Any = WrapperUserFunctionVariable
+    kind: Any = UserDefinedClassVariable
+    call_wrapped, make = wrapper.call_function, kind.call_function
+
+    def through_cache(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = call_wrapped(self, tx, args, kwargs)
+        cached = getattr(self.wrapper_obj, "__wrapped__", None)
+        if hasattr(self.wrapper_obj, "cache_info") and isinstance(cached, FunctionType):
+            file = cached.__code__.co_filename
+            # A library's cache of numbers and texts, such as whether another one is installed, is one of constants.
+            known = file.startswith(OURS) or (file.startswith(INSTALLED) and isinstance(result, ConstantVariable))
+            if not known:
+                refuse(f"what {cached.__qualname__} has cached")
+        return result
+
+    def make_anew(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        call = getattr(type(self.value), "__call__", None)  # noqa: B004 - the metaclass's own
+        if isinstance(call, FunctionType) and not call.__code__.co_filename.startswith(LIBRARIES):
+            refuse(f"what {self.value.__qualname__}() returns, which {type(self.value).__qualname__} decides")
+        return make(self, tx, args, kwargs)
+
+    wrapper.call_function, kind.call_function = through_cache, make_anew
+    try:
+        yield
+    finally:
+        wrapper.call_function, kind.call_function = call_wrapped, make
