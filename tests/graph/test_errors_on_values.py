@@ -117,3 +117,20 @@ def test_after_an_error_everything_is_as_after_the_plain_loops(engine: Any, accu
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     if engine == "auto":
         assert engines[4:10] == ["graph", "tape", "graph", "tape", "graph", "graph"], engines
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_an_evaluation_that_raises_is_the_users_own(engine: Any) -> None:
+    """Batch 3 takes the other branch of an ``except``."""
+    model = nn.Embedding(5, 2)
+
+    def outputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
+        try:
+            return {"found": model(ids)}
+        except IndexError:
+            return {"found": torch.full((3, 2), -1.0)}
+
+    with ab.Executor(ab.EvalStep(model, outputs), engine=engine, capture_after=1) as executor:
+        found = [executor.run(batch=OUTSIDE if index == 3 else IDS)["found"] for index in range(5)]
+        assert executor.engine() == "graph"
+    assert [bool((value == -1).all()) for value in found] == [False, False, False, True, False]

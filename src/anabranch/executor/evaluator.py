@@ -21,6 +21,7 @@ from anabranch.executor.steps import EvalStep
 from anabranch.graph.dynamo.front import GuardMiss
 from anabranch.graph.dynamo.refusals import Raises
 from anabranch.graph.evaluation import EvalProgram, PreparedEvaluation
+from anabranch.graph.run.rollback import GraphRaised
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
 
@@ -137,7 +138,10 @@ class Evaluator:
     def _as_graph(
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
-        returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
+        try:
+            returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
+        except GraphRaised:  # the error and its place are those of the user's own code
+            return self._eagerly(batch, fetch)
         _check(returned)
         self._on_graph = True
         self._misses = 0

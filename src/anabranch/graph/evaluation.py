@@ -20,6 +20,7 @@ from anabranch.graph.kinds import kind_of
 from anabranch.graph.passes.duplicates import merge_duplicates
 from anabranch.graph.run.codegen import Program
 from anabranch.graph.run.inductor import compiled
+from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.trace.backward import output_names
 from anabranch.graph.trace.build import build
 from anabranch.graph.trace.make_fx import Recorder, undisturbed
@@ -173,10 +174,11 @@ class _Forward:
 
         self.graph = merge_duplicates(build(traced, arguments.sources, names, kinds=kinds))
         self._program: Program = compiled(self.graph) if program._compile else self.graph.program()
+        self._rollback = Rollback(self.graph)
 
     def results(self, args: Sequence[object]) -> tuple[object, ...]:
         """Return the results in the order of the graph's outputs."""
-        return self._program.run(*self.binding.free(args))
+        return self._rollback.run(self._program.run, self.binding.free(args))
 
     def in_order(self, args: Sequence[object]) -> Sequence[object]:
         """Return the results as Dynamo's code expects them."""
