@@ -73,11 +73,11 @@ class Rollback:
         """
         if not self._possible:
             return program(*free)
-        before = torch.get_rng_state() if self._is_random else None
+        before = torch.default_generator.get_state() if self._is_random else None
         written = [(value, value.detach().clone()) for i in self._free if isinstance(value := free[i], Tensor)]
-        with torch.no_grad():
-            if self._bound:
-                torch._foreach_copy_(self._copies, [tensor.detach() for tensor in self._bound])
+        if self._bound:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._bound)
         try:
             return program(*free)
         except AnabranchError:
@@ -87,7 +87,7 @@ class Rollback:
                 raise
             with torch.no_grad():
                 for tensor, copy in [*zip(self._bound, self._copies, strict=True), *written]:
-                    tensor.detach().copy_(copy)
+                    tensor.copy_(copy)
             if before is not None:
                 torch.set_rng_state(before)
             raise GraphRaised(error) from error
