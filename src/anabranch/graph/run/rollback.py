@@ -8,6 +8,7 @@ before all updates; what may have changed are buffers, inputs and the state of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -45,6 +46,7 @@ class Rollback:
         self._bound: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._free: list[int] = []
+        self._without_autograd: Callable[[], AbstractContextManager[object]] = torch.no_grad
         self._is_random = self._possible and any(map(is_random, nodes))
         if self._possible:
             self._find_written(graph)
@@ -59,7 +61,10 @@ class Rollback:
                 else:
                     self._free.append(free)
             free += binding.bound is None
-        self._copies = [torch.empty_like(tensor) for tensor in self._bound]
+        with torch.no_grad():
+            self._copies = [torch.empty_like(tensor) for tensor in self._bound]
+        if not any(tensor.requires_grad for tensor in self._bound):
+            self._without_autograd = nullcontext  # buffers: a context costs as much as the copies
 
     def run(
         self, program: Callable[..., _Result], free: Sequence[object], told: Callable[[], bool] = lambda: False
@@ -76,7 +81,7 @@ class Rollback:
         before = torch.default_generator.get_state() if self._is_random else None
         written = [(value, value.detach().clone()) for i in self._free if isinstance(value := free[i], Tensor)]
         if self._bound:
-            with torch.no_grad():
+            with self._without_autograd():
                 torch._foreach_copy_(self._copies, self._bound)
         try:
             return program(*free)
