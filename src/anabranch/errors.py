@@ -226,7 +226,7 @@ class ActivationsGone(NotFound):
 
 
 class NonFinite(ValueError):
-    """NaN or Inf where only finite numbers are accepted."""
+    """NaN or Inf where only finite numbers are accepted, or a number too large for the place or coding it goes to."""
 
 
 class SchemaError(ValueError):

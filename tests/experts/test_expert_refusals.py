@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ from anabranch.errors import (
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Request
+from waiting import join
 
 
 @pytest.mark.parametrize(
@@ -173,3 +175,66 @@ def test_an_unknown_uid_is_not_found() -> None:
     backend = ExpertBackend("ffn.0", Feedforward(), args_schema=[TensorSpec(4)])
     with served(backend) as server, pytest.raises(NotFound, match=r"no expert 'ffn\.1' here"):
         RemoteExpert("ffn.1", server.endpoint)(torch.ones(1, 4))
+
+
+class Short(nn.Module):
+    """A module that may lose its last row."""
+
+    def __init__(self, *, pair: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.pair, self.loses = pair, False
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        whole = x * self.scale
+        cut = whole[:-1] if self.loses else whole
+        return (whole, cut) if self.pair else cut
+
+
+@pytest.mark.parametrize("keep", [0, 64])
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_module_that_returns_other_rows_than_it_took_is_named(pair: bool, keep: int) -> None:
+    """Callers were told of the protocol, of autograd or of ``split_with_sizes``."""
+    module = Short(pair=pair)
+    backend = ExpertBackend(
+        "e.0", module, torch.optim.SGD(module.parameters(), lr=1.0), args_schema=[TensorSpec(4)], keep_activations=keep
+    )
+    says = rf"^e\.0's output {int(pair)}: expected 2 rows, as many as came in, got 1; "
+    with ExpertServer([backend]) as server:
+        expert = RemoteExpert("e.0", server.endpoint)
+        x = torch.ones(2, 4, requires_grad=True)
+        found = expert(x)
+        module.loses = True
+        with pytest.raises(SchemaError, match=says):
+            expert(x)
+        if not keep:  # else the forward that was whole is the one that runs back
+            with pytest.raises(SchemaError, match=says):
+                (found[1] if pair else found).sum().backward()
+            assert not backend.updates
+
+
+@pytest.mark.parametrize("keep", [0, 64])
+def test_a_batch_that_comes_back_with_other_rows_is_refused_to_each_caller(keep: int) -> None:
+    module = Short(pair=False)
+    backend = ExpertBackend(
+        "e.0", module, args_schema=[TensorSpec(4)], keep_activations=keep, min_batch_size=4, timeout=60.0
+    )
+    module.loses = True
+    refusals: list[SchemaError] = []
+    with ExpertServer([backend]) as server:
+
+        def call() -> None:
+            try:
+                RemoteExpert("e.0", server.endpoint)(torch.ones(2, 4, requires_grad=True))
+            except SchemaError as error:
+                refusals.append(error)
+
+        threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            join(thread)
+    # Found for four rows, and then for each caller's two.
+    assert [str(error).partition(";")[0] for error in refusals] == [
+        "e.0's output 0: expected 2 rows, as many as came in, got 1"
+    ] * 2

@@ -183,6 +183,40 @@ def test_a_shard_that_is_killed_comes_back_and_the_client_goes_on(
     assert same(found, expected(12))
 
 
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_shard_that_comes_back_knows_the_norm_of_what_was_held(released: bool, way: str, tmp_path: Path) -> None:
+    """A worker that asked after another's release, and after a restart, was told that nothing is held of the step."""
+    network = MemoryTransport()
+    ids, gradients = torch.tensor([1, 4, 1]), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    with ExitStack() as stack:
+        with ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "state") as server:
+            endpoint = server.endpoint
+            clients = [
+                stack.enter_context(ParameterClient([endpoint], worker=Worker(rank, 2), transport=network))
+                for rank in range(2)
+            ]
+            for client in clients:
+                client.init("t", (6, 4), kind="rows", optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+            for client, grads in zip(clients, gradients, strict=True):
+                client.push_many({"t": (ids, grads)}, step=0, hold=True)
+            norm = clients[0].squared_norm(0)
+            if released:
+                clients[0].release(0, 0.5)
+            shutil.copytree(tmp_path / "state", tmp_path / "aside")  # as one that is killed leaves it
+        directory = tmp_path / ("aside" if way == "killed" else "state")
+        with ParameterServer(listen=endpoint, transport=network, durability="log", checkpoint_dir=directory):
+            if not released:
+                clients[0].release(0, 0.5)
+            assert clients[1].squared_norm(0) == norm
+            clients[1].release(0, 0.5)
+            assert clients[0].squared_norm(0) == norm
+            found = clients[1].pull("t")
+    moved = torch.zeros(6, 4).index_add_(0, ids.repeat(2), gradients.view(6, 4) / 2)
+    assert norm == pytest.approx(moved.double().square().sum().item())
+    torch.testing.assert_close(found, -0.5 * moved)
+
+
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
 @pytest.mark.parametrize("durability", ["checkpoint", "log"])
 def test_a_checkpoint_cut_short_leaves_what_was_there(durability: str, point: str, tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer
-from anabranch.tables import Normal, RowOptimizer, TableSpec
+from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteTables
+from anabranch.tables import Cache, Normal, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
-from anabranch.tensors.packing import Share, all_finite, expected, join, split
+from anabranch.tensors.packing import Share, all_carried, all_finite, expected, join, split
 from anabranch.transport import MemoryTransport
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -48,13 +51,50 @@ def test_8_bits_are_off_by_a_hundredth_of_the_largest_of_16_at_most(scale):
 
 
 def test_zeros_and_the_largest_numbers_pass():
-    rows = torch.tensor([[0.0] * 16, [3e38] * 16, [-1e15] * 16])
-    share = Share(torch.float32, (3, 16), "rows")
-    zero, huge, large = split(join([rows], [share], "int8"), [share], "int8")[0]
+    rows = torch.tensor([[0.0] * 16, [3e38] * 16, [-4.5e18] * 16])
+    share, two = Share(torch.float32, (3, 16), "rows"), Share(torch.float32, (2, 16), "rows")
+    zero, large = split(join([rows[::2]], [two], "int8"), [two], "int8")[0]
     assert (zero == 0).all()
-    assert torch.isfinite(huge).all()
     torch.testing.assert_close(large, rows[2], rtol=0.01, atol=0)
     assert torch.isfinite(split(join([rows], [share], "bfloat16"), [share], "bfloat16")[0]).all()
+
+
+@pytest.mark.parametrize("large", [4.6e18, -1e30, 3e38, 1e300])
+def test_a_number_too_large_for_8_bits_is_refused(large: float) -> None:
+    """It arrived as 4.58e18, which is another number, and nobody was told."""
+    rows = torch.ones(3, 16, dtype=torch.float64)
+    rows[1, 3] = large
+    share = Share(torch.float64, (3, 16), "rows")
+    assert all_carried([rows], "bfloat16")
+    assert not all_carried([rows], "int8")
+    with pytest.raises(NonFinite, match=r'carries at most 4.576e\+18; use "bfloat16"'):
+        join([rows], [share], "int8")
+
+
+@pytest.mark.parametrize("cache", [None, Cache(capacity=8, push_bound=3)])
+def test_a_client_neither_pushes_nor_reads_what_8_bits_cannot_carry(cache: Cache | None) -> None:
+    network = MemoryTransport()
+    module = nn.Embedding(4, 16, sparse=True)
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(ParameterServer(k, 2, transport=network)).endpoint for k in range(2)]
+        exact, rounded = (
+            stack.enter_context(ParameterClient(endpoints, transport=network, compression=how))
+            for how in (None, "int8")
+        )
+        tables = stack.enter_context(RemoteTables(rounded, cache=cache))
+        tables.adopt(module, ["weight"], torch.optim.SGD(module.parameters(), lr=1.0))
+        before = exact.pull("weight")
+        tables.begin(0)
+        factors = torch.tensor([1.0, 1e30, 1.0, 1.0])[:, None]
+        (module(torch.arange(4)) * factors).sum().backward()
+        with pytest.raises(NonFinite, match="at most 4.576e"):
+            tables.push()
+        tables.flush()
+        assert torch.equal(exact.pull("weight"), before)
+        exact.sparse_push("weight", torch.tensor([2]), torch.full((1, 16), 1e30))
+        with pytest.raises(NonFinite, match="at most 4.576e"):
+            rounded.pull("weight")
+        torch.testing.assert_close(rounded.sparse_pull("weight", torch.tensor([3])), before[3:], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -84,8 +84,8 @@ class Executor:
             one another: the loss returned is the worker's own, and its epochs end by themselves.
         cache: how the rows of tables are cached here; ``None`` reads them from the servers.
         row_compression: how rows of tables, and their gradients, are rounded on their way from and to the servers:
-            ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids and
-            dense parameters never are.
+            ``None`` not at all, ``"bfloat16"`` to half their bytes, ``"int8"`` to 17 bytes for 16 numbers; one above
+            4.5e18 is then ``NonFinite``. Ids and dense parameters never are.
         prefetch: fetch the next batch of a bound loader while a step runs, and with a cache also ask for its rows.
         use_sparse_pull: ``False`` holds whole tables here and refreshes all of them before each step.
         routes: exceptions from ``comm_mode``, by a parameter's name: ``"PS"``, ``"AllReduce"`` or ``"Hybrid"``.

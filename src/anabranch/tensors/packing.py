@@ -2,8 +2,9 @@
 
 Each table's and parameter's share follows the one before it. Under ``"bfloat16"`` rows and their gradients are rounded
 to half their bytes, under ``"int8"`` to 8 bits with a scale of 8 bits for 16 numbers: a row of 16 is 17 bytes instead
-of 64. An optimizer's state of a row has too wide a range for 8 bits: it travels as bfloat16 under either. Dense
-parameters, ids and versions are never rounded.
+of 64. Numbers above 4.5e18 have no such scale and are refused under ``"int8"``; those below 1.5e-22, or some 200 times
+smaller than the largest of their 16, come to 0. An optimizer's state of a row has too wide a range for 8 bits: it
+travels as bfloat16 under either. Dense parameters, ids and versions are never rounded.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from anabranch.errors import SchemaError
+from anabranch.errors import NonFinite, SchemaError
 from anabranch.tensors import from_blocks, to_blocks
 
-__all__ = ["Compression", "Share", "all_finite", "check_compression", "expected", "join", "largest_scale", "split"]
+__all__ = [
+    "Compression",
+    "Share",
+    "all_carried",
+    "all_finite",
+    "check_compression",
+    "expected",
+    "join",
+    "largest_scale",
+    "split",
+]
 
 Compression = Literal["bfloat16", "int8"]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -28,6 +39,8 @@ _UNIT = 144
 _NO_NUMBER = 255
 _SCALES = torch.cat([torch.zeros(1), torch.exp2((torch.arange(1, 255) - _UNIT) / 2), torch.tensor([torch.nan])])
 """Value of a scale's byte: powers of the root of 2, from 3e-22 to 4e16; 0; and NaN for a block with NaN or Inf."""
+_LARGEST_SCALE = _SCALES[_NO_NUMBER - 1].item()
+_LARGEST_CODE = 127
 _MOST = torch.finfo(torch.bfloat16).max
 
 
@@ -80,14 +93,18 @@ def expected(shares: Iterable[Share], compression: Compression | None = None) ->
 
 
 def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
-    """Join ``tensors``, with these shares, into the tensors to send."""
+    """Join ``tensors``, with these shares, into the tensors to send.
+
+    Raises:
+        NonFinite: a number is too large for ``"int8"``.
+    """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor, share in zip(tensors, shares, strict=True):
         kind = share.travels_as(compression)
         flat = tensor.detach().reshape(-1)
         if kind == torch.bfloat16 and flat.dtype != kind:
             flat = _in_bfloat16(flat)
-        alike.setdefault(kind, []).append(flat.float() if kind == torch.int8 else flat)
+        alike.setdefault(kind, []).append(_in_float32(flat) if kind == torch.int8 else flat)
     whole = {kind: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for kind, parts in alike.items()}
     found = [whole[dtype] for dtype in FLOATS if dtype in whole]
     if torch.int8 in whole:
@@ -128,6 +145,15 @@ def all_finite(flat: Sequence[Tensor]) -> bool:
     return True
 
 
+def all_carried(tensors: Sequence[Tensor], compression: Compression | None) -> bool:
+    """Return True if these rows' numbers are finite, and none is too large for ``compression``."""
+    if compression != "int8":
+        return all_finite(tensors)
+    # NaN is not below anything.
+    limit = _LARGEST_SCALE * _LARGEST_CODE
+    return all(tensor.detach().abs().amax().item() <= limit for tensor in tensors if tensor.numel())
+
+
 def largest_scale(scales: Tensor) -> float:
     """Return the largest scale of rounded numbers; NaN if a block holds NaN or Inf."""
     return _SCALES[int(scales.max())].item() if scales.numel() else 0.0
@@ -139,15 +165,36 @@ def _in_bfloat16(flat: Tensor) -> Tensor:
     return rounded if all_finite([flat]) else torch.where(torch.isfinite(flat), rounded, flat.to(torch.bfloat16))
 
 
+def _in_float32(flat: Tensor) -> Tensor:
+    """Round to float32; saturate overflow, which is too large for 8 bits in any case; keep NaN and Inf."""
+    if flat.dtype != torch.float64:
+        return flat.float()
+    most = torch.finfo(torch.float32).max
+    return torch.where(torch.isfinite(flat), flat.clamp(-most, most), flat).float()
+
+
 def _in_blocks(flat: Tensor) -> list[Tensor]:
     said: list[Tensor] = []
 
     def representable(scales: Tensor) -> Tensor:
+        if scales.numel() and scales.max().item() > _LARGEST_SCALE:
+            _refuse_large(flat)
         said.append(_bytes_of(scales))
         return _SCALES[said[0].long()]
 
     codes, _ = to_blocks(flat, _BLOCK, representable)
     return [codes, *said]
+
+
+def _refuse_large(flat: Tensor) -> None:
+    """Raise if a finite number is too large; NaN and Inf travel, and the far side refuses them."""
+    limit = _LARGEST_SCALE * _LARGEST_CODE
+    largest = torch.where(torch.isfinite(flat), flat, 0.0).abs().amax().item()
+    if largest > limit:
+        raise NonFinite(
+            f'rows hold a number of magnitude {largest:.4g}, and compression="int8" carries at most {limit:.4g}; use '
+            '"bfloat16" or None (compression= of a ParameterClient, row_compression= of an Executor)'
+        )
 
 
 def _bytes_of(scales: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ most as many threads, and the thread of an idle connection ends.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -36,11 +37,14 @@ from anabranch.transport.streams import Listener, Stream
 __all__ = ["Host", "Loop", "ThreadOfItsOwn"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("anabranch.transport")
 
 # Seconds between two checks for stalled connections.
 _SWEEP = 1.0
 # Seconds to wait when accepting fails, mostly for want of descriptors or of room, rather than spin.
 _ACCEPT_PAUSE = 0.05
+# Seconds between two lines of the log about clients for which there is no descriptor or thread.
+_LOG_AGAIN = 60.0
 # Seconds of silence after which an unknown connection makes room for another; handshakes are slow on a busy machine.
 _QUIET = 0.25
 # Seconds for which requests that keep coming are read before those that have come are served.
@@ -86,6 +90,7 @@ class Loop:
         self._lock = threading.Lock()
         self._closed = False
         self._accept_at = 0.0
+        self._log_at = 0.0
         # The thread that drives the connections; one that is away too long is replaced, and ends when it comes back.
         self._ident: int | None = None
         self._away_since = float("inf")
@@ -113,7 +118,12 @@ class Loop:
         thread = threading.Thread(target=self.run, name="anabranch-loop", daemon=True)
         self._away_since = float("inf")
         self._ident = None
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is left in the system: away as before, so that the next beat tries again.
+            self._away_since = time.monotonic()
+            raise
         return thread
 
     def is_here(self) -> bool:
@@ -235,7 +245,12 @@ class Loop:
         if state is ConnectionState.NEEDS_THREAD:
             self._poller.unregister(connection.descriptor)
             connection.registered = 0
-            ThreadOfItsOwn(self._server, connection, self).start()
+            try:
+                ThreadOfItsOwn(self._server, connection, self).start()
+            except (OSError, RuntimeError) as error:
+                # No descriptor or thread is left: this client finds the connection lost, the others are served on.
+                self._note_want(error)
+                connection.end()
 
     def _watch(self, connection: Connection) -> None:
         """Poll for the events that ``connection`` waits for now."""
@@ -249,7 +264,7 @@ class Loop:
             connection.registered = events
         except (OSError, ValueError) as error:
             # No memory for another descriptor in the kernel's table.
-            report("transport.accept_failed", error=str(error))
+            self._note_want(error)
             self._connections.pop(connection.descriptor, None)
             connection.end()
 
@@ -262,7 +277,12 @@ class Loop:
         if not self._make_room():
             self._accept_at = time.monotonic() + _ACCEPT_PAUSE
             return
-        self._poller.register(self._listener.fileno(), select.EPOLLIN)
+        try:
+            self._poller.register(self._listener.fileno(), select.EPOLLIN)
+        except OSError as error:
+            self._note_want(error)
+            self._accept_at = time.monotonic() + _ACCEPT_PAUSE
+            return
         self._accept_at = float("inf")
 
     def _accept_all(self) -> None:
@@ -270,7 +290,7 @@ class Loop:
             try:
                 stream = self._listener.accept()
             except OSError as error:
-                report("transport.accept_failed", error=str(error))
+                self._note_want(error)
                 self._pause_accepting()
                 return
             if stream is None:
@@ -281,6 +301,18 @@ class Loop:
             if not self._make_room():
                 self._pause_accepting()
                 return
+
+    def _note_want(self, error: Exception) -> None:
+        """Report that there is no descriptor, thread or room for a client; log it now and then."""
+        now = time.monotonic()
+        if self._log_at <= now:
+            self._log_at = now + _LOG_AGAIN
+            _log.warning(
+                "%s: no descriptor or thread for another client, which waits or is turned away: %s; allow this process "
+                "more (ulimit -n, ulimit -u), or have fewer clients",
+                self._listener.endpoint, error,
+            )  # fmt: skip
+        self._guard(partial(report, "transport.accept_failed", error=str(error)))
 
     def _pause_accepting(self) -> None:
         self._poller.unregister(self._listener.fileno())
@@ -313,18 +345,20 @@ class ThreadOfItsOwn:
         self._over = False
 
     def start(self) -> None:
-        """Take the connection over."""
+        """Take the connection over.
+
+        Raises:
+            RuntimeError: no thread is left in the system.
+        """
         connection = self._connection
         connection.driver = self
         thread = threading.Thread(target=self.run, name="anabranch-connection", daemon=True)
         self._server.threads_of[connection] = thread
         try:
             thread.start()
-        except RuntimeError as error:
-            # No thread is left in the system: this client finds the connection lost, the others are served on.
-            report("transport.accept_failed", error=str(error))
-            connection.end()
+        except RuntimeError:
             self._leave()
+            raise
 
     def wake(self, connection: Connection) -> None:
         """Note that there is something to be sent, or to end; from any thread."""

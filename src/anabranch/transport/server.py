@@ -405,10 +405,10 @@ class Server:
         frame = encode(Beat())
         # Twice as often as promised: a beat that is late on a busy machine must not look like a lost server.
         while not self._stop.wait(timeout=self.heartbeat / 2):
-            if self._loop.away(time.monotonic()):
-                # However long its handler takes, the other connections are read and answered.
-                self._threads.append(self._loop.start())
             try:
+                if self._loop.away(time.monotonic()):
+                    # However long its handler takes, the other connections are read and answered.
+                    self._threads.append(self._loop.start())
                 self._beat_once(frame)
             except BaseException as error:  # noqa: BLE001 - without beats every client would take the server for lost
                 note_failure("transport.beat_failed", error)

@@ -190,7 +190,7 @@ class ExpertBackend:
             outputs = self._call(placed)
         finally:
             torch._C._set_grad_enabled(recording)
-        return tuple(self._check_outputs(outputs))
+        return tuple(self._check_outputs(outputs, placed))
 
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of a batch's inputs, and an update of the parameters.
@@ -255,7 +255,7 @@ class ExpertBackend:
         count = len(self.schema.inputs)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(inputs[:count], self.schema.inputs, strict=True)]
         with torch.enable_grad(), self._buffers_kept():
-            outputs = self._check_outputs(self._call(leaves))
+            outputs = self._check_outputs(self._call(leaves), leaves)
             roots, gradients = self._roots(outputs, inputs[count:])
             if roots:
                 torch.autograd.backward(roots, gradients)
@@ -271,7 +271,7 @@ class ExpertBackend:
         joined = batch[0].inputs if len(batch) == 1 else join_tasks(batch)
         leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(joined, self.schema.inputs, strict=True)]
         with torch.enable_grad():
-            outputs = self._check_outputs(self._call(leaves, self._copy))
+            outputs = self._check_outputs(self._call(leaves, self._copy), leaves)
         rows = sum(task.rows for task in batch)
         graph = KeptBatch(leaves, outputs, self._copy, rows)
         start = 0
@@ -359,10 +359,18 @@ class ExpertBackend:
             return placed
         return placed.detach().requires_grad_()
 
-    def _check_outputs(self, outputs: Structure) -> list[Tensor | None]:
+    def _check_outputs(self, outputs: Structure, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the module's outputs flat.
+
+        Raises:
+            SchemaError: they do not fit the schema, or are not as many rows as ``inputs``.
+        """
         spec = self.schema.outputs
+        rows = _rows_of(inputs)
         if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
             spec.check(outputs, self._output_name)
+            if outputs.shape[0] != rows:
+                raise _other_rows(self._output_name, outputs, rows)
             return [outputs]
         leaves, came = flatten(outputs)
         expected = self.schema.output_structure
@@ -370,7 +378,11 @@ class ExpertBackend:
             raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
         for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
             if spec is not None:
-                spec.check(leaf, f"{self.uid}'s output {index}")
+                name = f"{self.uid}'s output {index}"
+                spec.check(leaf, name)
+                assert isinstance(leaf, Tensor)
+                if leaf.shape[0] != rows:
+                    raise _other_rows(name, leaf, rows)
         return cast(list[Tensor | None], leaves)
 
     def _roots(
@@ -436,6 +448,20 @@ class ExpertBackend:
                     f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+def _rows_of(inputs: Sequence[Tensor | None]) -> int:
+    for tensor in inputs:
+        if tensor is not None:
+            return tensor.shape[0]
+    raise AssertionError("a schema has an input")
+
+
+def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
+    return SchemaError(
+        f"{name}: expected {rows} rows, as many as came in, got {output.shape[0]}; an expert's module returns a row "
+        "(dim 0) for each that it takes"
+    )
 
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

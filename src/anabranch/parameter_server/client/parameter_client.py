@@ -148,8 +148,9 @@ class ParameterClient:
         retries, keys, insecure, heartbeat, transport: as ``anabranch.transport.Client`` takes them. A shard that is
             started again is rejoined while there are retries and time.
         compression: rounding of rows and their gradients on the way: ``None`` for none, ``"bfloat16"`` to half
-            their bytes, ``"int8"`` to 17 bytes for 16 numbers. Ids, versions, dense parameters and checkpoints are
-            exact.
+            their bytes, ``"int8"`` to 17 bytes for 16 numbers, each off by 1/177 of the largest of them at most: one
+            above 4.5e18 is ``NonFinite``, those below 1.5e-22 come to 0. Ids, versions, dense parameters and
+            checkpoints are exact.
 
     Attributes:
         in_process: true if the one shard is in this process, and ends with this client.
@@ -211,6 +212,11 @@ class ParameterClient:
     def shards(self) -> int:
         """The number of shards."""
         return len(self._endpoints)
+
+    @property
+    def compression(self) -> Compression | None:
+        """The rounding of rows and their gradients on the way."""
+        return self._compression
 
     @property
     def timeout(self) -> float:

@@ -41,7 +41,7 @@ from anabranch.tables.kernels.selection import kernels
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.torch_state import from_torch
 from anabranch.tables.table_spec import TableSpec
-from anabranch.tensors.packing import all_finite
+from anabranch.tensors.packing import all_carried, all_finite
 
 __all__ = ["Beside", "RemoteTables", "Use", "merge_rows", "rule_of", "users_of"]
 
@@ -411,8 +411,9 @@ class RemoteTables:
         self._arrive()
         due: dict[str, Due] = {}
         waits = self._cache is not None and self._cache.push_bound > 0
-        numbers = [grads for _, grads in given.values()] + [grads for _, grads, _ in (beside or {}).values()]
-        if waits and not all_finite(numbers):
+        rounding = self._client.compression
+        dense = [grads for _, grads, _ in (beside or {}).values()]
+        if waits and not (all_carried([grads for _, grads in given.values()], rounding) and all_finite(dense)):
             refused: dict[str, Due] = {name: (*some, None) for name, some in given.items()}
             self._sender(refused, weight, mean, hold, beside or {}, awaited=True)()  # and the cache stays unchanged
             return
@@ -432,7 +433,7 @@ class RemoteTables:
             due |= {name: (*self._sources[name].nothing(), None) for name in waited}
         # A sum may overflow though no gradient did: if it were refused a step late, this worker would wait for the
         # others in that step, and they for its push.
-        leaves = waits and not beside and all_finite([grads for _, grads, _ in due.values()])
+        leaves = waits and not beside and all_carried([grads for _, grads, _ in due.values()], rounding)
         send = self._sender(due, weight, mean, hold, beside or {}, awaited=not leaves)
         if leaves:
             self._leaves = _Push(send)

@@ -310,15 +310,20 @@ class Shard:
         with self._state:
             self._wait_for_clocks(message.rank, message.step + 1, deadline, "norm")
             job = self._joined(message.rank)
-            if message.step not in job.norms:
-                held = job.held.get(message.step)
-                if held is None:
-                    raise SchemaError(f"no push of step {message.step} is held here; push it with hold=True")
-                shares, _ = self._shares([held[rank] for rank in range(job.world)])
-                job.norms[message.step] = sum(_squares(given) for given in shares.values())
-                while len(job.norms) > _NORMS:
-                    del job.norms[min(job.norms)]
-            return job.norms[message.step]
+            if message.step not in job.norms and message.step not in job.held:
+                raise SchemaError(f"no push of step {message.step} is held here; push it with hold=True")
+            return self._keep_norm(job, message.step)
+
+    def _keep_norm(self, job: _Job, step: int) -> float:
+        """Return the squared norm of ``step``, which is held or was asked for; keep it for those who ask later."""
+        norm = job.norms.get(step)
+        if norm is None:
+            held = job.held[step]
+            shares, _ = self._shares([held[rank] for rank in range(job.world)])
+            norm = job.norms[step] = sum(_squares(given) for given in shares.values())
+            while len(job.norms) > _NORMS:
+                del job.norms[min(job.norms)]
+        return norm
 
     def release(self, message: ReleaseMessage) -> None:
         """Apply the held pushes of a step, times ``scale``, unless another worker's release has done so.
@@ -642,6 +647,8 @@ class Shard:
         job = self._joined(message.rank)
         held = job.held.get(message.step)
         if held is not None:  # else another worker's release came first
+            # Known already, unless the shard was killed since: the other workers ask for it still.
+            self._keep_norm(job, message.step)
             self._apply([held[rank] for rank in range(job.world)], message.scale)
             del job.held[message.step]
             self._state.notify_all()
@@ -965,7 +972,7 @@ class Shard:
                         clocks[rank] = min(clocks[rank], step)
                 state["job"] = {
                     "world": self._job.world, "consistency": self._job.consistency.name, "clocks": clocks,
-                    "total": self._job.total,
+                    "total": self._job.total, "norms": dict(self._job.norms),
                 }  # fmt: skip
             return state, groups
 
@@ -999,7 +1006,9 @@ class Shard:
             job = state["job"]
             if job is not None:
                 consistency = Consistency.parse(job["consistency"])
-                self._job = _Job(job["world"], consistency, list(job["clocks"]), total=job["total"])
+                # Checkpoints of older versions hold no norms.
+                norms = dict(job.get("norms", {}))
+                self._job = _Job(job["world"], consistency, list(job["clocks"]), norms=norms, total=job["total"])
 
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the numbers."""
