@@ -12,7 +12,7 @@ from anabranch.tables.kernels import _plain
 from anabranch.tables.optimizers.overflow import Bounds
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.optimizers.row_wise_adagrad import RowWiseAdagrad
-from anabranch.tables.table_spec import TRAINED_DTYPES
+from anabranch.tables.table_spec import ALLOWED_DTYPES
 
 __all__ = ["DenseParameter"]
 
@@ -31,8 +31,8 @@ class DenseParameter:
     """
 
     def __init__(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
-        if value.dtype not in TRAINED_DTYPES:
-            raise SchemaError(f"parameter {name}: {value.dtype} is none of {', '.join(map(str, TRAINED_DTYPES))}")
+        if value.dtype not in ALLOWED_DTYPES:
+            raise SchemaError(f"parameter {name}: {value.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}")
         self.name = name
         self.value = value.detach().cpu().clone().contiguous()
         self.step = 0

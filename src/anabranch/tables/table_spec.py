@@ -12,10 +12,10 @@ import torch
 from anabranch.tables.initial import Constant, Initial, Normal, Uniform
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["TRAINED_DTYPES", "Eviction", "TableSpec", "check_name"]
+__all__ = ["ALLOWED_DTYPES", "Eviction", "TableSpec", "check_name"]
 
 Eviction = Literal["age", "frequency"]
-TRAINED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
@@ -79,7 +79,7 @@ class TableSpec:
         self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
         self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
         self._require(
-            self.dtype in TRAINED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, TRAINED_DTYPES))}"
+            self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is none of {', '.join(map(str, ALLOWED_DTYPES))}"
         )
         self._require(isinstance(self.initial, Initial), f"initial={self.initial!r} is no Constant, Uniform or Normal")
         self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
@@ -116,7 +116,7 @@ class TableSpec:
     def from_dict(cls, values: Mapping[str, object]) -> TableSpec:
         """Return the spec whose ``to_dict`` gave ``values``; unknown dtypes and beginnings are a ``ValueError``."""
         found = dict(values)
-        dtype = dtype_named(str(found.pop("dtype")), among=TRAINED_DTYPES)
+        dtype = dtype_named(str(found.pop("dtype")), among=ALLOWED_DTYPES)
         initial = found.pop("initial")
         if not isinstance(initial, Mapping) or initial.get("kind") not in _INITIALS:
             raise ValueError(f"{initial!r} is no description of how rows begin")

@@ -38,6 +38,8 @@ class _Nobody:
     rank = 0
     timeout = 60.0
 
+    compression = None
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
