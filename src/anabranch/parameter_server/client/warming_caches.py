@@ -37,6 +37,7 @@ class _Nobody:
     worker = None
     rank = 0
     timeout = 60.0
+    compression = None
 
     compression = None
 
