@@ -251,7 +251,7 @@ class _Line:
             magic != _MAGIC
             or kind not in (_NOTHING, _TENSOR)
             or not 0 <= ndim <= _MOST_DIMENSIONS
-            or dtype not in DTYPES
+            or (kind == _TENSOR and dtype not in DTYPES)
         ):
             raise ProtocolError(f"no header of a tensor: {fields}", peer=f"rank {self.rank}", operation=operation)
         if kind == _NOTHING:

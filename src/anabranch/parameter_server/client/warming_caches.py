@@ -39,8 +39,6 @@ class _Nobody:
     timeout = 60.0
     compression = None
 
-    compression = None
-
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
