@@ -273,6 +273,17 @@ def test_the_count_of_changes_of_a_parameter_is_read_on_the_tape_alone() -> None
         assert "_version" in ex.explain()
 
 
+def test_a_function_of_python_that_cannot_be_captured_is_named() -> None:
+    model = nn.Linear(2, 1)
+    step = ab.TrainStep(
+        model,
+        lambda m, x: m(x).square().mean() * globals()["RATE"],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=r"it calls globals\(\)"):
+        executor.run(batch=torch.ones(2, 2))
+
+
 WARM = {"lr": 0.1}
 RATE = 0.1
 

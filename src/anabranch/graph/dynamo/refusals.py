@@ -21,8 +21,8 @@ _REASONS = (
     ("intentionally marked", "PyTorch does not let this function be captured"),
     ("Dynamic shape operator", "the shape of a result depends on values (nonzero, unique, a mask as an index)"),
     ("data-dependent", "the code depends on a value that it computes"),
-    ("`print`", "it prints"),
-    ("`open`", "it reads or writes a file"),
+    ("operator `print`", "it prints"),
+    ("operator `open`", "it reads or writes a file"),
     ("logging", "it writes to a log"),
     ("random", "it draws random numbers that are not torch's"),
     ("Generator", "it draws from a generator of its own"),
@@ -61,6 +61,9 @@ def reason_of(error: BaseException, what: str) -> str:
     failed = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", text)
     if "fake tensor" in text and failed:
         return f"{where}{what} raises {failed[1]}: {failed[2]}"
+    builtin = re.search(r"how to trace builtin operator `(\w+)`", text)
+    if builtin and builtin[1] not in ("print", "open"):
+        return f"{where}{what} cannot be a graph: it calls {builtin[1]}(){_CURE}"
     for needle, words in _REASONS:
         if needle in text:
             return f"{where}{what} cannot be a graph: {words}{_CURE}"
