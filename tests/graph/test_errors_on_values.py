@@ -70,6 +70,35 @@ def test_it_raises_in_a_graph_too_and_nothing_has_moved(name: str) -> None:
     assert all(map(torch.equal, theirs, ours))
 
 
+class Writes(nn.Module):
+    """Counts in Python, then writes in place where an index may lie outside; nothing else of it may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(3, 2), 0
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count += 1
+        self.seen[ids] = 1.0
+        return self.layer(torch.ones(1, 3)).square().sum() * self.seen.sum()
+
+
+def test_a_write_in_place_that_fails_is_the_tapes_too() -> None:
+    model = Writes()
+    step = ab.TrainStep(model, lambda m, ids: m(ids), torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step, engine="graph") as executor:
+        for index in range(4):
+            if index == 2:
+                with pytest.raises(IndexError) as raised:
+                    executor.run(batch=OUTSIDE)
+                assert raised.value.__context__ is None
+            else:
+                executor.run(batch=IDS)
+        assert executor.engine() == "graph"
+    assert model.count == 4, model.count
+
+
 class Remembers(nn.Module):
     """Changes buffers, draws random numbers and counts in Python before a lookup that may fail."""
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -138,10 +139,12 @@ class Evaluator:
     def _as_graph(
         self, program: EvalProgram, batch: Structure, fetch: Fetch, *, may_trace: bool
     ) -> Mapping[str, Tensor]:
-        try:
-            returned, outputs = program.run(batch, fetch.modules, may_trace=may_trace)
-        except GraphRaised:  # the error and its place are those of the user's own code
+        found = None
+        with suppress(GraphRaised):  # then the error and its place are those of the user's own code
+            found = program.run(batch, fetch.modules, may_trace=may_trace)
+        if found is None:
             return self._eagerly(batch, fetch)
+        returned, outputs = found
         _check(returned)
         self._on_graph = True
         self._misses = 0

@@ -59,9 +59,9 @@ class Fetch:
     def add_to(self, parameter: Tensor, gradient: Tensor) -> None:
         """Take that ``parameter`` had this ``gradient`` before the step, which its own was added to."""
         for name, asked in self._gradients.items():
-            own = self._recorded.get(name)
-            if asked is parameter and isinstance(own, Tensor):
-                self._recorded = {**self._recorded, name: gradient + own}
+            if asked is parameter and name in self._recorded:
+                own = self._recorded[name]
+                self._recorded = {**self._recorded, name: gradient + own if isinstance(own, Tensor) else gradient}
 
     def record(self, outputs: Mapping[str, Structure]) -> None:
         """Take the outputs of the submodules from an engine that has them."""

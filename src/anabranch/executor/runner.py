@@ -208,11 +208,11 @@ class StepRunner:
         aside = [(p, p.grad) for p in self._foreign if p.grad is not None]
         self._clear_gradients()
         engine = self.engine
-        if left:
-            for parameter, gradient in left:
-                parameter.grad = gradient
-            engine = self._engine_that_accumulates()
         try:
+            if left:
+                for parameter, gradient in left:
+                    parameter.grad = gradient
+                engine = self._engine_that_accumulates()
             ran = engine.step(batch, fetch)
         finally:
             for parameter, gradient in aside:

@@ -34,11 +34,22 @@ _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 _CHECKS = ("aten::_assert", "aten::_linalg_check_errors")
 _UNPREDICTABLE = (*_CHECKS, "aten::record_stream", "profiler::")
+_DIVIDING = {"div", "floor_divide", "remainder", "fmod"}  # whole numbers by 0
 _RAISING = {
     *("index", "index_select", "gather", "take", "embedding", "_embedding_bag", "_embedding_bag_forward_only"),
     *("index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce", "put"),
     *("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "_ctc_loss", "binary_cross_entropy"),
-    *("div", "floor_divide", "remainder", "fmod", "linalg_eig", "_linalg_eigh", "_linalg_svd", "cholesky", "histc"),
+    *("multinomial", "normal", "poisson", "bernoulli", "binomial", "masked_scatter", "searchsorted", "bucketize"),
+    *(
+        "segment_reduce",
+        "multilabel_margin_loss",
+        "multilabel_margin_loss_forward",
+        "linalg_eig",
+        "_linalg_eigh",
+        "_linalg_svd",
+        "cholesky",
+        "histc",
+    ),
     *("cholesky_inverse", "cholesky_solve", "max_unpool2d", "max_unpool3d", "repeat_interleave", "bincount"),
 }
 """Operators whose errors depend on values."""
@@ -115,7 +126,11 @@ def raises_on_values(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     name = node.target._schema.name
-    return name.removeprefix("aten::") in _RAISING or name.startswith(_CHECKS)
+    plain = name.removeprefix("aten::").removesuffix("_")  # in place or not
+    if plain in _DIVIDING:
+        result = node.meta.get("val")
+        return not (isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()))
+    return plain in _RAISING or name.startswith(_CHECKS)
 
 
 def mark_unused_calls(graph: fx.Graph) -> None:

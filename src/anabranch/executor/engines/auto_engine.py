@@ -181,15 +181,15 @@ class AutoEngine:
         self._runs += 1
         self._why_not_now = None
         if self._taken and self._graph is not None:
-            began = time.perf_counter()
+            began, why = time.perf_counter(), None
             try:
                 ran = on_graph(self._graph)
             except GuardMiss:
                 self._misses_in_a_row += 1
             except GraphRaised as error:
-                return self._step_aside(f"the graph raised {type(error.error).__name__}: {error}", on_tape)
+                why = f"the graph raised {type(error.error).__name__}: {error}"
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
-                return self._step_aside(str(error), on_tape)
+                why = str(error)
             else:
                 self._on_graph = True
                 self._graph_runs += 1
@@ -197,6 +197,9 @@ class AutoEngine:
                 self._graph_seconds.append(time.perf_counter() - began)
                 self._look_back()
                 return ran
+            if why is not None:  # out of the handler: the tape's error has no other behind it
+                self._on_graph, self._why_not_now = False, f"this step runs on the tape: {why}"
+                return on_tape()
         self._on_graph = False
         if self._misses_in_a_row > _MOST_MISSES_IN_A_ROW:
             self._give_up("Python values or batch shapes change from step to step, and no graph fits for long")
@@ -211,10 +214,6 @@ class AutoEngine:
         self._tape_seconds.append(time.perf_counter() - began)
         self._worth.spent(self._tape_seconds[-1])
         return ran
-
-    def _step_aside(self, why: str, on_tape: Callable[[], StepOutput]) -> StepOutput:
-        self._on_graph, self._why_not_now = False, f"this step runs on the tape: {why}"
-        return on_tape()
 
     def _tries_now(self) -> bool:
         if self._gives_up:

@@ -114,6 +114,9 @@ class GraphEngine:
         except GraphRaised:
             if self._errors_to is None:
                 raise
+            found = None
+        if found is None:  # out of the handler: the tape's error has no other behind it
+            assert self._errors_to is not None
             return self._errors_to.differentiate(batch, fetch, begin)
         for name, lookups in found.sparse.items():
             arrivals.gradient(name, as_sparse_gradient(lookups, self._parameters[name]))
@@ -126,7 +129,8 @@ class GraphEngine:
         except GraphRaised:
             if self._errors_to is None:
                 raise
-            return self._errors_to.step(batch, fetch)
+        # Out of the handler: the tape's error has no other behind it.
+        return self._errors_to.step(batch, fetch)
 
     def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
         if not self._in_parts:

@@ -283,6 +283,7 @@ class Joint:
             self.key = replace(self.key, numbers=None)  # the optimizers read them by themselves
             return
         if update is not None:
+            self._rollback.add_update(update)
             graph = spread_fused_updates(join_fused_updates(merge_duplicates(join(graph, update, keep))))
         for improve in step.passes:
             graph = improve(graph)

@@ -22,6 +22,7 @@ from anabranch.graph.graph import Graph
 __all__ = ["GraphRaised", "Rollback"]
 
 _Result = TypeVar("_Result")
+_MOST_BYTES = 4 << 20  # of buffers, copied before each step: a tenth of a millisecond a megabyte
 
 
 class GraphRaised(Exception):
@@ -36,7 +37,8 @@ class Rollback:
     """Runs a graph of forward and backward so that an error of an operation leaves no trace.
 
     Args:
-        graph: that of forward and backward. One that crosses a boundary is not run twice: its errors are the run's.
+        graph: that of forward and backward. One that crosses a boundary is not run twice, and one that writes large
+            buffers is not copied: their errors are the run's.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -51,6 +53,11 @@ class Rollback:
         if self._possible:
             self._find_written(graph)
 
+    def add_update(self, graph: Graph) -> None:
+        """Take the graph of the update that runs in the same program: if it may raise, parameters may have moved."""
+        if any(map(raises_on_values, graph.fx.nodes)):
+            self._possible = False
+
     def _find_written(self, graph: Graph) -> None:
         effects = graph.effects()
         free = 0
@@ -61,6 +68,9 @@ class Rollback:
                 else:
                     self._free.append(free)
             free += binding.bound is None
+        if sum(tensor.nbytes for tensor in self._bound) > _MOST_BYTES:
+            self._possible = False
+            return
         with torch.no_grad():
             self._copies = [torch.empty_like(tensor) for tensor in self._bound]
         if not any(tensor.requires_grad for tensor in self._bound):
@@ -85,10 +95,11 @@ class Rollback:
                 torch._foreach_copy_(self._copies, self._bound)
         try:
             return program(*free)
-        except AnabranchError:
+        except (AnabranchError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if told():
+            # Out of memory anywhere, also in the update.
+            if told() or "can't allocate memory" in str(error):
                 raise
             with torch.no_grad():
                 for tensor, copy in [*zip(self._bound, self._copies, strict=True), *written]:
