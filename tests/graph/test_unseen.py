@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import logging
 import math
 import os
 import sys
@@ -282,6 +283,26 @@ def test_a_function_of_python_that_cannot_be_captured_is_named() -> None:
     )
     with ab.Executor(step, engine="graph") as executor, pytest.raises(CaptureError, match=r"it calls globals\(\)"):
         executor.run(batch=torch.ones(2, 2))
+
+
+def test_a_value_that_changes_for_ever_is_refused_without_pytorchs_own_report(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, seen = nn.Linear(2, 1), [0]
+
+    def loss(model: Any, x: Any) -> Any:
+        seen.append(0)
+        return model(x).square().mean()
+
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, engine="graph") as executor:
+        for _ in range(8):
+            executor.run(batch=torch.ones(2, 2))
+        with pytest.raises(CaptureError, match="change from step to step"):
+            executor.run(batch=torch.ones(2, 2))
+    loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [record.name for record in loud if record.name.startswith("torch")]
+    assert "torch._dynamo" not in capfd.readouterr().err
 
 
 WARM = {"lr": 0.1}

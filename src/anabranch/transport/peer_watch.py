@@ -93,7 +93,7 @@ class PeerWatch:
         # A killed process closes its sockets a moment before the kernel has buried it, and one that ended because
         # another froze has been so quick that this rank is yet to see the frozen one.
         until = Deadline.after(2 * self._heartbeat)
-        while not (lost := self._lost(ranks)) and not until.expired():
+        while not (lost := self._lost(ranks)) and not until.expired() and not deadline.expired():
             time.sleep(_PAUSE)
         message = "the connection failed: " + str(error).split(". This is typically", 1)[0]
         if lost:

@@ -488,7 +488,10 @@ class _Mixture(nn.Module):
 
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
         """Return the weights of the chosen experts' answers, (rows, k_best); 0 for those that are not ``present``."""
-        raise NotImplementedError
+        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
+        answered = present.any(dim=1, keepdim=True)
+        logits = _scores_of(scores, choices).masked_fill(~present & answered, float("-inf"))
+        return torch.softmax(logits, dim=1) * answered
 
     def _beside(self, choices: Choices, gated: Tensor) -> list[Tensor]:
         """More outputs of the call."""
@@ -601,12 +604,6 @@ class RemoteMixtureOfExperts(_Mixture):
             outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, outputs))
         return _nested(*self._mixed(gated, (x, *args), kwargs))
-
-    def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
-        # A row without responders has no softmax; zero scores keep NaN out of its gradient too.
-        answered = present.any(dim=1, keepdim=True)
-        logits = _scores_of(scores, choices).masked_fill(~present & answered, float("-inf"))
-        return torch.softmax(logits, dim=1) * answered
 
 
 class RemoteSwitchMixtureOfExperts(_Mixture):

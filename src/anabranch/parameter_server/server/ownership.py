@@ -178,9 +178,10 @@ class Ownership:
         self._held.close()
 
     def _claim(self, directory: Path) -> FileLock:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
-                return FileLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                return FileLock(descriptor)
             except BlockingIOError:
                 raise
             except OSError:
