@@ -958,7 +958,7 @@ class ParameterClient:
 
 
 def _of_length(history: Tensor, steps: int) -> Tensor:
-    """Return the last ``steps`` entries; the first stands in for missing ones, which no row has still to catch up on."""
+    """Return the last ``steps`` entries; the first stands in for missing ones, which no row has yet to catch up on."""
     missing = steps - len(history)
     return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
 
