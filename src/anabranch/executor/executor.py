@@ -561,6 +561,14 @@ def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_
                 "asked for; use precision='bfloat16', or engine='auto'"
             )
         return TapeEngine(step, why="float16 scales its loss, which the tape does")
+    if step.activation_budget is not None:
+        if engine == "tape":
+            raise ValueError(
+                f"step {name!r} has an activation_budget, which takes a graph, and engine='tape' was asked for; leave "
+                "one of them out, or checkpoint layers with torch.utils.checkpoint"
+            )
+        # Not compared with the tape, which would not fit.
+        return GraphEngine(step, compile=compile, leaves_gradients=not compile, name=name, tape=TapeEngine(step))
     if engine == "tape":
         return TapeEngine(step)
     if engine == "graph":

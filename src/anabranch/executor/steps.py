@@ -6,6 +6,7 @@ They are descriptions: checked when they are made, run by the executor, holding 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -65,6 +66,9 @@ class TrainStep:
         flush: what becomes of an accumulation window that the end of a bound loader's epoch leaves short: ``"keep"``
             goes on with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
             ``"drop"`` forgets it.
+        activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
+            ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
+            graph that computes as much again as it takes to fit.
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
@@ -88,6 +92,7 @@ class TrainStep:
         clip_grad_value: float | None = None,
         on_gradients: Callable[[dict[str, Tensor]], object] | None = None,
         flush: Literal["keep", "step", "drop"] = "keep",
+        activation_budget: int | str | None = None,
     ) -> None:
         _check_model(model)
         if not callable(loss):
@@ -109,6 +114,9 @@ class TrainStep:
             raise ValueError(f"precision is 'bfloat16', 'float16' or None, got {precision!r}")
         if not isinstance(skip_nonfinite, bool | None):
             raise TypeError(f"skip_nonfinite is True, False, or None to look at no gradients, got {skip_nonfinite!r}")
+        if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
+            what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
+            raise ValueError(f"activation_budget takes a graph, and {what} runs without one; leave one of them out")
         if precision == "float16" and isinstance(model, Pipe):
             raise ValueError(
                 "precision='float16' scales the loss of a whole batch, and a Pipe has one a microbatch; "
@@ -131,6 +139,7 @@ class TrainStep:
         self.clip_grad_value = clip_grad_value
         self.on_gradients = on_gradients
         self.flush = flush
+        self.activation_budget = None if activation_budget is None else _bytes("activation_budget", activation_budget)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -175,6 +184,17 @@ def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
             return loss(model, batch)
 
     return under_autocast
+
+
+def _bytes(name: str, given: object) -> int:
+    """Return a size given as a number, or as a text such as ``"512MiB"``."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{name} is a number of bytes above 0, or a text such as '2GiB' or '500MB', got {given!r}")
+    unit = 1024 if found[3] == "iB" else 1000
+    return int(float(found[1]) * unit ** " KMGT".index(found[2] or " "))
 
 
 def _check_bound(name: str, value: object) -> None:

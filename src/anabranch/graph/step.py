@@ -135,6 +135,7 @@ class StepProgram:
         compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
         gate: asked before each update; see ``Gate``.
+        activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
@@ -156,6 +157,7 @@ class StepProgram:
         compile: bool = False,  # noqa: A002 - the executor's own word
         leaves_gradients: bool = False,
         gate: Gate | None = None,
+        activation_budget: int | None = None,
         when_slow: Callable[[], None] | None = None,
     ) -> None:
         if passes and (compile or gate is not None):
@@ -165,7 +167,7 @@ class StepProgram:
             )
         self.model, self.optimizers = model, list(optimizers)
         self.between, self.passes, self.compile = between, tuple(passes), compile
-        self.leaves_gradients, self.gate = leaves_gradients, gate
+        self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None
         self._front = Front(_evaluated(loss), self._make)
         self._front.when_slow = when_slow

@@ -75,6 +75,7 @@ class GraphEngine:
             between=between,
             compile=compile,
             leaves_gradients=leaves_gradients,
+            activation_budget=step.activation_budget,
             gate=None if step.skip_nonfinite is None else self._admits,
             when_slow=lambda: _say_what_is_captured(step, name, level),
         )
@@ -93,7 +94,8 @@ class GraphEngine:
 
     def explain(self) -> str:
         """One sentence that says why it is the engine."""
-        return "a graph was asked for" + self._program.said_of_update
+        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which takes a graph,"
+        return f"{asked} was asked for" + self._program.said_of_update
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -92,6 +93,8 @@ class Joint:
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        if step.activation_budget is not None:
+            self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
@@ -396,6 +399,13 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
             parameter.grad = gradient + parameter.grad
         else:
             parameter.grad += gradient
+
+
+def _fitted(graph: Graph, budget_bytes: int) -> Graph:
+    try:
+        return graph.recompute(budget_bytes)
+    except ValueError as error:
+        raise CaptureError(f"the step does not fit its activation_budget: {error}") from error
 
 
 def _own_memory(graph: Graph) -> bool:
