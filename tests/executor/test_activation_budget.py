@@ -31,7 +31,10 @@ def test_the_plain_loops_bits_in_less_memory() -> None:
     for budget in (None, "300KiB"):
         model = model_of()
         torch.manual_seed(1)
-        with ab.Executor(step_of(model, activation_budget=budget), engine="graph" if budget is None else "auto") as run:
+        # Accumulated, so that the graph is that of forward and backward alone.
+        with ab.Executor(
+            step_of(model, activation_budget=budget, accumulate=2), engine="graph" if budget is None else "auto"
+        ) as run:
             for _ in range(4):
                 run.run(batch=batch)
             assert run.engine() == "graph"
@@ -39,7 +42,7 @@ def test_the_plain_loops_bits_in_less_memory() -> None:
             assert ("activation_budget" in run.explain()) == (budget is not None)
         states.append(copy.deepcopy(model.state_dict()))
     assert peaks[0] > 400_000
-    assert peaks[1] < 340_000  # with the update's own
+    assert peaks[1] <= 300 * 1024
     for one, two in zip(states[0].values(), states[1].values(), strict=True):
         assert torch.equal(one, two)
 
