@@ -215,6 +215,13 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__module__.startswith("torch.distributed.tensor"):
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part, as fully_shard and "
+                "parallelize_module make them; an Executor's workers hold whole parameters. Give it the model before "
+                "it is sharded: a Pipe puts its layers on several ranks, comm_mode='PS' its parameters on servers. Or "
+                "train the sharded model in a loop of your own"
+            )
         if is_lazy(tensor):
             raise ValueError(
                 f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once on "
