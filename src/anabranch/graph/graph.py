@@ -251,6 +251,36 @@ class Graph:
 
         to_html(self, path)
 
+    def save(self, path: str | Path) -> None:
+        """Write the graph and its state into one file, which ``Graph.load`` reads; nothing is pickled.
+
+        Raises:
+            ValueError: an operation of this process alone (a boundary, a collective, a Python function), state that
+                shares memory, or a structure other than dicts, lists and tuples; names it.
+        """
+        from anabranch.graph.stored import save
+
+        save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Graph:
+        """Return the graph that ``save`` wrote, with state of its own.
+
+        >>> import tempfile, torch
+        >>> from anabranch.graph import capture
+        >>> path = Path(tempfile.mkdtemp()) / "graph.safetensors"
+        >>> capture(lambda x: x.sin() + 1, torch.zeros(2)).save(path)
+        >>> Graph.load(path)(torch.zeros(2))
+        tensor([1., 1.])
+
+        Raises:
+            CheckpointError: the file is no whole graph, or names an operator that this process has not.
+            FileNotFoundError: there is none.
+        """
+        from anabranch.graph.stored import load
+
+        return load(Path(path))
+
     def to_dot(self) -> str:
         """Return the graph in Graphviz's language, a cluster a module."""
         from anabranch.graph.view.dot import to_dot

@@ -1,0 +1,310 @@
+"""A graph as one file: its state as safetensors, its operations as JSON in that file's metadata. Nothing is unpickled.
+
+Operations are written by their names in PyTorch's registry, and looked up there again; examples of their results are
+not written but worked out anew, without data. So a file can name operators and numbers, and no code.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anabranch.checkpoint.state import decode, encode
+from anabranch.errors import CheckpointError
+from anabranch.graph.nodes import evaluate
+from anabranch.tensors import flatten, unflatten
+from anabranch.tensors.dtypes import dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from optree import PyTreeSpec
+
+    from anabranch.graph.graph import Graph, Input
+
+__all__ = ["load", "save"]
+
+_FORMAT = "anabranch graph 1"
+_KEY = "graph"
+_PYTHON: dict[str, Callable[..., Any]] = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in (
+        (operator, ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "pow")),
+        (math, ("floor", "ceil", "trunc", "sqrt")),
+    )
+    for name in names
+}
+_PYTHON_NAMES = {function: name for name, function in _PYTHON.items()}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "layout": {"strided": torch.strided, "sparse_coo": torch.sparse_coo, "sparse_csr": torch.sparse_csr},
+    "memory_format": {
+        str(value).removeprefix("torch."): value
+        for value in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+    },
+}
+
+
+def save(graph: Graph, path: Path) -> None:
+    """See ``Graph.save``."""
+    tensors: dict[str, Tensor] = {}
+    places: dict[Tensor, str] = {}
+    _check_apart(graph)
+    nodes = []
+    bindings = iter(graph.bindings)
+    for node in graph.fx.nodes:
+        if node.op == "placeholder":
+            nodes.append(_placeholder(node, next(bindings), tensors, places))
+        elif node.op == "call_function":
+            meta = {key: value for key, value in node.meta.items() if isinstance(value, (str, bool, int))}
+            target, args = _target_name(node), _encoded((node.args, dict(node.kwargs)), node)
+            nodes.append({"name": node.name, "target": target, "args": args, "meta": meta})
+    described = {
+        "format": _FORMAT,
+        "nodes": nodes,
+        "results": [result.name if isinstance(result, fx.Node) else encode(result) for result in graph.results],
+        "is_node": [isinstance(result, fx.Node) for result in graph.results],
+        "outputs": graph.outputs,
+        "arguments": _structure(graph._argument_structure),
+        "returned": _structure(graph._output_structure),
+    }
+    _write(path, tensors, msgspec.json.encode(described).decode())
+
+
+def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
+    """Write beside ``path``, then put in its place: whole or not at all."""
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, beside, metadata={_KEY: text})
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def _check_apart(graph: Graph) -> None:
+    """Raise ``ValueError`` for state that shares memory, which a file does not keep."""
+    owners: dict[int, tuple[str, Tensor]] = {}
+    for binding in graph.bindings:
+        tensor = binding.bound
+        if tensor is None or not tensor.numel():
+            continue
+        name, known = owners.setdefault(tensor.untyped_storage().data_ptr(), (binding.name, tensor))
+        if known is not tensor:
+            raise ValueError(
+                f"the graph's state {name!r} and {binding.name!r} share memory, which a file does not keep; capture "
+                "the graph of a model whose tensors lie apart"
+            )
+
+
+def _placeholder(
+    node: fx.Node, binding: Input, tensors: dict[str, Tensor], places: dict[Tensor, str]
+) -> dict[str, object]:
+    example = node.meta.get("val")
+    described: dict[str, object] = {"name": node.name, "input": binding.name, "kind": binding.kind}
+    if binding.bound is not None:
+        if binding.bound not in places:
+            place = places[binding.bound] = f"state.{len(places)}"
+            tensors[place] = binding.bound.detach().contiguous()
+        described["bound"] = places[binding.bound]
+        described["trains"] = binding.bound.requires_grad
+        described["parameter"] = isinstance(binding.bound, nn.Parameter)
+        described["stride"] = list(binding.bound.stride())
+    elif isinstance(example, Tensor):
+        described["example"] = {
+            "shape": [int(size) for size in example.shape],
+            "stride": [int(step) for step in example.stride()],
+            "dtype": dtype_name(example.dtype),
+            "device": str(example.device),
+        }
+    else:
+        described["number"] = "int" if isinstance(example, (int, torch.SymInt)) else "float"
+        described["value"] = _hint(example)
+    if binding.fixed is not None:
+        described["fixed"] = encode(binding.fixed)
+    return described
+
+
+def _hint(value: object) -> float:
+    found = value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+    return cast(float, 1.0 if found is None else found)
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        return str(node.target)
+    if node.target in _PYTHON_NAMES:
+        return _PYTHON_NAMES[node.target]
+    raise ValueError(
+        f"operation {node.name!r} ({getattr(node.target, '__name__', node.target)}) is of this process (a boundary, a "
+        "group of workers, a function in Python), which a file cannot hold; save the graph of what is computed here"
+    )
+
+
+def _encoded(value: object, node: fx.Node) -> object:
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [_encoded(one, node) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _encoded(one, node) for key, one in value.items()}}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return {"plain": encode(_hint(value))}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for kind, named in _SETTINGS.items():
+        for name, setting in named.items():
+            if value is setting:
+                return {kind: name}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"plain": encode(value)}
+    raise ValueError(f"operation {node.name!r} has an argument of type {type(value).__name__}, which no file can hold")
+
+
+def _structure(structure: PyTreeSpec | None) -> object:
+    """Return the containers with the numbers of their leaves."""
+    if structure is None:
+        return None
+    try:
+        return encode(unflatten(structure, list(range(structure.num_leaves))))
+    except ValueError as error:
+        raise ValueError(f"the graph takes or returns a structure that no file can hold: {error}") from error
+
+
+def load(path: Path) -> Graph:
+    """See ``Graph.load``."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_KEY, "")
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        described = msgspec.json.decode(text, type=dict[str, Any])
+        if described.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
+        return _made(described, state)
+    except (SafetensorError, msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{path} holds no whole graph: {type(error).__name__}: {error}") from error
+
+
+def _made(described: Mapping[str, Any], state: Mapping[str, Tensor]) -> Graph:
+    from anabranch.graph.graph import Graph
+
+    graph, known = fx.Graph(), dict[str, fx.Node]()
+    bound: dict[str, Tensor] = {}
+    inputs = [_input(one, state, bound) for one in described["nodes"] if "target" not in one]
+    placed = iter(inputs)
+    with FakeTensorMode() as mode, torch.no_grad():
+        for one in described["nodes"]:
+            if "target" in one:
+                node = _call(graph, one, known)
+                node.meta["val"] = _example_of(node)
+            else:
+                node = graph.placeholder(one["name"])
+                tensor = next(placed).bound
+                node.meta["val"] = _example(one) if tensor is None else mode.from_tensor(tensor)
+            known[one["name"]] = node
+    pairs = zip(described["results"], described["is_node"], strict=True)
+    graph.output(tuple(known[result] if is_node else cast(Any, decode(result)) for result, is_node in pairs))
+    return Graph(
+        graph,
+        inputs,
+        described["outputs"],
+        argument_structure=_treedef(described["arguments"]),
+        output_structure=_treedef(described["returned"]),
+    )
+
+
+def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:
+    args, kwargs = cast(Any, _decoded(one["args"], known))
+    node = graph.create_node("call_function", _target(one["target"]), args, kwargs, one["name"])
+    node.meta.update(one["meta"])
+    return node
+
+
+def _example_of(node: fx.Node) -> object:
+    try:
+        return evaluate(node, lambda source: source.meta["val"])
+    except Exception as error:
+        raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
+
+
+def _target(name: str) -> Callable[..., Any]:
+    if name in _PYTHON:
+        return _PYTHON[name]
+    namespace, _, rest = name.partition(".")
+    operation, _, overload = rest.partition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+    except (AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"no operator {name!r} is registered in this process; import the package that has it, or take a PyTorch "
+            "that does"
+        ) from error
+    if not isinstance(found, OpOverload):
+        raise CheckpointError(f"{name!r} is no operator")
+    return found
+
+
+def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str, Tensor]) -> Input:
+    from anabranch.graph.graph import Input
+
+    fixed = decode(one["fixed"]) if "fixed" in one else None
+    if "bound" not in one:
+        return Input(one["input"], one["kind"], None, fixed)
+    place = one["bound"]
+    if place not in bound:
+        saved = state[place]
+        tensor = torch.empty_strided(saved.shape, one["stride"], dtype=saved.dtype)
+        with torch.no_grad():
+            tensor.copy_(saved)
+        if one["parameter"]:
+            tensor = nn.Parameter(tensor, requires_grad=one["trains"])
+        bound[place] = tensor
+    return Input(one["input"], one["kind"], bound[place], fixed)
+
+
+def _example(one: Mapping[str, Any]) -> object:
+    if "example" not in one:
+        return int(one["value"]) if one["number"] == "int" else float(one["value"])
+    example = one["example"]
+    return torch.empty_strided(
+        example["shape"], example["stride"], dtype=dtype_named(example["dtype"]), device=example["device"]
+    )
+
+
+def _decoded(value: Mapping[str, Any], known: Mapping[str, fx.Node]) -> object:
+    ((kind, content),) = value.items()
+    if kind == "node":
+        return known[content]
+    if kind in ("list", "tuple"):
+        several = [_decoded(one, known) for one in content]
+        return several if kind == "list" else tuple(several)
+    if kind == "dict":
+        return {key: _decoded(one, known) for key, one in content.items()}
+    if kind == "dtype":
+        return dtype_named(content)
+    if kind == "device":
+        return torch.device(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind in _SETTINGS:
+        return _SETTINGS[kind][content]
+    return decode(value["plain"])
+
+
+def _treedef(saved: object) -> PyTreeSpec | None:
+    return None if saved is None else flatten(decode(saved))[1]
