@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anabranch as ab
+from anabranch.loaders import NeighborSampler
 
 BLOCKS = 8
 FEATURES = 16
@@ -101,48 +102,36 @@ def stochastic_block_model(nodes: int, seed: int, *, within: float = 8.0, betwee
 # Sampling. ------------------------------------------------------------------------------------------------------------
 
 
-def neighbours_of(graph: Graph, nodes: Ints, fan_out: int, key: int) -> tuple[Ints, Ints]:
-    """``fan_out`` neighbours of each node with replacement, fewer only of a node without any: places, neighbours.
-
-    Which they are depends on the node and the key alone: not on the other nodes, nor on who asks.
-    """
-    degree = graph.first[nodes + 1] - graph.first[nodes]
-    places = np.repeat(np.flatnonzero(degree), fan_out)
-    slots = np.tile(np.arange(fan_out), int((degree > 0).sum()))
-    chance = _hashed(nodes[places] * 64 + slots, key)
-    picked = graph.first[nodes[places]] + (chance % degree[places].astype(np.uint64)).astype(np.int64)
-    return places, graph.neighbours[picked]
+def sampler_of(graph: Graph, seed: int) -> NeighborSampler:
+    return NeighborSampler(graph.first, graph.neighbours, FAN_OUTS, batch_size=1, seed=seed)
 
 
-def _hashed(values: Ints, key: int) -> NDArray[np.uint64]:
-    bits = values.astype(np.uint64) + np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
-
-
-def sampled(graph: Graph, seeds: Ints, key: int, *, padded: bool = True) -> Batch:
+def sampled(graph: Graph, sampler: NeighborSampler, seeds: Ints, key: int, *, padded: bool = True) -> Batch:
     """Return the seeds' surroundings: ``near`` (R,), seeds first; ``far`` (F,); ``blocks`` (S,); edges (2, E) into each
     layer.
 
     ``outer`` edges lead into the near nodes, ``inner`` edges into the seeds; they name places among all nodes, near
     before far, from and to. Padding is the first seed over again, and edges from it to the place behind the last.
     """
-    places, shown = neighbours_of(graph, seeds, FAN_OUTS[0], 2 * key)
-    near = np.concatenate([seeds, np.setdiff1d(shown, seeds)])
-    inner = np.stack([_places(near, shown), places])
-    places, shown = neighbours_of(graph, near, FAN_OUTS[1], 2 * key + 1)
-    far = np.setdiff1d(shown, near)
-    reached = len(near)
+    found = sampler.sample(seeds, key=key)
+    nodes = found.nodes.numpy()
+    inner, outer = (_edges(*block) for block in found.blocks)
+    reached = len(found.blocks[1][0]) - 1
+    near, far = nodes[:reached], nodes[reached:]
     if padded and len(seeds):
         near, far = _filled(near, seeds[0], roomy(reached)), _filled(far, seeds[0], roomy(len(far)))
-    found_at = _places(np.concatenate([near[:reached], far]), shown)
-    outer = np.stack([found_at + (found_at >= reached) * (len(near) - reached), places])
+        outer[0] += (outer[0] >= reached) * (len(near) - reached)
     if padded:
         inner = _filled_edges(inner, len(seeds), FAN_OUTS[0])
         outer = _filled_edges(outer, len(near), FAN_OUTS[1])
-    found = {"near": near, "far": far, "inner": inner, "outer": outer, "blocks": graph.block[seeds]}
-    return {name: torch.as_tensor(values) for name, values in found.items()}
+    batch = {"near": near, "far": far, "inner": inner, "outer": outer, "blocks": graph.block[seeds]}
+    return {name: torch.as_tensor(values) for name, values in batch.items()}
+
+
+def _edges(indptr: Tensor, indices: Tensor) -> Ints:
+    """Return the edges (2, E) of a block, from and to."""
+    counts = np.diff(indptr.numpy())
+    return np.stack([indices.numpy(), np.repeat(np.arange(len(counts)), counts)])
 
 
 def roomy(count: int) -> int:
@@ -161,12 +150,6 @@ def _filled_edges(edges: Ints, targets: int, fan_out: int) -> Ints:
     return np.concatenate([edges, np.stack([np.zeros(missing, np.int64), np.full(missing, targets)])], 1)
 
 
-def _places(nodes: Ints, wanted: Ints) -> Ints:
-    """Where each of ``wanted`` is among distinct ``nodes``."""
-    order = np.argsort(nodes)
-    return order[np.searchsorted(nodes[order], wanted)]
-
-
 class Samples:
     """The batches of training: this worker's part of each step's seeds, with their surroundings.
 
@@ -176,6 +159,7 @@ class Samples:
     def __init__(self, graph: Graph, seeds: Ints, batch: int, seed: int, *, rank: int = 0, workers: int = 1) -> None:
         self._graph, self._seeds, self._batch, self._seed = graph, seeds, batch, seed
         self._rank, self._workers = rank, workers
+        self._sampler = sampler_of(graph, seed)
         self._step = 0
 
     def __len__(self) -> int:
@@ -187,7 +171,8 @@ class Samples:
         for number in range(begin, len(self)):
             seeds = order[number * self._batch : (number + 1) * self._batch]
             self._step += 1
-            yield sampled(self._graph, np.array_split(seeds, self._workers)[self._rank], self._step)
+            mine = np.array_split(seeds, self._workers)[self._rank]
+            yield sampled(self._graph, self._sampler, mine, self._step)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step}
@@ -254,10 +239,10 @@ def training_step(model: GraphSage) -> ab.TrainStep:
 
 def accuracy(executor: ab.Executor, graph: Graph, nodes: Ints, team: Team) -> float:
     """Return the share of nodes whose block is found; each worker looks at its part of them."""
-    mine = np.array_split(nodes, team.workers)[team.rank]
+    mine, sampler = np.array_split(nodes, team.workers)[team.rank], sampler_of(graph, 0)
     total = torch.zeros((), dtype=torch.float64)
     for number, seeds in enumerate(np.array_split(mine, max(1, len(mine) // 1000))):
-        total += executor.run("validate", sampled(graph, seeds, -1 - number))["right"]
+        total += executor.run("validate", sampled(graph, sampler, seeds, -1 - number))["right"]
     if team.workers > 1:
         total = ab.all_reduce(total)
     return total.item() / len(nodes)
