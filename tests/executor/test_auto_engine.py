@@ -121,7 +121,7 @@ def test_the_models_of_the_benchmarks_and_the_examples_run_as_graphs(monkeypatch
         steps[name] = (click_through.training_step(kind(64, 5, 4), 0.01), clicks)
     links = graph_sage.stochastic_block_model(100, seed=0)
     sage = graph_sage.GraphSage(torch.from_numpy(links.features).float())
-    sample = graph_sage.sampled(links, torch.arange(9).numpy(), key=0)
+    sample = graph_sage.sampled(links, graph_sage.sampler_of(links, 0), torch.arange(9).numpy(), key=0)
     steps["graph_sage"] = (graph_sage.training_step(sage), sample)
     directory = ab.Directory()
     digits = (torch.randn(4, 64), torch.arange(4))

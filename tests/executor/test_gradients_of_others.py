@@ -111,6 +111,24 @@ def test_they_add_up(engine: Any, change: Change) -> None:
             assert same(found["2.bias.grad"], plain[2].bias.grad)
 
 
+@pytest.mark.parametrize("engine", ["tape", "graph", "auto"])
+def test_clipping_sees_what_has_added_up(engine: Any) -> None:
+    model, plain = model_of(), model_of()
+    optimizer, reference = SGD(model[0].parameters(), lr=0.1), SGD(plain[0].parameters(), lr=0.1)
+    step = ab.TrainStep(model, loss_of, optimizer, clip_grad_norm=0.2)
+    with ab.Executor(step, engine=engine, capture_after=2) as executor:
+        for index in range(7):
+            executor.run(batch=batch_of(index))
+            reference.zero_grad()
+            loss_of(plain, batch_of(index)).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
+            reference.step()
+            for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(one, two)
+                assert same(one.grad, two.grad)
+        assert executor.engine() == ("tape" if engine == "tape" else "graph")
+
+
 def test_a_kept_gradient_stays_the_tensor_that_it_was() -> None:
     model = model_of()
     step = ab.TrainStep(model, loss_of, SGD(model[0].parameters(), lr=0.1))

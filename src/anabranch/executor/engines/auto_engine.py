@@ -321,7 +321,7 @@ class AutoEngine:
         def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
             nonlocal spent
             tape_ended = time.perf_counter()
-            gradients: dict[Tensor, Tensor] = {p: p.grad for p in parameters.values() if p.grad is not None}
+            gradients = before.gradients_after(parameters.values())
             after = Snapshot(self._step.model, (), prepared.args)
 
             def check(results: Mapping[str, object]) -> None:

@@ -89,7 +89,7 @@ class CheckedGraph(GraphEngine):
         before, answers = Snapshot(self._step.model, (), prepared.args), Answers()
 
         def between(loss: Tensor, returned: Mapping[str, Tensor]) -> None:
-            gradients: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters.values() if p.grad is not None}
+            gradients = before.gradients_after(self._parameters.values())
             self._compare(prepared, before, answers, loss, returned, gradients)
 
         with answers.noted():

@@ -27,6 +27,7 @@ from anabranch.executor.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slowness import PATIENCE
+from anabranch.graph.run.joint import accumulate
 from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.graph.trace.lookups import as_sparse_gradient
@@ -138,7 +139,7 @@ class GraphEngine:
         return self._errors_to.step(batch, fetch)
 
     def _step_on_graph(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        if not self._in_parts:
+        if not self._in_parts and not self._clips_others:
             try:
                 asked = [*fetch.modules, *fetch.gradients]
                 found = self._program.run(batch, fetch=asked, begin=_check(fetch), may_trace=self.may_trace)
@@ -151,9 +152,9 @@ class GraphEngine:
         assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
         for name, gradient in found.dense.items():
-            self._parameters[name].grad = gradient
+            self._leave(name, gradient)
         for name, lookups in found.sparse.items():
-            self._parameters[name].grad = as_sparse_gradient(lookups, self._parameters[name])
+            self._leave(name, as_sparse_gradient(lookups, self._parameters[name]))
         admitted = self._step.skip_nonfinite is None or self._admits(found.dense, found.sparse, False)
         ran = self._sort(found.outputs, fetch)
         if not admitted:
@@ -161,6 +162,21 @@ class GraphEngine:
         clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
         self.update()
         return ran
+
+    def _leave(self, name: str, gradient: Tensor) -> None:
+        parameter = self._parameters[name]
+        if parameter.grad is None or parameter in self._program.names:
+            parameter.grad = gradient
+        else:
+            accumulate(parameter, gradient)
+
+    @property
+    def _clips_others(self) -> bool:
+        """True if clipping sees gradients that no optimizer of the step clears: they add up outside of the graph."""
+        if self._step.clip_grad_norm is None:
+            return False
+        held = self._program.names
+        return any(parameter.requires_grad and parameter not in held for parameter in self._parameters.values())
 
     def _admits(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]], own: bool) -> bool:
         if not sparse and all_finite([*dense.values()], own=own):
@@ -180,7 +196,7 @@ class GraphEngine:
 
     def prepare(self, batch: Structure, fetch: Fetch, *, whole: bool) -> Prepared:
         """Capture the step for this batch and run nothing; ``whole`` with the update."""
-        if whole and not self._in_parts:
+        if whole and not self._in_parts and not self._clips_others:
             try:
                 return self._program.prepare(batch, [*fetch.modules, *fetch.gradients], whole=True)
             except SparseGradients:

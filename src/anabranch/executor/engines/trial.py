@@ -77,6 +77,11 @@ class Snapshot:
         """Return the gradients that there were, by parameter."""
         return {parameter: copy for parameter, (_, copy) in self._kept.items()}
 
+    def gradients_after(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the gradients that there are now, apart from what ``restore`` writes into."""
+        found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        return {p: gradient.clone() if p in self._kept else gradient for p, gradient in found.items()}
+
     @property
     def random_differs(self) -> bool:
         """True if random numbers were drawn since."""

@@ -35,7 +35,7 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from anabranch.graph.step import StepProgram
 
-__all__ = ["Joint", "JointKey", "OptimizerRaised"]
+__all__ = ["Joint", "JointKey", "OptimizerRaised", "accumulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Joint:
             if parameter.grad is None or parameter in held:
                 parameter.grad = gradient
             else:  # no optimizer's zero_grad clears it: as autograd accumulates
-                _accumulate(parameter, gradient)
+                accumulate(parameter, gradient)
 
     # --- making
 
@@ -392,7 +392,8 @@ class Joint:
         return build(body, sources, found)
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``parameter.grad`` as autograd does."""
     assert parameter.grad is not None
     with torch.no_grad():
         if parameter.grad.is_sparse and not gradient.is_sparse:
