@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
 
 _DEEPEST = 16
+_AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below the 32,768 values from which torch computes in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 
@@ -136,23 +137,47 @@ class Schema:
             raise ProtocolError("a schema's arguments are a tuple and its keywords a dict")
         return cls(arguments, keywords, outputs)
 
-    def flatten_inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor | None]:
+    def flatten_inputs(
+        self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
+    ) -> list[Tensor | None]:
         """Return the inputs of a call, in order.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            casting: cast floating inputs to the schema's dtypes; by default those on a device that is under autocast.
 
         Raises:
             SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            spec = cast("TensorSpec", self.arguments[0])
+            given = cast("Tensor", _autocast(args[0], spec, casting))
             # Raises the error with its message.
-            cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
-            return [args[0]]
+            spec.check(given, self.input_names[0])
+            return [given]
         leaves, came = flatten((tuple(args), dict(kwargs)))
         if came != self.input_structure:
             raise SchemaError(
                 f"expected arguments {_describe(self.arguments, self.keywords)}, "
                 f"got {_outline((tuple(args), dict(kwargs)))}"
             )
+        leaves = [_autocast(leaf, spec, casting) for leaf, spec in zip(leaves, self.inputs, strict=True)]
         return check_leaves(leaves, self.inputs, self.input_names)
+
+
+def _autocast(leaf: object, spec: TensorSpec | None, casting: bool | None) -> object:
+    """``leaf`` in the dtype of ``spec`` under autocast, which casts floating tensors but those of double precision."""
+    if (
+        spec is None
+        or not isinstance(leaf, Tensor)
+        or leaf.dtype is spec.dtype
+        or leaf.dtype not in _AUTOCAST
+        or not spec.dtype.is_floating_point
+        or not (torch.is_autocast_enabled(leaf.device.type) if casting is None else casting)
+    ):
+        return leaf
+    return leaf.to(spec.dtype)
 
 
 def _travels_as_is(specs: Sequence[TensorSpec | None]) -> bool:

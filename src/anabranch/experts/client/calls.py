@@ -44,6 +44,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         endpoint: its server.
         schema: the expert's schema.
         inputs: the inputs, flat, in the schema's order; freed once they were sent.
+        evaluating: the caller is in eval mode, and so the expert is to be.
         outputs: the answer; freed once it was handed on, because the graph must not hold its own outputs.
         answered: true if there was an answer.
         error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
@@ -56,6 +57,7 @@ class ExpertCall(msgspec.Struct, eq=False):
     endpoint: str
     schema: Schema
     inputs: Sequence[Tensor | None]
+    evaluating: bool = False
     outputs: list[Tensor | None] | None = None
     answered: bool = False
     error: Exception | None = None
@@ -207,7 +209,7 @@ def _request_of(call: ExpertCall) -> Request:
     as_is = schema.takes_as_is
     return Request(
         call.endpoint,
-        wire.FORWARD,
+        wire.FORWARD_EVAL if call.evaluating else wire.FORWARD,
         call.uid,
         cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
         payload=call.ticket,
@@ -338,7 +340,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
     sent = [] if call.ticket else wire.to_wire(inputs, schema.inputs)
     return Request(
         call.endpoint,
-        wire.BACKWARD,
+        wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
         call.uid,
         [*sent, *wire.to_wire(gradients, schema.output_specs)],
         payload=wire.pack_backward(gradients, call.ticket),

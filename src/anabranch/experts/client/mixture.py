@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -86,6 +87,19 @@ class _Terms:
     backward_timeout: float
     allow_zero_outputs: bool
     detect_anomalies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """The caller's mode and precision, as they are when the mixture is called or captured.
+
+    Attributes:
+        evaluating: in eval mode.
+        casting: under autocast.
+    """
+
+    evaluating: bool
+    casting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +174,12 @@ class _Asker:
         kwargs: dict[str, Structure],
         deadline: Deadline,
         entry: Tensor | None,
+        manner: _Manner,
     ) -> _Chosen:
         """Asks the chosen experts; raises if too few answer."""
         device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
         found = self.finder.find(choices.uids, deadline)
-        calls, rows = self._make_calls(choices, found, args, kwargs)
+        calls, rows = self._make_calls(choices, found, args, kwargs, manner)
         outputs = self._run(calls, rows, choices, deadline, entry) if calls else []
         present = _present(choices, [call.uid for call in calls if call.answered])
         self._check_enough(present, calls, deadline)
@@ -223,6 +238,7 @@ class _Asker:
         found: dict[str, tuple[str, Schema]],
         args: tuple[Structure, ...],
         kwargs: dict[str, Structure],
+        manner: _Manner,
     ) -> tuple[list[ExpertCall], list[NDArray[np.int64]]]:
         calls: list[ExpertCall] = []
         rows: list[NDArray[np.int64]] = []
@@ -231,9 +247,9 @@ class _Asker:
                 continue
             endpoint, schema = found[uid]
             mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
-            inputs = schema.flatten_inputs(args, kwargs)
+            inputs = schema.flatten_inputs(args, kwargs, casting=manner.casting)
             some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
-            calls.append(ExpertCall(uid, endpoint, schema, some))
+            calls.append(ExpertCall(uid, endpoint, schema, some, manner.evaluating))
             rows.append(mine)
             self._rows[uid] += len(mine)
         return calls, rows
@@ -478,9 +494,9 @@ class _Mixture(nn.Module):
         """Asks for the nesting of the experts' outputs, for a capture."""
         self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
 
-    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+    def call_whole(self, training: bool, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
         """Everything after the gate, as one call that Dynamo leaves whole."""
-        return self._mixed(gated, args, kwargs)[1]
+        return self._mixed(gated, args, kwargs, evaluating=not training)[1]
 
     def statistics(self) -> MixtureStatistics:
         """Counters since the module was made."""
@@ -502,15 +518,24 @@ class _Mixture(nn.Module):
         return []
 
     def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure], *, evaluating: bool
     ) -> tuple[Schema, list[Tensor]]:
         leaves, structure = flatten((args, kwargs))
+        manner = _Manner(evaluating, torch.is_autocast_enabled(gated.device.type))
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+            # A captured graph runs this outside the autocast that it was captured in; so does the tape.
+            with torch.autocast(gated.device.type, enabled=False) if manner.casting else nullcontext():
+                return mix_as_it_is(entry, gated, *inputs)
+
+        def mix_as_it_is(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
+            # Softmax and sums are in single precision under autocast.
+            if manner.casting and gated.dtype in (torch.float16, torch.bfloat16):
+                gated = gated.float()
             scores = torch.split(gated, list(self.grid_size), dim=-1)
             choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
-            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry, manner)
             weights = self._weights(scores, choices, chosen.present)
             outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
             return [*outputs, *self._beside(choices, gated)], chosen.schema
@@ -601,9 +626,9 @@ class RemoteMixtureOfExperts(_Mixture):
         """Return the mixture's output for ``x``."""
         gated = self.gate(_gate_input(x))
         if torch.compiler.is_dynamo_compiling():
-            outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
+            outputs = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, outputs))
-        return _nested(*self._mixed(gated, (x, *args), kwargs))
+        return _nested(*self._mixed(gated, (x, *args), kwargs, evaluating=not self.training))
 
 
 class RemoteSwitchMixtureOfExperts(_Mixture):
@@ -681,10 +706,10 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         gated = self.gate(seen)
         grids = len(self.grid_size)
         if torch.compiler.is_dynamo_compiling():
-            found = opaque.call(self._handle, (gated, x, *args), kwargs)
+            found = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
             output = cast(Structure, opaque.fill(self._form, found))
         else:
-            schema, found = self._mixed(gated, (x, *args), kwargs)
+            schema, found = self._mixed(gated, (x, *args), kwargs, evaluating=not self.training)
             output = _nested(schema, found[:-grids])
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
 

@@ -59,6 +59,10 @@ class RemoteExpert(nn.Module):
     the floating outputs require grad even where no input does, because the expert learns from their backward. A
     gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
 
+    Its mode is the expert's for its calls: after ``eval()`` dropout is off there and statistics stay as they are. In
+    train mode the expert runs in the mode in which its server holds it. Under autocast floating inputs are cast to the
+    dtypes of the schema.
+
     Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
@@ -119,19 +123,23 @@ class RemoteExpert(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
-            return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
-        schema, outputs = self._call(args, kwargs)
+            # Dynamo guards what it reads itself: the mode.
+            outputs = opaque.call(self._handle, (self.training, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, outputs))
+        schema, outputs = self._call(args, kwargs, evaluating=not self.training)
         if schema.gives_one:
             return outputs[0]
         given = iter(outputs)
         specs = schema.output_specs
         return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
 
-    def call_whole(self, *args: object, **kwargs: object) -> Sequence[Tensor]:
+    def call_whole(self, training: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
         """``forward``, as one call that Dynamo leaves whole."""
-        return self._call(args, kwargs)[1]
+        return self._call(args, kwargs, evaluating=not training)[1]
 
-    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Schema, Sequence[Tensor]]:
+    def _call(
+        self, args: tuple[object, ...], kwargs: dict[str, object], *, evaluating: bool
+    ) -> tuple[Schema, Sequence[Tensor]]:
         deadline = Deadline.after(self.forward_timeout)
         known = self._found.known
         if known is None:
@@ -140,7 +148,7 @@ class RemoteExpert(nn.Module):
         schema = known[1]
         inputs = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
-        there = _There(self, schema, deadline if current_tracer() is None else None)
+        there = _There(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
         crossed = cross(there, *inputs)
         return there.schema, crossed
 
@@ -185,8 +193,9 @@ class _There:
 
     kind = "expert"
 
-    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None) -> None:
+    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None, *, evaluating: bool) -> None:
         self.name = expert.uid
+        self._evaluating = evaluating
         self.schema = schema
         """The schema of the latest answer; it differs from the first one if the expert has come back with another."""
         self._given = schema
@@ -216,7 +225,7 @@ class _There:
             given = unflatten(self._given.input_structure, cast(list[object], list(inputs)))
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
             inputs, self.schema = schema.flatten_inputs(args, kwargs), schema
-        call = ExpertCall(self.name, endpoint, schema, inputs)
+        call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
         calls = Calls(
             expert._client,
             [call],

@@ -5,12 +5,15 @@ keeps nothing between the two for callers that may never come back. Every backwa
 buffers are updated by the forward alone, as in process; dropout draws a new mask in backward, because the first one is
 gone: that gradient belongs to a forward whose output was never used. Where that matters ``keep_activations`` keeps the
 forward's graph (``kept_activations.py``), or the expert goes to eval mode.
+
+A caller in eval mode has its batches run in eval mode, apart from those of others: batches of a device run one at a
+time, and the module is put back into its own mode after each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -55,7 +58,8 @@ class ExpertBackend:
 
     Args:
         uid: its name, ``prefix.i[.j...]``.
-        module: takes rows (dim 0) and returns as many; its mode, train or eval, is left as it is.
+        module: takes rows (dim 0) and returns as many; callers in train mode find it in the mode, train or eval, in which
+            it is left, callers in eval mode in eval mode.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
         args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument.
         kwargs_schema: the same for each keyword argument.
@@ -134,7 +138,7 @@ class ExpertBackend:
             name=f"{uid}_forward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._forward_tasks if keep_activations else None,
+            process_tasks=self._run_forward,
             **sizes,
         )
         self.backward_pool = TaskPool(
@@ -142,7 +146,7 @@ class ExpertBackend:
             name=f"{uid}_backward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._backward_tasks if keep_activations else None,
+            process_tasks=self._run_backward,
             **sizes,
         )
         self._prepare_copies()
@@ -262,14 +266,25 @@ class ExpertBackend:
         self._check_gradients(outputs)
         return _gradients_of(leaves), bool(roots)
 
-    def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
+    def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the outputs of each task, in the mode of their callers."""
+        with evaluating(self.module) if batch[0].evaluating else _as_it_is:
+            if any(task.ticket for task in batch):
+                return self._keep_forward(batch)
+            return _split(self.forward(*_joined(batch)), batch)
+
+    def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
+        with evaluating(self.module) if batch[0].evaluating else _as_it_is:
+            if any(task.ticket for task in batch):
+                return self._backward_tasks(batch)
+            return _split(self.backward(*_joined(batch)), batch)
+
+    def _keep_forward(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
         """Return a forward whose graph is kept for the tasks with a ticket."""
-        if not any(task.ticket for task in batch):
-            return split_outputs(self.forward(*join_tasks(batch)), batch)
         if self._copy is None:
             self._copy = ParameterCopy.of(self.module)
-        joined = batch[0].inputs if len(batch) == 1 else join_tasks(batch)
-        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(joined, self.schema.inputs, strict=True)]
+        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(_joined(batch), self.schema.inputs, strict=True)]
         with torch.enable_grad():
             outputs = self._check_outputs(self._call(leaves, self._copy), leaves)
         rows = sum(task.rows for task in batch)
@@ -448,6 +463,30 @@ class ExpertBackend:
                     f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Hold ``module`` in eval mode, and put each of its parts back into the mode that it was in."""
+    trained = [part for part in module.modules() if part.training]
+    if trained:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part in trained:
+            part.training = True
+
+
+_as_it_is = nullcontext()
+
+
+def _joined(batch: Sequence[Task]) -> Sequence[Tensor | None]:
+    return batch[0].inputs if len(batch) == 1 else join_tasks(batch)
+
+
+def _split(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+    return [outputs] if len(batch) == 1 else split_outputs(outputs, batch)
 
 
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:

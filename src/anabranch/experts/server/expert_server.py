@@ -167,15 +167,21 @@ class ExpertServer:
         self._server = Server(
             [
                 Verb(wire.INFO, self._info, quick=True),
-                Verb(wire.FORWARD, self._forward, check=self._check, allocate=place, quick=True),
-                Verb(
-                    wire.BACKWARD,
-                    self._backward,
-                    check=self._check,
-                    once=True,
-                    again=self._backward_again,
-                    allocate=place,
-                    quick=True,
+                *(
+                    Verb(name, self._forward, check=self._check, allocate=place, quick=True)
+                    for name in (wire.FORWARD, wire.FORWARD_EVAL)
+                ),
+                *(
+                    Verb(
+                        name,
+                        self._backward,
+                        check=self._check,
+                        once=True,
+                        again=self._backward_again,
+                        allocate=place,
+                        quick=True,
+                    )
+                    for name in (wire.BACKWARD, wire.BACKWARD_EVAL)
                 ),
             ],
             listen=listen,
@@ -341,7 +347,7 @@ class ExpertServer:
                 f"{header.target} has another schema than the caller believes; ask it for its info again"
             )
         rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
-        pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
+        pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
         nbytes = 0
         for tensor in header.tensors:
             nbytes += tensor.nbytes
@@ -370,9 +376,8 @@ class ExpertServer:
         else:
             # A request that is split has no single graph.
             ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-            self._put_aside(
-                backend, backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
-            )
+            task = Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
+            self._put_aside(call, backend, backend.forward_pool, task)
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
@@ -392,10 +397,12 @@ class ExpertServer:
             finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
         else:
             task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
-            self._put_aside(backend, backend.backward_pool, task)
+            self._put_aside(call, backend, backend.backward_pool, task)
 
-    def _put_aside(self, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queues the task once all requests that have come are read, so that they share a batch."""
+        task.evaluating = wire.is_evaluation(call.verb)
+        task.caller = call.peer.name
         if backend.copies is not None:
             task.inputs, task.copied = backend.copies.bring(task.inputs)
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
