@@ -3,8 +3,8 @@
     expert.info            -> the schema
     expert.forward         inputs -> outputs
     expert.backward        inputs, gradients of outputs -> gradients of inputs; done exactly once
-    expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them by
-    expert.backward_eval   name, rather than answer in another mode than was asked for
+    expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them
+    expert.backward_eval   by name, rather than answer in another mode than was asked for
 
 Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.experts.compression import check_parts, compress, decompress, wire_parts
+from anabranch.experts.compression import check_parts, compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import RequestHeader, TensorHeader, pack
@@ -136,7 +136,7 @@ def from_wire(
             tensors.append(parts[position])
             position += 1
             continue
-        count = len(wire_parts(spec, 0))
+        count = count_parts(spec)
         tensors.append(decompress(parts[position : position + count], spec))
         position += count
     return tensors

@@ -56,7 +56,13 @@ class ExpertFinder:
         self.client = client
         self.avoidance = Avoidance()
         self._schemas: dict[tuple[str, str], Schema] = {}
-        self.any_schema: Schema | None = None
+        self.any_known: tuple[str, str, Schema] | None = None
+        """The uid, endpoint and schema of the expert that was asked for its schema last."""
+
+    @property
+    def any_schema(self) -> Schema | None:
+        """The schema of any of the experts; ``None`` if none has been asked yet."""
+        return None if self.any_known is None else self.any_known[2]
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
         """Return the endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
@@ -81,7 +87,8 @@ class ExpertFinder:
     def _learn(self, uid: str, endpoint: str, outcome: object) -> None:
         if isinstance(outcome, Answer):
             try:
-                self.any_schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
+                schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
+                self.any_known = uid, endpoint, schema
             except BoundaryError:
                 self.avoidance.failed(uid)
         else:

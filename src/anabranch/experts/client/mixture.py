@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -37,17 +37,15 @@ from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_t
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
-from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
 from anabranch.experts.client.connections import shared_client
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.nesting import Nesting, flatten
+from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.uids import check_prefix
-from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
@@ -157,6 +155,19 @@ class _Asker:
                 raise _no_schema(deadline)
             return self.finder.any_schema
 
+    def _forms(self, uid_prefix: str, dimensions: int, gated: Tensor, inputs: Structure) -> tuple[Schema, list[Form]]:
+        """Return the schema of the experts, and the forms of their outputs for these inputs."""
+        deadline = Deadline.after(self.terms.forward_timeout)
+        schema = self._schema(uid_prefix, dimensions, deadline)
+        if not schema.varies:
+            return schema, output_forms(schema, len(gated), gated.device)
+        assert self.finder.any_known is not None
+        uid, endpoint, _ = self.finder.any_known
+        leaves = cast("list[Tensor | None]", schema.input_nesting.leaves_of(inputs))
+        with outside_tracing():
+            client = self.finder.client
+            return schema, sample_forms(client, uid, endpoint, schema, leaves, len(gated), deadline)
+
     def _find_any(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> None:
         uids = [uid_prefix]
         directory = within(self.finder.directory, deadline)
@@ -194,9 +205,9 @@ class _Asker:
         ]
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
 
-    def form_of(self, uid_prefix: str, dimensions: int) -> object:
-        """Return the nesting of the mixture's outputs."""
-        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
+    def schema_of(self, uid_prefix: str, dimensions: int) -> Schema:
+        """Return the schema of the mixture's experts."""
+        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout))
 
     def mixed(
         self,
@@ -205,6 +216,7 @@ class _Asker:
         mix: Callable[..., tuple[list[Tensor], Schema]],
         gated: Tensor,
         leaves: Sequence[object],
+        nesting: Nesting,
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
         """Return the result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of
@@ -223,10 +235,12 @@ class _Asker:
             return outputs
 
         def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
-            schema = self._schema(uid_prefix, len(grid_size), Deadline.after(self.terms.forward_timeout))
+            # Not the outer ``gated``: what a graph keeps must not hold a tensor of its capture.
+            gated = cast("Tensor", inputs[0])
+            schema, found = self._forms(uid_prefix, len(grid_size), gated, nesting.rebuild(inputs[1:], plain=True))
             asked[:] = [schema]
             # The gate's gradient comes through every output.
-            return [*(replace(form, differentiable=True) for form in output_forms(schema, inputs[1:])), *more]
+            return [*(replace(form, differentiable=True) for form in found), *more]
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
         outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
@@ -247,7 +261,7 @@ class _Asker:
                 continue
             endpoint, schema = found[uid]
             mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
-            inputs = schema.flatten_inputs(args, kwargs, casting=manner.casting)
+            inputs, _ = schema.flatten_inputs(args, kwargs, casting=manner.casting)
             some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
             calls.append(ExpertCall(uid, endpoint, schema, some, manner.evaluating))
             rows.append(mine)
@@ -334,12 +348,6 @@ class _Asker:
         )
 
 
-def _nested(schema: Schema, outputs: Sequence[Tensor]) -> Structure:
-    given = iter(outputs)
-    nested: list[object] = [None if spec is None else next(given) for spec in schema.output_specs]
-    return unflatten(schema.output_structure, nested)
-
-
 def _no_schema(deadline: Deadline) -> BoundaryError:
     return BoundaryError(
         "no expert has answered yet, so the shape of their outputs is not known",
@@ -382,14 +390,6 @@ def _check_alike(calls: Sequence[ExpertCall]) -> None:
             raise SchemaError(f"{calls[0].uid} returns {spec.dtype}, which has no weighted mean")
 
 
-def _unflatten_inputs(
-    structure: PyTreeSpec, inputs: Sequence[Tensor | None]
-) -> tuple[tuple[Structure, ...], dict[str, Structure]]:
-    return cast(
-        "tuple[tuple[Structure, ...], dict[str, Structure]]", unflatten(structure, cast("list[object]", list(inputs)))
-    )
-
-
 def _positions(
     choices: Choices, calls: Sequence[ExpertCall], rows: Sequence[NDArray[np.int64]]
 ) -> tuple[NDArray[np.int64], int]:
@@ -417,10 +417,19 @@ def _gather(
     device: torch.device,
 ) -> Tensor:
     parts = [tensor for answer in outputs if answer is not None and (tensor := answer[index]) is not None]
-    joined = torch.cat([*parts, spec.zeros(1, device=device)])
+    sizes = {spec.sizes_of(part.shape) for part in parts} if spec.varying else {()}
+    if len(sizes) > 1:
+        raise SchemaError(f"experts answered with outputs of unlike sizes, {sorted(sizes)}: they have no mean")
+    if not sizes:
+        raise BoundaryError(
+            f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
+            peer="experts",
+            operation="mixture",
+        )
+    joined = torch.cat([*parts, spec.zeros(1, *sizes, device=device)])
     assert len(joined) == count + 1
     flat = joined.index_select(0, torch.from_numpy(position.reshape(-1)).to(device))
-    return flat.view(*position.shape, *spec.shape)
+    return flat.view(*position.shape, *joined.shape[1:])
 
 
 def _weigh(weights: Tensor, answers: Tensor) -> Tensor:
@@ -432,6 +441,12 @@ def _scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
     """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
     coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
     return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
+
+
+def _dimensions_of(schema: Schema) -> int:
+    """Return the number of dimensions of a row of an expert's first input."""
+    first = schema.arguments[0] if schema.arguments else None
+    return len(first.shape) if isinstance(first, TensorSpec) else 1
 
 
 def _gate_input(x: Tensor) -> Tensor:
@@ -484,6 +499,7 @@ class _Mixture(nn.Module):
         self.gate = nn.Linear(in_features, sum(self.grid_size))
         self._asker = _Asker(finder(), terms)
         self._form: object = None
+        self._dimensions = 1
         self._handle = opaque.handle_of(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -491,8 +507,27 @@ class _Mixture(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def learn_form(self) -> None:
-        """Asks for the nesting of the experts' outputs, for a capture."""
-        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+        """Asks for the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
+        schema = self._asker.schema_of(self.uid_prefix, len(self.grid_size))
+        self._form, self._dimensions = schema.output_form(), _dimensions_of(schema)
+
+    def _leading_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
+        if x.ndim < 3:
+            return tuple(x.shape[:1])
+        if torch.compiler.is_dynamo_compiling():
+            dimensions = self._dimensions
+        else:
+            dimensions = _dimensions_of(self._asker.schema_of(self.uid_prefix, len(self.grid_size)))
+        return tuple(x.shape[: max(x.ndim - dimensions, 1)])
+
+    def _gated(self, x: Tensor, leading: tuple[int, ...]) -> Tensor:
+        """Return the gate's logits for each row."""
+        return cast("Tensor", self.gate(self._seen(_gate_input(x.flatten(0, len(leading) - 1)))))
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """Return what the gate sees of its input."""
+        return x
 
     def call_whole(self, training: bool, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
         """Everything after the gate, as one call that Dynamo leaves whole."""
@@ -520,7 +555,7 @@ class _Mixture(nn.Module):
     def _mixed(
         self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure], *, evaluating: bool
     ) -> tuple[Schema, list[Tensor]]:
-        leaves, structure = flatten((args, kwargs))
+        leaves, nesting = flatten((args, kwargs))
         manner = _Manner(evaluating, torch.is_autocast_enabled(gated.device.type))
 
         def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
@@ -535,12 +570,18 @@ class _Mixture(nn.Module):
                 gated = gated.float()
             scores = torch.split(gated, list(self.grid_size), dim=-1)
             choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
-            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry, manner)
+            # The experts read mappings and tuples of any class by their own schema.
+            its_args, its_kwargs = cast(
+                "tuple[tuple[Structure, ...], dict[str, Structure]]", nesting.rebuild(inputs, plain=True)
+            )
+            chosen = self._asker.ask(choices, its_args, its_kwargs, deadline, entry, manner)
             weights = self._weights(scores, choices, chosen.present)
             outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
             return [*outputs, *self._beside(choices, gated)], chosen.schema
 
-        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, self._forms_beside(gated))
+        return self._asker.mixed(
+            self.uid_prefix, self.grid_size, mix, gated, leaves, nesting, self._forms_beside(gated)
+        )
 
 
 class RemoteMixtureOfExperts(_Mixture):
@@ -575,7 +616,11 @@ class RemoteMixtureOfExperts(_Mixture):
         ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
 
     Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
-    many rows; returns what an expert returns. The gate is one ``nn.Linear``; it sees the mean over the sizes between.
+    many rows; returns what an expert returns. The gate is one ``nn.Linear``. Dimensions before those of the experts'
+    first input are rows, and the outputs have them too: experts of ``TensorSpec(in_features)`` take (batch, sequence,
+    in_features) and are chosen for each position. Experts of ``TensorSpec(None, in_features)`` are chosen for each
+    sequence, by a gate that sees the mean over the dimensions between. In eval mode the experts run in eval mode, and
+    under autocast floating inputs are cast to their dtypes.
     An expert that fails twice in a row is avoided for a while.
 
     Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
@@ -624,11 +669,13 @@ class RemoteMixtureOfExperts(_Mixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """Return the mixture's output for ``x``."""
-        gated = self.gate(_gate_input(x))
+        leading = self._leading_of(x)
+        gated = self._gated(x, leading)
         if torch.compiler.is_dynamo_compiling():
             outputs = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
-            return cast(Structure, opaque.fill(self._form, outputs))
-        return _nested(*self._mixed(gated, (x, *args), kwargs, evaluating=not self.training))
+            return cast(Structure, opaque.fill(self._form, with_leading(outputs, leading)))
+        schema, given = self._mixed(gated, (x, *args), kwargs, evaluating=not self.training)
+        return schema.nest_outputs(with_leading(given, leading))
 
 
 class RemoteSwitchMixtureOfExperts(_Mixture):
@@ -700,18 +747,21 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """Return the output for ``x``, and the balancing loss."""
-        seen = _gate_input(x)
-        if self.training and self.jitter:
-            seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
-        gated = self.gate(seen)
+        leading = self._leading_of(x)
+        gated = self._gated(x, leading)
         grids = len(self.grid_size)
         if torch.compiler.is_dynamo_compiling():
             found = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
-            output = cast(Structure, opaque.fill(self._form, found))
+            output = cast(Structure, opaque.fill(self._form, with_leading(found[:-grids], leading)))
         else:
             schema, found = self._mixed(gated, (x, *args), kwargs, evaluating=not self.training)
-            output = _nested(schema, found[:-grids])
+            output = schema.nest_outputs(with_leading(found[:-grids], leading))
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
+
+    def _seen(self, x: Tensor) -> Tensor:
+        if self.training and self.jitter:
+            return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+        return x
 
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
         return _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * present

@@ -15,13 +15,13 @@ from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, ou
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
-from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
+from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
 from anabranch.experts.client.connections import shared_client
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, unflatten
+from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
 
 __all__ = ["RemoteExpert", "fetch_schema"]
@@ -55,9 +55,10 @@ class RemoteExpert(nn.Module):
     Raises:
         ValueError: an invalid uid, or a time that is not above 0.
 
-    Calling it takes and returns the structures of the expert's schema, on the device of the first input. In grad mode
-    the floating outputs require grad even where no input does, because the expert learns from their backward. A
-    gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
+    Calling it takes and returns the structures of the expert's schema, on the device of the first input. Inputs may
+    have more leading dimensions than one, all of them the same; the outputs have them too. In grad mode the floating
+    outputs require grad even where no input does, because the expert learns from their backward. A gradient comes back
+    for each floating input. Backward calls are applied exactly once however often they are retried.
 
     Its mode is the expert's for its calls: after ``eval()`` dropout is off there and statistics stay as they are. In
     train mode the expert runs in the mode in which its server holds it. Under autocast floating inputs are cast to the
@@ -124,14 +125,10 @@ class RemoteExpert(nn.Module):
         """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
             # Dynamo guards what it reads itself: the mode.
-            outputs = opaque.call(self._handle, (self.training, *args), kwargs)
-            return cast(Structure, opaque.fill(self._form, outputs))
+            given = opaque.call(self._handle, (self.training, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, given))
         schema, outputs = self._call(args, kwargs, evaluating=not self.training)
-        if schema.gives_one:
-            return outputs[0]
-        given = iter(outputs)
-        specs = schema.output_specs
-        return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
+        return schema.nest_outputs(outputs)
 
     def call_whole(self, training: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
         """``forward``, as one call that Dynamo leaves whole."""
@@ -146,11 +143,11 @@ class RemoteExpert(nn.Module):
             with outside_tracing():
                 known = self._find(deadline)
         schema = known[1]
-        inputs = schema.flatten_inputs(args, kwargs)
+        inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
         there = _There(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
         crossed = cross(there, *inputs)
-        return there.schema, crossed
+        return there.schema, with_leading(crossed, leading)
 
     def _find(self, deadline: Deadline) -> tuple[str, Schema]:
         found = self._found
@@ -203,7 +200,15 @@ class _There:
         self._deadline = deadline
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        return output_forms(self._given, inputs)
+        schema = self._given
+        first = next(tensor for tensor in inputs if tensor is not None)
+        if not schema.varies:
+            return output_forms(schema, first.shape[0], first.device)
+        deadline = Deadline.after(self._expert.forward_timeout)
+        with outside_tracing():
+            endpoint, _ = self._expert._find(deadline)
+            client = self._expert._client
+            return sample_forms(client, self.name, endpoint, schema, inputs, first.shape[0], deadline)
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         expert = self._expert
@@ -222,9 +227,9 @@ class _There:
         expert = self._expert
         endpoint, schema = expert._find(deadline)
         if schema is not self._given:  # what was given must fit what the expert takes now
-            given = unflatten(self._given.input_structure, cast(list[object], list(inputs)))
+            given = self._given.input_nesting.rebuild(inputs, plain=True)
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
-            inputs, self.schema = schema.flatten_inputs(args, kwargs), schema
+            inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema
         call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
         calls = Calls(
             expert._client,

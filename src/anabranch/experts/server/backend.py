@@ -22,18 +22,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
+from anabranch.experts.nesting import Mismatch, nesting_of
+from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
+from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
 # BatchNorm refuses one row, and three rows tell a shape's rows from its other sizes more often than two.
 _SAMPLE_ROWS = 3
+_SAMPLE_LENGTHS = (8, 2, 64)
 
 
 class ExpertInfo(TypedDict):
@@ -58,10 +61,12 @@ class ExpertBackend:
 
     Args:
         uid: its name, ``prefix.i[.j...]``.
-        module: takes rows (dim 0) and returns as many; callers in train mode find it in the mode, train or eval, in which
-            it is left, callers in eval mode in eval mode.
+        module: takes rows (dim 0) and returns as many. Callers in eval mode get it in eval mode, others in the mode that
+            it is in.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
-        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument.
+        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument. Requests of which sizes vary
+            (``TensorSpec(None, 512)``) share a batch if they are of equal sizes, or with ``pad=True`` are padded to the
+            longest, and the module takes a keyword argument ``mask``.
         kwargs_schema: the same for each keyword argument.
         outputs_schema: the module's outputs; by default found by one run on zeros, which leaves random state, buffers
             and mode as they were.
@@ -73,7 +78,8 @@ class ExpertBackend:
             again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
             and their backwards compute the forward again. Costs a copy of the parameters an update.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
-            ``max_queue_bytes``: see ``TaskPool``.
+            ``max_queue_bytes``: see ``TaskPool``. A row counts as one however long it is; a padded batch is at most
+            half padding.
 
     Raises:
         ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
@@ -120,9 +126,9 @@ class ExpertBackend:
         self.kept = KeptActivations(keep_activations)
         self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
-        arguments, keywords = tuple(args_schema), dict(kwargs_schema or {})
-        if not any(specs_of((arguments, keywords))):
-            raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
+        arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
+        _check_inputs(uid, arguments, keywords)
+        self._mask: Tensor | None = None
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
@@ -268,23 +274,62 @@ class ExpertBackend:
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
-        with evaluating(self.module) if batch[0].evaluating else _as_it_is:
+        with evaluating(self.module) if batch[0].evaluating else _as_it_is, self._masked(batch):
             if any(task.ticket for task in batch):
                 return self._keep_forward(batch)
-            return _split(self.forward(*_joined(batch)), batch)
+            return self._split(self.forward(*self._join(batch)), batch)
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
         with evaluating(self.module) if batch[0].evaluating else _as_it_is:
             if any(task.ticket for task in batch):
                 return self._backward_tasks(batch)
-            return _split(self.backward(*_joined(batch)), batch)
+            with self._masked(batch):
+                return self._split_gradients(self.backward(*self._join(batch)), batch)
 
-    def _keep_forward(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
+    def _join(self, batch: Sequence[Task]) -> Sequence[Tensor | None]:
+        """Return the inputs of a batch, and the gradients of its outputs if it is a backward's."""
+        if len(batch) == 1:
+            return batch[0].inputs
+        if not self.schema.pads:
+            return join_tasks(batch)
+        specs = [*self.schema.inputs, *self.schema.output_specs]
+        return join_padded(batch, specs[: len(batch[0].inputs)])
+
+    def _split(self, outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        if not self.schema.pads:
+            return [outputs] if len(batch) == 1 else split_outputs(outputs, batch)
+        names = [f"{self.uid}'s output {index}" for index in range(len(outputs))]
+        return split_padded(outputs, batch, self.schema.output_specs, names)
+
+    def _split_gradients(
+        self, gradients: Sequence[Tensor | None], batch: Sequence[Task]
+    ) -> Sequence[Sequence[Tensor | None]]:
+        if len(batch) == 1:
+            return [gradients]
+        if not self.schema.pads:
+            return split_outputs(gradients, batch)
+        return split_padded(gradients, batch, self.schema.inputs, self.schema.input_names)
+
+    @contextmanager
+    def _masked(self, batch: Sequence[Task]) -> Iterator[None]:
+        """Give the module the mask of a padded batch while the block runs."""
+        if not self.schema.pads:
+            yield
+            return
+        self._mask = make_mask([task.length for task in batch], [task.rows for task in batch], self.device)
+        try:
+            yield
+        finally:
+            self._mask = None
+
+    def _keep_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return a forward whose graph is kept for the tasks with a ticket."""
         if self._copy is None:
             self._copy = ParameterCopy.of(self.module)
-        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(_joined(batch), self.schema.inputs, strict=True)]
+        leaves = [
+            self._as_leaf(tensor, spec) for tensor, spec in zip(self._join(batch), self.schema.inputs, strict=True)
+        ]
         with torch.enable_grad():
             outputs = self._check_outputs(self._call(leaves, self._copy), leaves)
         rows = sum(task.rows for task in batch)
@@ -292,9 +337,9 @@ class ExpertBackend:
         start = 0
         for task in batch:
             if task.ticket:
-                self.kept.put(task.ticket, KeptRows(graph, start, task.rows))
+                self.kept.put(task.ticket, KeptRows(graph, start, task.rows, task.length))
             start += task.rows
-        return split_outputs([None if output is None else output.detach() for output in outputs], batch)
+        return self._split([None if output is None else output.detach() for output in outputs], batch)
 
     def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
         """Return a backward through kept graphs where there are tickets, by computing again where there are none."""
@@ -309,8 +354,10 @@ class ExpertBackend:
         moved = False
         try:
             if plain:
-                gradients, moved = self._recompute(join_tasks(plain))
-                answers = {id(task): mine for task, mine in zip(plain, split_outputs(gradients, plain), strict=True)}
+                with self._masked(plain):
+                    gradients, moved = self._recompute(self._join(plain))
+                split = self._split_gradients(gradients, plain)
+                answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
             if kept:
                 gradients_kept, moved_kept = self._backward_kept(
                     [(task, kept[id(task)]) for task in batch if task.ticket]
@@ -334,6 +381,18 @@ class ExpertBackend:
             raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
             raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
+        if not self.schema.varies:
+            return entry
+        gradients = task.inputs[len(self.schema.inputs) :]
+        for gradient, spec, output in zip(gradients, self.schema.output_specs, entry.batch.outputs, strict=True):
+            if gradient is None or spec is None or output is None:
+                continue
+            lengths = [entry.length] * len(spec.varying)
+            expected = spec.with_sizes(lengths if self.schema.pads else spec.sizes_of(output.shape))
+            if tuple(gradient.shape[1:]) != expected:
+                raise SchemaError(
+                    f"{self.uid}: a gradient of shape {tuple(gradient.shape)} came for an output of rows of {expected}"
+                )
         return entry
 
     def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
@@ -351,17 +410,31 @@ class ExpertBackend:
             graph.parameters.give_gradients(self.module, trained)
             for task, entry in parts:
                 rows = slice(entry.start, entry.start + entry.rows)
-                answers[id(task)] = [None if gradient is None else gradient[rows] for gradient in found]
+                mine = [None if gradient is None else gradient[rows] for gradient in found]
+                if self.schema.pads:
+                    mine = [
+                        gradient if gradient is None or spec is None else cut(gradient, spec, entry.length)
+                        for gradient, spec in zip(mine, self.schema.inputs, strict=True)
+                    ]
+                answers[id(task)] = mine
         return answers, moved
 
     def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
-        if self.schema.takes_one and parameters is None:
+        schema = self.schema
+        if schema.takes_one and parameters is None and not schema.pads:
             return self.module(leaves[0])
-        whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
+        whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
+        if schema.pads:
+            kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
         if parameters is None:
             return self.module(*args, **kwargs)
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
+
+    def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
+        """Return the mask of inputs that nobody has padded."""
+        length = self.schema.measure(leaves)[1]
+        return torch.ones(_rows_of(leaves), length, dtype=torch.bool, device=self.device)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == self.device:
@@ -387,10 +460,13 @@ class ExpertBackend:
             if outputs.shape[0] != rows:
                 raise _other_rows(self._output_name, outputs, rows)
             return [outputs]
-        leaves, came = flatten(outputs)
-        expected = self.schema.output_structure
-        if came != expected:
-            raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
+        try:
+            leaves = self.schema.output_nesting.leaves_of(outputs)
+        except Mismatch:
+            raise SchemaError(
+                f"{self.uid} returned another structure than its schema's: {outline(outputs)}, not "
+                f"{outline(self.schema.outputs)}"
+            ) from None
         for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
             if spec is not None:
                 name = f"{self.uid}'s output {index}"
@@ -452,8 +528,44 @@ class ExpertBackend:
                     buffer.copy_(saved)
 
     def _infer_outputs(self) -> Structure:
+        """Return the specs of the module's outputs, found by running it on zeros; sizes that vary with those of its
+        inputs by running it twice.
+        """
+        if not any(spec is not None and spec.varying for spec in self.schema.inputs):
+            return self._infer_at(0)
+        refused: SchemaError | None = None
+        # Some modules take only sequences that are long enough, or that divide.
+        for length in _SAMPLE_LENGTHS:
+            try:
+                shorter, longer = self._infer_at(length), self._infer_at(2 * length)
+            except SchemaError as error:
+                refused = refused or error
+                continue
+            return self._merge_inferred(shorter, longer, length)
+        assert refused is not None
+        raise refused
+
+    def _merge_inferred(self, shorter: Structure, longer: Structure, length: int) -> Structure:
+        nesting = nesting_of(shorter)
+        merged: list[TensorSpec | None] = []
+        for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
+            if a is None or b is None or len(a.shape) != len(b.shape):
+                raise SchemaError(f"{self.uid}: the module returns {shorter} or {longer}, by the length of its input")
+            sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]
+            if self.schema.pads and any(a.shape[index] != length for index, size in enumerate(sizes) if size is None):
+                raise SchemaError(
+                    f"{self.uid}: the module returns rows of {tuple(a.shape)} for inputs of length {length}; with "
+                    "pad=True a size that varies must be that of the inputs"
+                )
+            merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
+        return nesting.rebuild(merged)
+
+    def _infer_at(self, length: int) -> Structure:
         devices = [self.device] if self.device.type == "cuda" else []
-        zeros = [None if spec is None else spec.zeros(_SAMPLE_ROWS, device=self.device) for spec in self.schema.inputs]
+        zeros = [
+            None if spec is None else spec.zeros(_SAMPLE_ROWS, [length] * len(spec.varying), device=self.device)
+            for spec in self.schema.inputs
+        ]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept():
             leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
             try:
@@ -481,14 +593,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 _as_it_is = nullcontext()
 
 
-def _joined(batch: Sequence[Task]) -> Sequence[Tensor | None]:
-    return batch[0].inputs if len(batch) == 1 else join_tasks(batch)
-
-
-def _split(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
-    return [outputs] if len(batch) == 1 else split_outputs(outputs, batch)
-
-
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
     for tensor in inputs:
         if tensor is not None:
@@ -505,6 +609,19 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+
+
+def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
+    specs = [spec for spec in specs_of((arguments, dict(keywords))) if spec is not None]
+    if not specs:
+        raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
+    padded = [spec for spec in specs if spec.pad]
+    if not padded:
+        return
+    if "mask" in keywords:
+        raise ValueError(f"{uid}: pad=True gives the module an input called mask, so kwargs_schema cannot have one")
+    if grouped := [spec for spec in specs if spec.varying and not spec.pad]:
+        raise ValueError(f"{uid}: {padded[0]} is padded, and {grouped[0]} is not; give both pad=True, or neither")
 
 
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:

@@ -217,9 +217,7 @@ class TaskPool:
             raise PeerLost(f"{self.name} is closed")
         # An empty queue takes any request, else one beyond the bound would never be served.
         waiting = self._queue
-        if waiting and (
-            waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes
-        ):
+        if waiting and (waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes):
             self._declined += 1
             raise Overloaded(
                 f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes wait; {rows} rows more exceed "

@@ -25,7 +25,6 @@ Urgency = tuple[int, float, float, int]
 LEAST_URGENT: Urgency = (2**62, float("inf"), float("inf"), 0)
 
 
-
 class Choice(Enum):
     """What to do with a waiting task while a batch is made."""
 
