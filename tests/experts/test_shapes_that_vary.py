@@ -66,8 +66,10 @@ def test_requests_of_unlike_lengths_get_what_the_module_gives_each_of_them_here(
     optimizer = torch.optim.SGD(there.parameters(), lr=0.1 if padded else 0.0)
     backend = ExpertBackend("a.0", there, optimizer, args_schema=[spec(padded)], keep_activations=keep)
     assert backend.get_info()["outputs_schema"] == {
-        "mean": TensorSpec(4, dtype=F64), "y": TensorSpec(None, 4, dtype=F64), "weights": TensorSpec(None, None, dtype=F64)
-    }  # fmt: skip
+        "mean": TensorSpec(4, dtype=F64),
+        "y": TensorSpec(None, 4, dtype=F64),
+        "weights": TensorSpec(None, None, dtype=F64),
+    }
     lengths = [5, 3, 5, 4, 3]
     xs = [torch.randn(index + 1, length, 4, dtype=F64) for index, length in enumerate(lengths)]
     nears, fars = ([x.clone().requires_grad_() for x in xs] for _ in range(2))

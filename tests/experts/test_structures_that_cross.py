@@ -155,13 +155,13 @@ class Wraps(nn.Module):
 
 
 def make(made: type, first: object, second: object) -> object:
-    if made is Pair:
+    if made.__name__ == "Pair":
         return Pair(first, [second, None])  # type: ignore[arg-type]
-    if made is Output:
+    if made.__name__ == "Output":
         return Output(hidden=first, more=(second, {"z": first, "a": second}))  # type: ignore[arg-type]
-    if made is defaultdict:
+    if made.__name__ == "defaultdict":
         return defaultdict(None, z=first, a=second)
-    return made({"z": first, "a": second}) if made is not tuple else (first, second)
+    return made({"z": first, "a": second}) if made.__name__ != "tuple" else (first, second)
 
 
 def leaves(value: object) -> list[Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import wire
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.transport import Answer, Client, Request
@@ -51,13 +52,22 @@ class Avoidance:
 class ExpertFinder:
     """Looks experts up, and remembers their schemas."""
 
-    def __init__(self, directory: DirectoryLike, client: Client) -> None:
+    def __init__(self, directory: DirectoryLike, reach: Reach) -> None:
         self.directory = directory
-        self.client = client
+        self._reach = reach
         self.avoidance = Avoidance()
         self._schemas: dict[tuple[str, str], Schema] = {}
         self.any_known: tuple[str, str, Schema] | None = None
         """The uid, endpoint and schema of the expert that was asked for its schema last."""
+
+    def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, Reach]]:
+        # What was found out about the experts may be wrong by then.
+        return ExpertFinder, (self.directory, self._reach)
+
+    @property
+    def client(self) -> Client:
+        """The client that asks."""
+        return self._reach.client
 
     @property
     def any_schema(self) -> Schema | None:

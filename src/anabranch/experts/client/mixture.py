@@ -38,7 +38,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
-from anabranch.experts.client.connections import shared_client
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.nesting import Nesting, flatten
@@ -128,6 +128,9 @@ class _Asker:
     def __deepcopy__(self, memo: dict[int, object]) -> _Asker:
         # A copied mixture has its own gate and shares the original's knowledge of the experts.
         return _Asker(self.finder, self.terms)
+
+    def __reduce__(self) -> tuple[type[_Asker], tuple[ExpertFinder, _Terms]]:
+        return _Asker, (self.finder, self.terms)
 
     def statistics(self) -> MixtureStatistics:
         return MixtureStatistics(
@@ -477,8 +480,8 @@ def _check_arguments(
 def _finder(
     directory: DirectoryLike | str, client: Client | None, keys: str | os.PathLike[str] | None, *, insecure: bool
 ) -> ExpertFinder:
-    asks = client or shared_client(keys=keys, insecure=insecure, retries=_RETRIES)
-    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), asks)
+    reach = Reach(client, keys=keys, insecure=insecure, retries=_RETRIES)
+    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), reach)
 
 
 class _Mixture(nn.Module):
@@ -621,7 +624,8 @@ class RemoteMixtureOfExperts(_Mixture):
     in_features) and are chosen for each position. Experts of ``TensorSpec(None, in_features)`` are chosen for each
     sequence, by a gate that sees the mean over the dimensions between. In eval mode the experts run in eval mode, and
     under autocast floating inputs are cast to their dtypes.
-    An expert that fails twice in a row is avoided for a while.
+    An expert that fails twice in a row is avoided for a while. A mixture can be copied, and pickled if its directory
+    can.
 
     Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
     gate's scores are not finite.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
 from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
-from anabranch.experts.client.connections import shared_client
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo
@@ -64,6 +65,8 @@ class RemoteExpert(nn.Module):
     train mode the expert runs in the mode in which its server holds it. Under autocast floating inputs are cast to the
     dtypes of the schema.
 
+    It can be copied and pickled: it holds the uid and the address, and asks for the schema where it is used.
+
     Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
@@ -87,7 +90,7 @@ class RemoteExpert(nn.Module):
         self.forward_timeout = forward_timeout
         self.backward_timeout = backward_timeout
         self._where = endpoint_or_directory
-        self._client = client or shared_client(keys=keys, insecure=insecure)
+        self._reach = Reach(client, keys=keys, insecure=insecure)
         self._found = _Found()
         self._form: object = None
         self._handle = opaque.handle_of(self)
@@ -97,15 +100,20 @@ class RemoteExpert(nn.Module):
         _, schema = self._find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
-        """Another caller of the same expert, through the same client: copying a model copies no connection."""
-        return RemoteExpert(
-            self.uid,
-            self._where,
-            forward_timeout=self.forward_timeout,
-            backward_timeout=self.backward_timeout,
-            client=self._client,
-        )
+        """Another caller of the same expert, through the same client and directory."""
+        memo[id(self._where)] = self._where
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Return the uid and its endpoint or directory."""
@@ -156,7 +164,7 @@ class RemoteExpert(nn.Module):
         with found.lock:
             if found.known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
-                found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
+                found.known = endpoint, fetch_schema(self._reach.client, self.uid, endpoint, deadline)
             return found.known
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
@@ -180,9 +188,16 @@ class RemoteExpert(nn.Module):
 class _Found:
     """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[str, Schema] | None = None) -> None:
         self.lock = threading.Lock()
-        self.known: tuple[str, Schema] | None = None
+        self.known = known
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Found:
+        return _Found(self.known)
+
+    def __reduce__(self) -> tuple[type[_Found], tuple[()]]:
+        # The expert may be elsewhere by then, and have another schema.
+        return _Found, ()
 
 
 class _There:
@@ -207,7 +222,7 @@ class _There:
         deadline = Deadline.after(self._expert.forward_timeout)
         with outside_tracing():
             endpoint, _ = self._expert._find(deadline)
-            client = self._expert._client
+            client = self._expert._reach.client
             return sample_forms(client, self.name, endpoint, schema, inputs, first.shape[0], deadline)
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
@@ -232,7 +247,7 @@ class _There:
             inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema
         call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
         calls = Calls(
-            expert._client,
+            expert._reach.client,
             [call],
             expert.forward_timeout,
             expert.backward_timeout,

@@ -61,8 +61,8 @@ class ExpertBackend:
 
     Args:
         uid: its name, ``prefix.i[.j...]``.
-        module: takes rows (dim 0) and returns as many. Callers in eval mode get it in eval mode, others in the mode that
-            it is in.
+        module: takes rows (dim 0) and returns as many. Callers in eval mode get it in eval mode, others in the mode
+            that it is in.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
         args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument. Requests of which sizes vary
             (``TensorSpec(None, 512)``) share a batch if they are of equal sizes, or with ``pad=True`` are padded to the
