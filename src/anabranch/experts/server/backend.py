@@ -25,6 +25,7 @@ from anabranch.errors import ActivationsGone, NonFinite, SchemaError
 from anabranch.experts.nesting import Mismatch, nesting_of
 from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.gradients import BatchGradients, Gradients
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
 from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
@@ -124,6 +125,7 @@ class ExpertBackend:
         self.gradient_reduction = gradient_reduction
         self.updates = 0
         self.kept = KeptActivations(keep_activations)
+        self._gradients = Gradients(module)
         self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
@@ -172,6 +174,20 @@ class ExpertBackend:
         """Return the queues of forward and backward."""
         return self.forward_pool, self.backward_pool
 
+    def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
+        """Return the priority of a request: of the experts on a device those of higher priorities run first.
+
+        Override it to serve some callers, or all forwards, first; called on the thread that reads. Callers of equal
+        priority take turns, so one with many requests holds up no other; requests of low priority may wait until their
+        deadlines.
+
+        Args:
+            caller: the name in its certificate, or ``process PID`` on a Unix socket.
+            rows: of the request.
+            backward: whether it asks for gradients.
+        """
+        return 0
+
     def to(self, device: torch.device | str) -> ExpertBackend:
         """Move the module; its optimizer follows."""
         self.module.to(device)
@@ -214,17 +230,20 @@ class ExpertBackend:
         Raises:
             NonFinite: a parameter's gradient is NaN or Inf; nothing was updated.
         """
-        try:
+        with self._gradients.of_batch() as batch:
             answers, moved = self._recompute(inputs)
-        except BaseException:
-            self._drop_gradients()
-            raise
-        if moved:
-            self._update()
+            if moved:
+                self._update(batch)
         return answers
 
     def apply_gradients(self) -> None:
-        """Update the parameters from their gradients; override to change the update."""
+        """Update the parameters from their gradients; override to change the update.
+
+        An override may leave the parameters as they are, to step at every k-th batch: the gradients then stay, and
+        those of the next batch are added to them. Once a parameter has changed, or this method has run, all gradients
+        are cleared. An override that wants to forget a batch clears them itself, with ``self.module.zero_grad()``.
+        """
+        self._gradients.applied = True
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
         if self.optimizer is not None:
@@ -235,12 +254,13 @@ class ExpertBackend:
     # --- for checkpoints
 
     def state_dict(self) -> dict[str, object]:
-        """Parameters, buffers, optimizer, scheduler and the count of updates."""
+        """Parameters, buffers, optimizer, scheduler, the count of updates, and gradients that wait for their step."""
         return {
             "module": self.module.state_dict(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "updates": self.updates,
+            "gradients": self._gradients.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -256,6 +276,8 @@ class ExpertBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
         self.updates = int(cast(int, state["updates"]))
+        # States of earlier versions have none.
+        self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
         self._copy = None
 
     # --- forward and backward
@@ -352,7 +374,7 @@ class ExpertBackend:
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
-        try:
+        with self._gradients.of_batch() as gathered:
             if plain:
                 with self._masked(plain):
                     gradients, moved = self._recompute(self._join(plain))
@@ -365,14 +387,11 @@ class ExpertBackend:
                 answers |= gradients_kept
                 moved |= moved_kept
                 self._check_gradients([output for entry in kept.values() for output in entry.batch.outputs])
-        except BaseException:
-            self._drop_gradients()
-            raise
-        for task in batch:
-            if task.ticket:
-                self.kept.drop(task.ticket)
-        if moved:
-            self._update()
+            for task in batch:
+                if task.ticket:
+                    self.kept.drop(task.ticket)
+            if moved:
+                self._update(gathered)
         return [answers[id(task)] for task in batch]
 
     def _find_kept(self, task: Task) -> KeptRows:
@@ -494,26 +513,21 @@ class ExpertBackend:
                 why = " because the module's own output holds NaN or Inf" if of_module else ""
                 raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
 
-    def _update(self) -> None:
+    def _update(self, gathered: BatchGradients) -> None:
         tasks = self.backward_pool.tasks_in_batch
         if self.gradient_reduction == "mean" and tasks > 1:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= tasks
         try:
-            self.apply_gradients()
+            with gathered.applied(overridden=type(self).apply_gradients is not ExpertBackend.apply_gradients):
+                self.apply_gradients()
             self.updates += 1
             self._copy = None
         except BaseException as error:
             if ends_the_program(error):
                 raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
