@@ -78,14 +78,17 @@ def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, Ten
             if (
                 spec.compression is not None
                 or DTYPES[header.code] is not spec.dtype
-                or header.shape[:1] != (rows,)
-                or not spec.fits(header.shape[1:])
+                or (header.shape != (rows, *spec.shape) if not spec.varying else not _fits(spec, rows, header.shape))
             ):
                 break
         else:
             return rows
     came = [(header.dtype, tuple(header.shape)) for header in headers]
     return _check(came, [spec for _, spec in layout], [name for name, _ in layout])
+
+
+def _fits(spec: TensorSpec, rows: int, shape: tuple[int, ...]) -> bool:
+    return shape[:1] == (rows,) and spec.fits(shape[1:])
 
 
 def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
@@ -98,7 +101,7 @@ def _check(
 ) -> int:
     rows = came[0][1][0] if came and came[0][1] else 0
     if len(came) == len(specs) and all(
-        spec.compression is None and dtype is spec.dtype and shape[:1] == (rows,) and spec.fits(shape[1:])
+        spec.compression is None and dtype is spec.dtype and _fits(spec, rows, shape)
         for spec, (dtype, shape) in zip(specs, came, strict=True)
     ):
         return rows

@@ -103,10 +103,10 @@ class TensorSpec:
         batch = len(shape) - len(self.shape)
         return tuple(shape[batch + dimension] for dimension in self.varying)
 
-    def fits(self, shape: Sequence[int]) -> bool:
+    def fits(self, shape: tuple[int, ...]) -> bool:
         """Return True if ``shape``, without the batch dimension, is one of this spec's."""
         if not self.varying:
-            return tuple(shape) == self.shape
+            return shape == self.shape
         return len(shape) == len(self.shape) and all(
             size is None or size == came for size, came in zip(self.shape, shape, strict=True)
         )

@@ -13,7 +13,7 @@ time, and the module is put back into its own mode after each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -333,12 +333,12 @@ class ExpertBackend:
             return split_outputs(gradients, batch)
         return split_padded(gradients, batch, self.schema.inputs, self.schema.input_names)
 
+    def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
+        """Return a block in which the module gets the mask of a padded batch."""
+        return self._with_mask(batch) if self.schema.pads else _as_it_is
+
     @contextmanager
-    def _masked(self, batch: Sequence[Task]) -> Iterator[None]:
-        """Give the module the mask of a padded batch while the block runs."""
-        if not self.schema.pads:
-            yield
-            return
+    def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
         self._mask = make_mask([task.length for task in batch], [task.rows for task in batch], self.device)
         try:
             yield

@@ -243,6 +243,9 @@ class Runtime:
 
     def _most_urgent(self, now: float) -> TaskPool | None:
         """Of the pools with a batch due the one with the most urgent task."""
+        if len(self._filled) == 1:
+            for pool in self._filled:
+                return pool if pool.due_at() <= now else None
         found, least = None, LEAST_URGENT
         for pool in self._filled:
             if pool.due_at() <= now and (urgency := pool.urgency()) < least:

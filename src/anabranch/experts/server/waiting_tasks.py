@@ -88,6 +88,8 @@ class WaitingTasks:
         """
         if not self._groups:
             return float("inf")
+        if least <= 1:
+            return 0.0
         if self.rows >= least and any(group.rows >= least for group in self._groups.values()):
             return 0.0
         return float("inf") if timeout is None else self.oldest() + timeout
@@ -103,11 +105,12 @@ class WaitingTasks:
             least: rows that a group needs to run.
             late: groups with a task that arrived before this moment run with fewer.
         """
+        if len(self._groups) == 1:
+            for key, group in self._groups.items():
+                return key, group.heap[0][0], group.rows
         found: tuple[object, Urgency, int] = (None, LEAST_URGENT, 0)
         for key, group in self._groups.items():
-            if group.heap[0][0] < found[1] and (
-                len(self._groups) == 1 or group.rows >= least or group.oldest() <= late
-            ):
+            if group.heap[0][0] < found[1] and (group.rows >= least or group.oldest() <= late):
                 found = key, group.heap[0][0], group.rows
         return found
 
