@@ -26,7 +26,7 @@ from typing import Literal, cast
 from anabranch.errors import ProtocolError, SchemaError
 from anabranch.tensors import Structure
 
-__all__ = ["LEAF", "Kind", "Mismatch", "Nesting", "find_class", "flatten", "nesting_of"]
+__all__ = ["Kind", "LEAF", "Mismatch", "Nesting", "find_class", "flatten", "nesting_of"]
 
 Kind = Literal["leaf", "list", "tuple", "named", "mapping"]
 _MOST_FIELDS = 64

@@ -105,7 +105,7 @@ Outcome = Answer | Exception | None
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How a client over sockets was made; arguments as of ``Client``."""
+    """The arguments of a client over sockets; see ``Client``."""
 
     role: str
     keys: str | None
@@ -182,7 +182,7 @@ class Client:
 
     @property
     def options(self) -> ClientOptions:
-        """How to make such a client in another process.
+        """The arguments that make such a client in another process.
 
         Raises:
             TypeError: its transport or its limits are of this process.

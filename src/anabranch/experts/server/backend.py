@@ -296,14 +296,14 @@ class ExpertBackend:
 
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
-        with evaluating(self.module) if batch[0].evaluating else _as_it_is, self._masked(batch):
+        with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._masked(batch):
             if any(task.ticket for task in batch):
                 return self._keep_forward(batch)
             return self._split(self.forward(*self._join(batch)), batch)
 
     def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
-        with evaluating(self.module) if batch[0].evaluating else _as_it_is:
+        with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
             if any(task.ticket for task in batch):
                 return self._backward_tasks(batch)
             with self._masked(batch):
@@ -592,7 +592,7 @@ class ExpertBackend:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Hold ``module`` in eval mode, and put each of its parts back into the mode that it was in."""
     trained = [part for part in module.modules() if part.training]
     if trained:

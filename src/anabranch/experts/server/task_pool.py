@@ -95,7 +95,7 @@ class Task(msgspec.Struct, eq=False):
 
     @property
     def group(self) -> tuple[bool, tuple[int, ...]]:
-        """What the tasks of one batch have in common."""
+        """The mode and sizes that the tasks of one batch have in common."""
         return self.evaluating, self.sizes
 
     def __post_init__(self) -> None:

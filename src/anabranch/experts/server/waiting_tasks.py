@@ -17,7 +17,7 @@ from anabranch.experts.server.fair_order import FairOrder
 if TYPE_CHECKING:
     from anabranch.experts.server.task_pool import Task
 
-__all__ = ["LEAST_URGENT", "Choice", "Urgency", "WaitingTasks"]
+__all__ = ["Choice", "LEAST_URGENT", "Urgency", "WaitingTasks"]
 
 Urgency = tuple[int, float, float, int]
 """Less is more urgent: the negated priority, the start in virtual time, the arrival, a running number."""
@@ -26,7 +26,7 @@ LEAST_URGENT: Urgency = (2**62, float("inf"), float("inf"), 0)
 
 
 class Choice(Enum):
-    """What to do with a waiting task while a batch is made."""
+    """The fate of a waiting task while a batch is made."""
 
     TAKE = auto()
     LEAVE = auto()
