@@ -142,12 +142,15 @@ class _Asker:
             frozenset(self.finder.avoidance.now()),
         )
 
-    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline) -> Choices:
+    def choose(
+        self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline, kept: Sequence[Tensor] | None
+    ) -> Choices:
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
         directory = within(self.finder.directory, deadline)
-        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
+        masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
+        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now(), masks)
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
         """Return the schema of any announced expert, asked for if none has been asked yet."""
@@ -158,7 +161,7 @@ class _Asker:
                 raise _no_schema(deadline)
             return self.finder.any_schema
 
-    def _forms(self, uid_prefix: str, dimensions: int, gated: Tensor, inputs: Structure) -> tuple[Schema, list[Form]]:
+    def forms_of(self, uid_prefix: str, dimensions: int, gated: Tensor, inputs: Structure) -> tuple[Schema, list[Form]]:
         """Return the schema of the experts, and the forms of their outputs for these inputs."""
         deadline = Deadline.after(self.terms.forward_timeout)
         schema = self._schema(uid_prefix, dimensions, deadline)
@@ -218,6 +221,7 @@ class _Asker:
         grid_size: Sequence[int],
         mix: Callable[..., tuple[list[Tensor], Schema]],
         gated: Tensor,
+        drawn: Tensor | None,
         leaves: Sequence[object],
         nesting: Nesting,
         more: Sequence[Form] = (),
@@ -240,13 +244,13 @@ class _Asker:
         def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
             # Not the outer ``gated``: what a graph keeps must not hold a tensor of its capture.
             gated = cast("Tensor", inputs[0])
-            schema, found = self._forms(uid_prefix, len(grid_size), gated, nesting.rebuild(inputs[1:], plain=True))
+            schema, found = self.forms_of(uid_prefix, len(grid_size), gated, nesting.rebuild(inputs[2:], plain=True))
             asked[:] = [schema]
             # The gate's gradient comes through every output.
             return [*(replace(form, differentiable=True) for form in found), *more]
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
-        outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
+        outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves)))
         return asked[0], outputs
 
     def _make_calls(
@@ -446,6 +450,13 @@ def _scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
     return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
 
 
+def _kept(drawn: Tensor | None, grid_size: Sequence[int]) -> list[Tensor] | None:
+    """Return for each dimension which indices may be chosen; ``None`` if all may."""
+    if drawn is None:
+        return None
+    return [mask | ~mask.any() for mask in torch.split(drawn, list(grid_size))]
+
+
 def _dimensions_of(schema: Schema) -> int:
     """Return the number of dimensions of a row of an expert's first input."""
     first = schema.arguments[0] if schema.arguments else None
@@ -494,9 +505,13 @@ class _Mixture(nn.Module):
         uid_prefix: str,
         k_best: int,
         terms: _Terms,
+        grid_dropout: float,
         finder: Callable[[], ExpertFinder],
     ) -> None:
         super().__init__()
+        if not 0 <= grid_dropout < 1:
+            raise ValueError(f"grid_dropout lies in [0, 1), got {grid_dropout!r}")
+        self.grid_dropout = grid_dropout
         self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
         self.k_best = k_best
         self.gate = nn.Linear(in_features, sum(self.grid_size))
@@ -532,9 +547,17 @@ class _Mixture(nn.Module):
         """Return what the gate sees of its input."""
         return x
 
-    def call_whole(self, training: bool, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+    def _drawn(self, gated: Tensor) -> Tensor | None:
+        """Return which of the gate's columns may be chosen in this call; ``None`` for all."""
+        if not (self.training and self.grid_dropout):
+            return None
+        return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
+
+    def call_whole(
+        self, training: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
+    ) -> Sequence[Tensor]:
         """Everything after the gate, as one call that Dynamo leaves whole."""
-        return self._mixed(gated, args, kwargs, evaluating=not training)[1]
+        return self._mixed(gated, drawn, args, kwargs, evaluating=not training)[1]
 
     def statistics(self) -> MixtureStatistics:
         """Counters since the module was made."""
@@ -556,35 +579,57 @@ class _Mixture(nn.Module):
         return []
 
     def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure], *, evaluating: bool
+        self,
+        gated: Tensor,
+        drawn: Tensor | None,
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        *,
+        evaluating: bool,
     ) -> tuple[Schema, list[Tensor]]:
         leaves, nesting = flatten((args, kwargs))
         manner = _Manner(evaluating, torch.is_autocast_enabled(gated.device.type))
 
-        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+        Mixed = tuple[list[Tensor], Schema]
+
+        def mix(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> Mixed:
             # A captured graph runs this outside the autocast that it was captured in; so does the tape.
             with torch.autocast(gated.device.type, enabled=False) if manner.casting else nullcontext():
-                return mix_as_it_is(entry, gated, *inputs)
+                return mix_as_it_is(entry, gated, drawn, *inputs)
 
-        def mix_as_it_is(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+        def mix_as_it_is(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> Mixed:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
             # Softmax and sums are in single precision under autocast.
             if manner.casting and gated.dtype in (torch.float16, torch.bfloat16):
                 gated = gated.float()
-            scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
+            scores = list(torch.split(gated, list(self.grid_size), dim=-1))
+            kept = _kept(drawn, self.grid_size)
             # The experts read mappings and tuples of any class by their own schema.
             its_args, its_kwargs = cast(
                 "tuple[tuple[Structure, ...], dict[str, Structure]]", nesting.rebuild(inputs, plain=True)
             )
+            if not len(gated):
+                return self._mixed_nothing(gated, (its_args, its_kwargs))
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline, kept)
             chosen = self._asker.ask(choices, its_args, its_kwargs, deadline, entry, manner)
+            if kept is not None:
+                scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, kept, strict=True)]
             weights = self._weights(scores, choices, chosen.present)
             outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
             return [*outputs, *self._beside(choices, gated)], chosen.schema
 
         return self._asker.mixed(
-            self.uid_prefix, self.grid_size, mix, gated, leaves, nesting, self._forms_beside(gated)
+            self.uid_prefix, self.grid_size, mix, gated, drawn, leaves, nesting, self._forms_beside(gated)
         )
+
+    def _mixed_nothing(self, gated: Tensor, inputs: Structure) -> tuple[list[Tensor], Schema]:
+        """Return the outputs for no rows: connected to the gate, and through it to the input."""
+        schema, forms = self._asker.forms_of(self.uid_prefix, len(self.grid_size), gated, inputs)
+        zero = gated.sum() * 0.0
+        outputs = [gated.new_zeros(form.shape, dtype=form.dtype) + zero.to(form.dtype) for form in forms]
+        shape = (0, self.k_best)
+        none = Choices([], np.full(shape, -1), np.zeros((*shape, len(self.grid_size)), dtype=np.int64))
+        return [*outputs, *self._beside(none, gated)], schema
 
 
 class RemoteMixtureOfExperts(_Mixture):
@@ -613,6 +658,8 @@ class RemoteMixtureOfExperts(_Mixture):
         allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
             any, instead of raising.
         detect_anomalies: treats an answer that holds NaN or Inf as missing.
+        grid_dropout: in train mode each index of each dimension is left out of a call with this probability, so that
+            other experts are tried too; a dimension that would lose all its indices keeps them.
         client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
 
     Raises:
@@ -649,6 +696,7 @@ class RemoteMixtureOfExperts(_Mixture):
         backward_timeout: float = 30.0,
         allow_zero_outputs: bool = False,
         detect_anomalies: bool = True,
+        grid_dropout: float = 0.0,
         client: Client | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -668,6 +716,7 @@ class RemoteMixtureOfExperts(_Mixture):
             uid_prefix,
             k_best,
             terms,
+            grid_dropout,
             lambda: _finder(directory, client, keys, insecure=insecure),
         )
 
@@ -676,9 +725,9 @@ class RemoteMixtureOfExperts(_Mixture):
         leading = self._leading_of(x)
         gated = self._gated(x, leading)
         if torch.compiler.is_dynamo_compiling():
-            outputs = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
+            outputs = opaque.call(self._handle, (self.training, gated, self._drawn(gated), x, *args), kwargs)
             return cast(Structure, opaque.fill(self._form, with_leading(outputs, leading)))
-        schema, given = self._mixed(gated, (x, *args), kwargs, evaluating=not self.training)
+        schema, given = self._mixed(gated, self._drawn(gated), (x, *args), kwargs, evaluating=not self.training)
         return schema.nest_outputs(with_leading(given, leading))
 
 
@@ -731,6 +780,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         detect_anomalies: bool = True,
         utilization_alpha: float = 0.9,
         jitter: float = 1e-2,
+        grid_dropout: float = 0.0,
         client: Client | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -742,7 +792,13 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
             k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
         )
         super().__init__(
-            in_features, grid_size, uid_prefix, 1, terms, lambda: _finder(directory, client, keys, insecure=insecure)
+            in_features,
+            grid_size,
+            uid_prefix,
+            1,
+            terms,
+            grid_dropout,
+            lambda: _finder(directory, client, keys, insecure=insecure),
         )
         self.utilization_alpha = utilization_alpha
         self.jitter = jitter
@@ -755,10 +811,10 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         gated = self._gated(x, leading)
         grids = len(self.grid_size)
         if torch.compiler.is_dynamo_compiling():
-            found = opaque.call(self._handle, (self.training, gated, x, *args), kwargs)
+            found = opaque.call(self._handle, (self.training, gated, self._drawn(gated), x, *args), kwargs)
             output = cast(Structure, opaque.fill(self._form, with_leading(found[:-grids], leading)))
         else:
-            schema, found = self._mixed(gated, (x, *args), kwargs, evaluating=not self.training)
+            schema, found = self._mixed(gated, self._drawn(gated), (x, *args), kwargs, evaluating=not self.training)
             output = schema.nest_outputs(with_leading(found[:-grids], leading))
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
 
@@ -792,5 +848,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
                 now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
                 with torch.no_grad():
                     utilization.copy_(torch.where(given[-1] > 0, now, utilization))
-            losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
+            # The mean over no rows is NaN.
+            mean = grid.softmax(dim=-1).mean(0) if len(grid) else grid.sum(0)
+            losses.append(grid.shape[1] * (mean * utilization).sum())
         return torch.stack(losses).mean()
