@@ -88,6 +88,36 @@ def test_a_mixture_in_eval_mode_has_its_experts_in_eval_mode() -> None:
             assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 
 
+class Merges(nn.Linear):
+    """Weighs twice as much in train mode, and notes each change of its mode; one part of it stays in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.frozen = nn.Dropout(0.5).eval()
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merges:
+        if mode == self.merged:
+            self.weight.data *= 2.0 if mode else 0.5
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.frozen(x))
+
+
+def test_a_module_that_changes_with_its_mode_is_asked_to_change_back_and_frozen_parts_stay_frozen() -> None:
+    module = Merges()
+    module.frozen.eval()
+    nn.init.constant_(module.weight, 4.0)
+    with served(ExpertBackend("m.0", module, args_schema=[TensorSpec(1)])) as server:
+        expert, x = RemoteExpert("m.0", server.endpoint), torch.ones(1, 1)
+        for _ in range(2):
+            assert expert.eval()(x).item() == 2.0
+            assert expert.train()(x).item() == 4.0
+            assert (module.training, module.frozen.training) == (True, False)
+
+
 class Modes(nn.Module):
     """Notes the mode and the rows of each batch."""
 
@@ -177,3 +207,48 @@ def test_a_mixture_under_autocast_is_the_mixture_of_the_cast_inputs() -> None:
         assert answer.dtype == torch.float32
         assert torch.allclose(answer, expected, rtol=1e-5, atol=1e-6)
         assert torch.allclose(far.grad.float(), near.grad.float(), rtol=2e-2, atol=1e-2)
+
+
+class Chain(nn.Module):
+    """A layer, a remote expert that may be in another mode than the rest, and a mixture."""
+
+    def __init__(self, endpoint: str, directory: Directory) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.expert = RemoteExpert("modes.0", endpoint)
+        self.mixture = RemoteMixtureOfExperts(4, [1], directory, "modes", k_best=1, grid_dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.mixture(self.expert(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_graph_asks_in_the_mode_and_precision_of_now() -> None:
+    results = []
+    for engine in ("tape", "graph"):
+        torch.manual_seed(0)
+        module, directory = Modes(), Directory()
+        with served(ExpertBackend("modes.0", module, args_schema=[TensorSpec(4)]), directory=directory) as server:
+            model = Chain(server.endpoint, directory)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            steps = {
+                "train": ab.TrainStep(model, lambda model, x: model(x).square().mean(), optimizer),
+                "validate": ab.EvalStep(model, lambda model, x: {"y": model(x)}),
+            }
+            with ab.Executor(steps, engine=engine) as executor:
+                for frozen in (False, True, False):
+                    model.train()
+                    model.expert.train(not frozen)
+                    module.seen.clear()
+                    loss = executor.run("train", torch.ones(2, 3, 4))["loss"]
+                    # Forward of both, then backward of both, which computes them again.
+                    modes = [mode for mode, rows in module.seen if rows == 6]
+                    assert modes == [not frozen, True, True, not frozen]
+                    module.seen.clear()
+                    value = executor.run("validate", torch.ones(2, 3, 4))["y"]
+                    assert {mode for mode, _ in module.seen} == {False}
+                    results.append((engine, loss, value))
+                assert executor.engine("train") == engine
+    for (_, loss, value), (_, other, another) in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(loss, other)
+        assert torch.equal(value, another)

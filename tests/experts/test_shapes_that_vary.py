@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from expert_modules import Slow, in_the_module, served
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import SchemaError
+from anabranch.errors import RemoteError, SchemaError
 from anabranch.experts import Directory, ExpertBackend, RemoteExpert, RemoteMixtureOfExperts, Task, TaskPool
 from anabranch.tensors import TensorSpec
 from waiting import join, wait_until
@@ -200,6 +201,35 @@ def test_what_does_not_fit_is_refused_with_its_name_and_harms_nobody() -> None:
 class Half(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return x[:, ::2]
+
+
+class Touchy(nn.Module):
+    """Fails at a value, and returns what it takes where the mask is true."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if (x == 13.0).any():
+            raise ArithmeticError("unlucky")
+        return x * mask[..., None]
+
+
+def test_a_request_that_fails_in_a_padded_batch_fails_alone() -> None:
+    backend, slow = ExpertBackend("t.0", Touchy(), args_schema=[TensorSpec(None, 1, pad=True)]), Slow()
+    outcomes: dict[int, object] = {}
+    with served(backend, ExpertBackend("slow.0", slow, args_schema=[TensorSpec(1)])) as server:
+
+        def ask(length: int) -> None:
+            x = torch.full((2, length, 1), 13.0 if length == 3 else float(length))
+            try:
+                outcomes[length] = RemoteExpert("t.0", server.endpoint)(x)
+            except RemoteError as error:
+                outcomes[length] = str(error)
+
+        calls: list[Callable[[], object]] = [functools.partial(ask, length) for length in (2, 3, 4)]
+        waiting_together(calls, server.endpoint, slow, [backend.forward_pool])
+    assert "unlucky" in str(outcomes[3])
+    for length in (2, 4):
+        assert torch.equal(outcomes[length], torch.full((2, length, 1), float(length)))  # type: ignore[arg-type]
+    assert backend.forward_pool.statistics().batches == 4  # together, then each alone
 
 
 def test_an_output_may_be_of_another_length_than_the_input() -> None:

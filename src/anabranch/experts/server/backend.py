@@ -594,14 +594,16 @@ class ExpertBackend:
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Hold ``module`` in eval mode, and put each of its parts back into the mode that it was in."""
-    trained = [part for part in module.modules() if part.training]
-    if trained:
+    modes = [(part, part.training) for part in module.modules()]
+    if any(training for _, training in modes):
         module.eval()
     try:
         yield
     finally:
-        for part in trained:
-            part.training = True
+        # Through ``train``, which a module may override: some merge weights in eval mode. Parents come first.
+        for part, training in modes:
+            if part.training != training:
+                part.train(training)
 
 
 _as_it_is = nullcontext()

@@ -48,15 +48,17 @@ def make_mask(lengths: Sequence[int], rows: Sequence[int], device: torch.device)
 def join_padded(batch: Sequence[Task], specs: Sequence[TensorSpec | None]) -> list[Tensor | None]:
     """Return the inputs of a batch, each as one tensor, of the longest request's length."""
     longest = max(task.length for task in batch)
-    for task in batch:
-        if task.length < longest:
-            task.inputs = [
-                tensor
-                if tensor is None or spec is None or not spec.varying
-                else fill(tensor, spec.with_sizes([longest] * len(spec.varying)))
-                for tensor, spec in zip(task.inputs, specs, strict=True)
-            ]
-    return join_tasks(batch)
+    # The tasks keep theirs, to be run one by one if the batch fails.
+    filled = [
+        [
+            tensor
+            if tensor is None or spec is None or not spec.varying
+            else fill(tensor, spec.with_sizes([longest] * len(spec.varying)))
+            for tensor, spec in zip(task.inputs, specs, strict=True)
+        ]
+        for task in batch
+    ]
+    return join_tasks(batch, filled)
 
 
 def split_padded(

@@ -451,10 +451,10 @@ def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> li
     return [[column[index] for column in columns] for index in range(len(batch))]
 
 
-def join_tasks(batch: Sequence[Task]) -> list[Tensor | None]:
-    """Return the inputs of a batch, each as one tensor."""
+def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] | None = None) -> list[Tensor | None]:
+    """Return the inputs of a batch, each as one tensor; ``inputs`` instead of the tasks' own if given."""
     joined: list[Tensor | None] = []
-    for column in zip(*(task.inputs for task in batch), strict=True):
+    for column in zip(*(inputs or [task.inputs for task in batch]), strict=True):
         present = [tensor for tensor in column if tensor is not None]
         if not present:
             joined.append(None)
