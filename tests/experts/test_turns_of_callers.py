@@ -66,20 +66,21 @@ def test_pools_of_a_device_share_the_turns_and_the_priorities() -> None:
     def pool(name: str) -> TaskPool:
         return TaskPool(lambda x: (order.append(name), [x])[1], name=name, max_batch_size=1)
 
-    mine, theirs, urgent = pool("many"), pool("few"), pool("urgent")
+    mine, more, theirs, urgent = pool("many"), pool("more of many"), pool("few"), pool("urgent")
     finish = lambda outcome: done.release()  # noqa: E731
-    with Runtime([mine, theirs, urgent]) as runtime:
+    with Runtime([mine, more, theirs, urgent]) as runtime:
         with runtime.paused():
             mine.submit(task("many", finish=finish))
             wait_until(lambda: not runtime.idle())  # the device has taken it, and waits for the pause to end
             for _ in range(3):
                 mine.submit(task("many", finish=finish))
+            more.submit(task("many", finish=finish))
             theirs.submit(task("few", finish=finish))
             urgent.submit(task("few", priority=1, finish=finish))
-        for _ in range(6):
+        for _ in range(7):
             assert done.acquire(timeout=60)
     assert order.index("few") < 4
-    assert order[-1] == "many"
+    assert order[-1] == "more of many"  # a caller has one turn, in however many pools it waits
     assert order.index("urgent") < order.index("few")
 
 
