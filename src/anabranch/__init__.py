@@ -5,6 +5,7 @@ gives. The packages are floors, imports point down only:
 
 - ``launch``, ``cli``: the processes of a job, and ``anabranch run``.
 - ``executor``: runs training and evaluation steps; start here.
+- ``loaders``: batches of sampled surroundings in a graph of nodes.
 - ``graph``: a function or a whole step as a graph that can be differentiated, changed, looked at and run.
 - ``collectives``: gradients summed over the workers of a ``torch.distributed`` job.
 - ``pipeline``: a model in stages on several devices or ranks, with tensors that jump over stages.
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING
 from anabranch._lazy import lazy_names
 from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the function has its module's name
 
+__version__ = "0.1.0.dev0"
+
 if TYPE_CHECKING:
-    from anabranch import testing
+    from anabranch import loaders, testing
     from anabranch.autodiff import (
         Grad,
         GradManager,
@@ -119,6 +122,7 @@ __all__ = [
     "get_grad_managers",
     "gradients",
     "job",
+    "loaders",
     "map_with_parallel_backward",
     "pop",
     "recv",

@@ -238,7 +238,9 @@ def test_gradients_that_flow_on_into_the_batch_are_left_to_the_tape() -> None:
 
 def test_anomaly_detection_finds_what_the_tape_finds() -> None:
     model = nn.Linear(4, 3)
-    step = ab.TrainStep(model, lambda m, x: m(x).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = ab.TrainStep(
+        model, lambda m, x: (m(x).square() + 1).sqrt().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     with ab.Executor(step, capture_after=0) as executor:
         executor.run(batch=torch.ones(2, 4))
         executor.run(batch=torch.ones(2, 4))

@@ -18,6 +18,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
 from anabranch.events import on_fault_point
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server.server import push_log
 from anabranch.parameter_server.server.log_format import Preamble, Record, encode_record
 from anabranch.parameter_server.server.ownership import Ownership
 from anabranch.parameter_server.server.push_log import PushLog
@@ -455,17 +456,48 @@ def test_many_commits_share_one_sync(tmp_path: Path) -> None:
     assert len(syncs) == 1
 
 
-def test_a_disk_that_fails_is_said_and_nothing_more_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["push_log.before_append", "push_log.mid_append", "push_log.after_append"])
+def test_a_record_that_finds_no_room_is_cut_off_and_the_next_one_follows(tmp_path: Path, where: str) -> None:
     def fail(name: str) -> None:
-        if name == "push_log.before_append":
+        if name == where:
             raise OSError(28, "No space left on device")
 
     with PushLog(tmp_path) as log:
         log.append(Record("first", b""))
-        with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left"):
+        for _ in range(2):
+            with on_fault_point(fail), pytest.raises(CheckpointError, match="No space left.* tried again"):
+                log.append(Record("second", b"facts"))
+        log.commit(log.append(Record("third", b"")), Deadline.after(60.0))
+    assert records(tmp_path) == ["first", "third"]
+
+
+def test_a_file_that_cannot_be_begun_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with PushLog(tmp_path) as log:
+        log.append(Record("first", b""))
+        with monkeypatch.context() as patch:
+            patch.setattr(push_log, "write_all", refuse)
+            with pytest.raises(CheckpointError, match="no new log file can be begun"):
+                log.rotate()
+        log.append(Record("second", b""))
+        log.rotate()
+        log.append(Record("third", b""))
+    assert records(tmp_path) == ["first", "second", "third"]
+
+
+def test_a_disk_that_fails_to_sync_is_said_and_nothing_more_is_taken(tmp_path: Path) -> None:
+    def fail(name: str) -> None:
+        if name == "push_log.before_sync":
+            raise OSError(5, "Input/output error")
+
+    with PushLog(tmp_path) as log:
+        position = log.append(Record("first", b""))
+        with on_fault_point(fail), pytest.raises(CheckpointError, match="Input/output error.* start this server again"):
+            log.commit(position, Deadline.after(60.0))
+        with pytest.raises(CheckpointError, match="Input/output error"):
             log.append(Record("second", b""))
-        with pytest.raises(CheckpointError, match="No space left"):
-            log.append(Record("third", b""))
     assert records(tmp_path) == ["first"]
 
 

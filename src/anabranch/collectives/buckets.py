@@ -205,6 +205,11 @@ class GradientBuckets:
         for index, parameter in enumerate(bucket.parameters):
             self._where[parameter] = (bucket, index)
 
+    @property
+    def empty(self) -> bool:
+        """True if no parameter's gradient is summed here."""
+        return not self._parameters
+
     def start_window(self) -> None:
         """Begins a new sum."""
         for bucket in self._buckets:

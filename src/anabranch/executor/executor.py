@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -34,7 +34,7 @@ from anabranch.executor.pipe_runner import PipelineGrid, check_pipes, evaluated,
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.routes import CommMode, Place, Routes, comm_mode_of, plan_routes
-from anabranch.executor.saving import Saver
+from anabranch.executor.saving import HasState, Saver
 from anabranch.executor.statistics import Statistics
 from anabranch.executor.steps import EvalStep, Step, TrainStep, distinct_models, named_steps
 from anabranch.graph import Graph
@@ -98,6 +98,9 @@ class Executor:
         heartbeat: seconds between two looks at whether they are still there.
         capture_after: ``engine="auto"`` tries its graph after exactly so many runs of a step, and keeps it if its bits
             are right, whatever the clock says; ``None`` lets the clock decide.
+        state: further objects of yours by name, saved with every checkpoint (as they are on rank 0) and loaded on
+            every worker: anything with ``state_dict`` and ``load_state_dict`` whose state is nested plain values and
+            tensors, such as a ``torch.optim.swa_utils.AveragedModel``.
 
     Raises:
         ValueError, TypeError: an argument that is none of the above, models or optimizers that differ between the
@@ -126,6 +129,7 @@ class Executor:
         timeout: float = 600.0,
         heartbeat: float = 1.0,
         capture_after: int | None = None,
+        state: Mapping[str, HasState] | None = None,
     ) -> None:
         self._steps = named_steps(steps)
         self.comm_mode: CommMode | None = comm_mode_of(comm_mode)
@@ -150,6 +154,7 @@ class Executor:
             raise TypeError(f"dataloaders is a dict of loaders by the step's name, got {dataloaders!r}")
         for name in dataloaders or {}:
             self._step(name)
+        _check_state(state)
         self._models = distinct_models(self._steps)
         self._routes = plan_routes(
             self._steps,
@@ -199,7 +204,7 @@ class Executor:
                 for name, step in self._steps.items()
                 if isinstance(step, EvalStep)
             }
-            self._saver = Saver(self._steps, self._runners, self._grid or self._workers)
+            self._saver = Saver(self._steps, self._runners, self._grid or self._workers, state)
             self._share_parameters()
             if self._routes.served:
                 self._remote = RemotePart(
@@ -286,8 +291,9 @@ class Executor:
             batch: this worker's shard: a nested structure of tensors that agree in rows (dim 0), numpy arrays or
                 scipy.sparse matrices; ``None`` takes the next batch of the step's loader.
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
-                output), ``"<parameter>.grad"`` (as the optimizer got it; not of what lives on servers); by default all
-                that the step returns.
+                output), ``"<parameter>.grad"`` (as the optimizer got it; not of what lives on servers),
+                ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was passed
+                over); by default all that the step returns.
             as_numpy: return numpy arrays.
 
         Returns:
@@ -297,6 +303,8 @@ class Executor:
         Raises:
             ValueError: an unknown step or name to fetch, a batch whose tensors disagree in rows, a loss that is no
                 scalar; no parameter has changed.
+            NonFinite: a gradient holds NaN or an infinity, and the step is not one that passes over it
+                (``TrainStep(skip_nonfinite=True)``); no parameter has changed, on any worker.
             PeerLost, DeadlineExceeded: another worker died, froze or did not come.
         """
         self._check_open()
@@ -325,17 +333,22 @@ class Executor:
             step.model.train()
         ran = None
         while ran is None:
-            found = self._batches.next(name) if batch is None else batch
+            bound = batch is None
+            found = self._batches.next(name, runner.end_epoch) if bound else batch
+            length = self._batches.length(name) if bound else None
             if found is None:
-                ran = runner.run_idle()
+                with runner.in_epoch(length):
+                    ran = runner.run_idle()
                 if ran is None:
+                    runner.end_epoch()
                     self._batches.start_epoch(name)
                 continue
             found = as_tensors(found, self._devices[name])
             rows = float(count_rows(found) if step.rows is None else step.rows(found))
             if not 0 <= rows < float("inf"):
                 raise ValueError(f"rows(batch) gave {rows!r}; the weight of a batch is a finite number of at least 0")
-            ran = runner.run(found, rows, fetch)
+            with runner.in_epoch(length) if bound else nullcontext():
+                ran = runner.run(found, rows, fetch)
             self._rows += rows
         values = {"loss": ran.loss}
         values.update(fetch.collect(ran.returned))  # type: ignore[arg-type]
@@ -392,6 +405,11 @@ class Executor:
             raise RuntimeError(f"step {name!r} does not run as a graph; engine='graph' says why it cannot")
         return program.graph
 
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken, those of a loaded checkpoint included."""
+        return sum(runner.steps for runner in self._runners.values())
+
     def routes(self) -> Routes:
         """Return the place of every parameter, and the reason; ``print`` shows a table."""
         return self._routes
@@ -401,7 +419,8 @@ class Executor:
         workers = self._workers
         tables = {} if self._remote is None else self._remote.loads()
         return Statistics(
-            steps=sum(runner.steps for runner in self._runners.values()),
+            steps=self.step,
+            skipped_steps=sum(runner.skipped for runner in self._runners.values()),
             runs=dict(self._runs),
             rows=self._rows,
             bytes=(0 if workers is None else workers.bytes_sent) + sum(loads.bytes for loads in tables.values()),
@@ -450,8 +469,8 @@ class Executor:
         """Save everything that training goes on from, whole or not at all; every worker calls it.
 
         Models, optimizers, schedulers, the runs and steps done, an open accumulation window, every worker's random
-        number generators, and the positions of the bound loaders, batches fetched ahead not counted. The previous
-        checkpoint in ``path`` is kept.
+        number generators, the positions of the bound loaders, batches fetched ahead not counted, and what was given as
+        ``state``. The previous checkpoint in ``path`` is kept.
 
         Raises:
             CheckpointError: it could not be written; raised on every worker.
@@ -519,12 +538,37 @@ class Executor:
         self._end(clean=kind is None)
 
 
+def _check_state(state: object) -> None:
+    if not isinstance(state, Mapping | None):
+        raise TypeError(f"state is a dict of objects by name, got {type(state).__name__}")
+    for name, value in (state or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"state names objects by texts, got {name!r}")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(f"state {name!r} is a {type(value).__name__} without state_dict and load_state_dict")
+
+
 def _placed(steps: Mapping[str, Step], devices: Mapping[str, str | torch.device]) -> Placement:
     optimizers = [o for step in steps.values() if isinstance(step, TrainStep) for o in step.optimizers]
     return Placement(list(dict.fromkeys(step.model for step in steps.values())), devices, optimizers)
 
 
 def _engine_for(name: str, step: TrainStep, engine: str, compile: bool, capture_after: int | None) -> Engine:  # noqa: A002
+    if step.precision == "float16":
+        if engine == "graph":
+            raise ValueError(
+                f"step {name!r} has precision='float16', whose loss is scaled on the tape, and engine='graph' was "
+                "asked for; use precision='bfloat16', or engine='auto'"
+            )
+        return TapeEngine(step, why="float16 scales its loss, which the tape does")
+    if step.activation_budget is not None:
+        if engine == "tape":
+            raise ValueError(
+                f"step {name!r} has an activation_budget, which takes a graph, and engine='tape' was asked for; leave "
+                "one of them out, or checkpoint layers with torch.utils.checkpoint"
+            )
+        # Not compared with the tape, which would not fit.
+        return GraphEngine(step, compile=compile, leaves_gradients=not compile, name=name, tape=TapeEngine(step))
     if engine == "tape":
         return TapeEngine(step)
     if engine == "graph":

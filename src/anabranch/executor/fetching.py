@@ -1,4 +1,4 @@
-"""``run(fetch=...)``: the loss, what the step returned, a submodule's output, a parameter's gradient."""
+"""``run(fetch=...)``: the loss, what the step returned, a submodule's output, a parameter's gradient, their norm."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from anabranch.tensors import Structure, map_structure
 __all__ = ["Fetch"]
 
 _GRADIENT = ".grad"
+_NORM = "grad_norm"
 
 
 class Fetch:
@@ -25,7 +26,10 @@ class Fetch:
     Attributes:
         modules: the submodules whose outputs are asked for.
         gradients: the gradients asked for, as ``<parameter>.grad``.
+        norm: the norm of all gradients before clipping, where it was asked for and the step took one.
     """
+
+    norm: Tensor | None = None
 
     def __init__(self, names: Sequence[str] | None, model: nn.Module) -> None:
         if isinstance(names, str):
@@ -52,16 +56,14 @@ class Fetch:
         }
         self.modules, self.gradients = list(self._modules), list(self._gradients)
 
+    @property
+    def wants_norm(self) -> bool:
+        """True if the norm of the gradients is asked for, unless the step itself returns something of that name."""
+        return self.names is not None and _NORM in self.names
+
     def record_gradients(self, gradients: Mapping[str, Structure]) -> None:
         """Take gradients from an engine that leaves none in ``.grad``."""
         self._recorded = gradients
-
-    def add_to(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take that ``parameter`` had this ``gradient`` before the step, which its own was added to."""
-        for name, asked in self._gradients.items():
-            if asked is parameter and name in self._recorded:
-                own = self._recorded[name]
-                self._recorded = {**self._recorded, name: gradient + own if isinstance(own, Tensor) else gradient}
 
     def record(self, outputs: Mapping[str, Structure]) -> None:
         """Take the outputs of the submodules from an engine that has them."""
@@ -80,11 +82,11 @@ class Fetch:
     def check(self, returned: Mapping[str, object]) -> None:
         """Raise ``ValueError`` for a name that is nothing the step has, before the step changes anything."""
         for name in self.names or ():
-            if name == "loss" or name in returned or name in self._modules or name in self._gradients:
+            if name in ("loss", _NORM) or name in returned or name in self._modules or name in self._gradients:
                 continue
             raise ValueError(
                 f"fetch names {name!r}, which is neither 'loss', nor a key that the step returns ({sorted(returned)}), "
-                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad'"
+                f"nor a submodule of {type(self._model).__name__}, nor '<parameter>.grad', nor 'grad_norm'"
             )
 
     def collect(self, returned: Mapping[str, Tensor]) -> dict[str, Structure]:
@@ -108,6 +110,8 @@ class Fetch:
                 found[name] = None if gradient is None else gradient.detach().clone()
             elif name in self._modules:
                 found[name] = self._outputs.get(name)
+            elif name == _NORM:
+                found[name] = self.norm
         return found
 
 

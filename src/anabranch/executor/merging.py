@@ -22,6 +22,7 @@ class Part(TypedDict):
     """The part of the model's state that a stage after the first keeps."""
 
     model: dict[str, Tensor]
+    extra: dict[str, object]
     optimizers: dict[str, list[object]]
 
 

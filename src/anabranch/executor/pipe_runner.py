@@ -14,17 +14,20 @@ others do. What a row must agree on (the loss, a request to stop) travels with t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import Engine, Ready, StepOutput
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.finite import nonfinite_names
 from anabranch.executor.runner import StepRunner
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
@@ -76,8 +79,14 @@ class PipeRunner(StepRunner):
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return {name: parameter for parameter, name in self._pipe.first_names().items()}
 
-    def _clip(self, max_norm: float) -> None:
-        self._pipe.clip_grad_norm(max_norm)
+    def _clip(self, max_norm: float) -> Tensor:
+        return self._pipe.clip_grad_norm(max_norm)
+
+    def _norm(self) -> Tensor:
+        return self._pipe.grad_norm()
+
+    def _find_nonfinite(self) -> list[str]:
+        return _nonfinite(self._pipe)
 
     def _update(self) -> None:
         if self._workers is not None and self._workers.size > 2:
@@ -94,6 +103,7 @@ class _ScheduleEngine:
     def __init__(self, step: TrainStep, pipe: Pipe) -> None:
         self._step = step
         self._pipe = pipe
+        self._device = next((parameter.device.type for parameter in pipe.parameters()), "cpu")
         self._handed_over: list[Tensor] = []
         self._ready: Ready = lambda parameter, gradient: None
         self.rows = 0
@@ -124,6 +134,8 @@ class _ScheduleEngine:
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
         """Return the schedule, clipping and the optimizers' step."""
         shared = self._run(batch)
+        if self._step.skip_nonfinite is not None and (names := _nonfinite(self._pipe)):
+            return StepOutput(shared.loss, {}, names)
         if self._step.clip_grad_norm is not None:
             self._pipe.clip_grad_norm(self._step.clip_grad_norm)
         self.update()
@@ -141,24 +153,35 @@ class _ScheduleEngine:
                 + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
             )
         x, target = batch
-        shared = self._pipe.step_together(
-            x,
-            target,
-            loss=cast(Loss, self._step.loss),
-            reduction=self._step.reduction,
-            rows=self.rows,
-            word=self.asks_to_stop,
-        )
+        dtype = self._step.autocast_dtype
+        with nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype):
+            shared = self._pipe.step_together(
+                x,
+                target,
+                loss=cast(Loss, self._step.loss),
+                reduction=self._step.reduction,
+                rows=self.rows,
+                word=self.asks_to_stop,
+            )
         self.asked_to_stop = self.asked_to_stop or any(shared.words)
         return shared
 
 
+def _nonfinite(pipe: Pipe) -> list[str]:
+    """Return the parameters whose gradients are not finite; not empty if there is one on any of the pipe's ranks."""
+    if pipe.process_group is not None and math.isfinite(pipe.grad_norm()):
+        return []
+    here = {parameter: name for parameter, name in pipe.first_names().items() if parameter.grad is not None}
+    found = nonfinite_names((name, cast(Tensor, parameter.grad)) for parameter, name in here.items())
+    return found or ([] if pipe.process_group is None else ["parameters on another rank"])
+
+
 def _check_fetch(fetch: Fetch) -> None:
-    others = [name for name in fetch.names or () if name != "loss"]
+    others = [name for name in fetch.names or () if name not in ("loss", "grad_norm")]
     if others:
         raise ValueError(
-            f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' only: outputs and gradients lie in "
-            "microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
+            f"fetch names {others}, but a TrainStep of a Pipe returns 'loss' and 'grad_norm' only: outputs and "
+            "gradients lie in microbatches and on other stages' ranks; use an EvalStep, or pipe.step"
         )
 
 

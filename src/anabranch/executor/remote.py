@@ -298,7 +298,19 @@ def _moved(route: Route, models: Mapping[str, nn.Module]) -> ServedParameter:
 
 def _check_steps(steps: Mapping[str, Step], consistency: Consistency, cache: Cache | None) -> None:
     for name, step in steps.items():
-        if not isinstance(step, TrainStep) or step.clip_grad_norm is None:
+        if not isinstance(step, TrainStep):
+            continue
+        if step.precision == "float16":
+            raise ValueError(
+                f"step {name!r} has precision='float16', whose scaled gradients servers would have to unscale; use "
+                "precision='bfloat16' with parameters on servers"
+            )
+        if step.clip_grad_value is not None:
+            raise ValueError(
+                f"step {name!r} has clip_grad_value, and what servers average is not here to be clipped; use "
+                "clip_grad_norm with parameters on servers"
+            )
+        if step.clip_grad_norm is None:
             continue
         if not consistency.merges:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from anabranch.executor.finite import nonfinite_names
 from anabranch.executor.remote import RemotePart
 from anabranch.executor.steps import TrainStep
 from anabranch.parameter_server import merge_rows
@@ -92,6 +93,11 @@ class RemoteWindow:
         )
         self.start()
         self.part.clock += 1
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of what holds NaN or an infinity in the open window."""
+        rows = [(name, grads) for name, parts in self._rows.items() for _, grads in parts]
+        return nonfinite_names([*self._dense.items(), *rows], own=False)
 
     @property
     def names(self) -> set[str]:

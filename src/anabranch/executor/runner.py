@@ -11,7 +11,8 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,13 +21,16 @@ from torch.optim import Optimizer
 
 from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, CaptureError
-from anabranch.executor.clipping import clip_gradients, clip_scale
+from anabranch.executor.clipping import clip_gradients, clip_scale, clip_values, norm_of
 from anabranch.executor.engines.auto_engine import AutoEngine
 from anabranch.executor.engines.checked_graph import CheckedGraph
 from anabranch.executor.engines.engine import Engine, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
+from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.finite import nonfinite_error, nonfinite_names
 from anabranch.executor.loaders.upcoming import UpcomingIds
+from anabranch.executor.loss_scale import LossScale
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
@@ -64,7 +68,6 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
-        self._foreign = self._find_foreign()
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -73,6 +76,15 @@ class StepRunner:
         self._device = first.device
         self.asked_to_stop = False
         self.stopping = False
+        self.skipped = 0
+        self.scale: LossScale | None = None
+        self._nonfinite: list[str] | None = None
+        self._closing = False
+        self.epoch_runs = 0
+        # Else something of Python's stands between gradients and optimizers.
+        self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
+        if isinstance(engine, TapeEngine) and step.precision == "float16":
+            self.scale = engine.scale = LossScale()
 
     def _lay_out(self) -> None:
         """Buckets for the parameters that require a gradient now; laid out anew when some were frozen or thawed."""
@@ -101,14 +113,20 @@ class StepRunner:
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
         """One run on this worker's share of the batch, which has ``rows`` rows."""
-        if self._workers is None and self.step.accumulate == 1 and rows > 0 and self.remote is None:
+        if fetch.wants_norm and self.remote is not None and self.step.clip_grad_norm is None:
+            raise ValueError(
+                "fetch names 'grad_norm', and with parameters on servers only a step that clips by it knows it; give "
+                "the TrainStep clip_grad_norm"
+            )
+        alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
+        if alone and self._whole and rows > 0 and not fetch.wants_norm:
             return self._run_alone(batch, fetch)
         self._begin_run()
         if self.remote is not None:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
             self.remote.part.begin(training=True, fresh=self._in_window == 0, expected=expected, between=self.between)
         if not rows > 0:
-            ran = self._add_nothing(active=True)
+            ran = self._add_nothing(active=True, fetch=fetch)
             assert ran is not None
             return ran
         assert self._buckets is not None
@@ -118,9 +136,10 @@ class StepRunner:
             ran = self._differentiate(batch, fetch, lambda loss: started.append(self._start_run(loss, weight)))
             self._loss_dtype = ran.loss.dtype
             self._buckets.launch_rest()
-            self._push()
+            self._push_early()
             total = started[0].wait_for()
-            self._finish_run(total)
+            self._finish_run(total, fetch)
+        self._raise_nonfinite()
         return ran if self._workers is None else StepOutput(self._loss_of(total), ran.returned)
 
     @property
@@ -139,12 +158,17 @@ class StepRunner:
         with self.upcoming.watching(batch):
             return engine.differentiate(batch, fetch, begin)
 
-    def _push(self) -> None:
-        """Hand the run's gradients to the servers' window, and push once the window closes."""
+    def _push_early(self) -> None:
+        """Hand the run's gradients to the servers' window, and push once it closes, beside what is summed here."""
         if self.remote is not None:
             self.remote.end_run()
-            if self._closes_window():
+            if self._closes_window() and not self._looks_first:
                 self.remote.push()
+
+    @property
+    def _looks_first(self) -> bool:
+        """True if nothing is pushed before all workers know that the gradients are finite."""
+        return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or self._sums_here)
 
     def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
@@ -163,11 +187,16 @@ class StepRunner:
         self._buckets.start_run(weight, last=last, step=self.runs)
         return Totals.alone(share, self._workers, self._calls)
 
-    def _finish_run(self, total: Total) -> None:
+    @property
+    def _sums_here(self) -> bool:
+        assert self._buckets is not None
+        return not self._buckets.empty
+
+    def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
         if self._workers is not None and isinstance(self.engine, AutoEngine):
             self.engine.decided(total.trying, total.rejecting)
-        self._end_run(total.rows)
+        self._end_run(total.rows, fetch)
 
     def run_idle(self) -> StepOutput | None:
         """Return a run of a worker whose loader has ended: adds nothing; ``None`` when that is so on every worker."""
@@ -176,7 +205,7 @@ class StepRunner:
             self.remote.part.tables.begin(self.remote.part.clock)
         return self._add_nothing(active=False)
 
-    def _add_nothing(self, *, active: bool) -> StepOutput | None:
+    def _add_nothing(self, *, active: bool, fetch: Fetch | None = None) -> StepOutput | None:
         assert self._buckets is not None
         with self._window_kept_whole([]) as started:
             started.append(self._start_run(None, 0.0, active=active))
@@ -184,8 +213,9 @@ class StepRunner:
             if not total.active:
                 return None
             self._buckets.launch_rest()
-            self._push()
-            self._finish_run(total)
+            self._push_early()
+            self._finish_run(total, fetch)
+        self._raise_nonfinite()
         return StepOutput(self._loss_of(total), {})
 
     @contextmanager
@@ -205,22 +235,20 @@ class StepRunner:
         """Run the whole step at once: nobody to sum with."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
-        aside = [(p, p.grad) for p in self._foreign if p.grad is not None]
-        self._clear_gradients()
+        self._clear_gradients(parameter for o in self.step.optimizers for parameter in parameters_of(o))
         engine = self.engine
-        try:
-            if left:
-                for parameter, gradient in left:
-                    parameter.grad = gradient
-                engine = self._engine_that_accumulates()
-            ran = engine.step(batch, fetch)
-        finally:
-            for parameter, gradient in aside:
-                _add_to(parameter, gradient)
-                fetch.add_to(parameter, gradient)
+        if left:
+            for parameter, gradient in left:
+                parameter.grad = gradient
+            engine = self._engine_that_accumulates()
+        ran = engine.step(batch, fetch)
         self.runs += 1
-        self._step_schedulers()
         self.stopping = self._wants_to_stop()
+        if ran.nonfinite:
+            self._pass_over(list(ran.nonfinite))
+            self._raise_nonfinite()
+        else:
+            self._step_schedulers()
         return ran
 
     def _begin_run(self) -> None:
@@ -269,16 +297,9 @@ class StepRunner:
                 f"{where}; make a new TrainStep and Executor"
             )
         if added:
-            self._clear_gradients()
             self._parameters, self._layout = now, None
             self.engine.follow_model()
         self._held = held
-        self._foreign = self._find_foreign()
-
-    def _find_foreign(self) -> list[Tensor]:
-        """Return the model's parameters that no optimizer of the step holds: its ``zero_grad`` leaves theirs."""
-        held = set(self._held)
-        return [parameter for parameter in self._parameters if id(parameter) not in held]
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
@@ -301,12 +322,14 @@ class StepRunner:
         own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
         return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
 
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
+    def _clear_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        for parameter in self._parameters if parameters is None else parameters:
             parameter.grad = None
 
     def _engine_that_accumulates(self) -> Engine:
         """Return the engine that adds to the gradients that are there."""
+        if isinstance(self.engine, AutoEngine):
+            self.engine.stay_on_tape("zero_grad of an optimizer keeps gradients, to which a graph would not add")
         if isinstance(self.engine, (AutoEngine, CheckedGraph)):
             return self.engine.tape
         if isinstance(self.engine, GraphEngine):
@@ -316,9 +339,9 @@ class StepRunner:
         return self.engine
 
     def _closes_window(self) -> bool:
-        return self._in_window + 1 == self.step.accumulate
+        return self._closing or self._in_window + 1 == self.step.accumulate
 
-    def _end_run(self, rows: float) -> None:
+    def _end_run(self, rows: float, fetch: Fetch | None) -> None:
         self._window_rows += rows
         self.runs += 1
         if not self._closes_window():
@@ -330,20 +353,88 @@ class StepRunner:
         self._buckets.finish(divisor or 1.0)
         self._check_thawed()
         self._in_window = 0
-        self._update()
+        if self._finish_window(fetch):
+            self._update()
+
+    def _finish_window(self, fetch: Fetch | None) -> bool:
+        """Bring the window's gradients into the form that the optimizers get; False if they are not to step."""
+        step, remote = self.step, self.remote
+        bad: list[str] = []
+        if self.scale is not None:
+            self.scale.unscale(p.grad for p in self._parameters if p.grad is not None)
+            bad = self._find_nonfinite()
+            self.scale.update(overflow=bool(bad))
+        if step.on_gradients is not None and not bad:
+            named = self._named_parameters().items()
+            step.on_gradients({name: p.grad for name, p in named if p.grad is not None})
+        if step.skip_nonfinite is not None and (self.scale is None or step.on_gradients is not None):
+            bad = bad or self._find_nonfinite()
+        if bad:
+            self._pass_over(bad)
+            if remote is not None:
+                remote.start()  # what was to be pushed; an empty push moves nothing
+        if remote is not None and self._looks_first:
+            remote.push()
+        if bad:
+            if remote is not None and self._looks_first and step.clip_grad_norm is not None:
+                remote.squared_norm()
+                remote.release(1.0)
+            return False
+        norm: Tensor | None = None
+        if step.clip_grad_norm is not None:
+            norm = self._clip(step.clip_grad_norm)
+        elif fetch is not None and fetch.wants_norm:
+            norm = self._norm()
+        if step.clip_grad_value is not None:
+            clip_values(self._parameters, step.clip_grad_value)
+        if fetch is not None:
+            fetch.norm = norm
+        return True
+
+    def _find_nonfinite(self) -> list[str]:
+        """Return the parameters whose gradients are not finite, alike on all workers."""
+        named = self._named_parameters().items()
+        found = nonfinite_names((name, p.grad) for name, p in named if p.grad is not None)
+        if self.remote is None or not self.step.skip_nonfinite:
+            return found
+        found += self.remote.nonfinite()
+        if self._workers is None:
+            return found
+        bad = torch.tensor([float(len(found))], device=self._device)
+        if not self._workers.all_reduce(bad, operation="all_reduce of steps to pass over", step=self.runs).item():
+            return []
+        everyone = self._workers.all_gather_bytes(json.dumps(found).encode(), operation="names of gradients")
+        return sorted({name for names in everyone for name in json.loads(names)})
+
+    def _pass_over(self, names: list[str]) -> None:
+        if self.step.skip_nonfinite:
+            self.skipped += 1
+        else:
+            self._nonfinite = names
+
+    def _raise_nonfinite(self) -> None:
+        """Raise what the run ended with, once every worker has ended it alike."""
+        names, self._nonfinite = self._nonfinite, None
+        if names is not None:
+            raise nonfinite_error(names, self.steps)
 
     def _update(self) -> None:
-        if self.step.clip_grad_norm is not None:
-            self._clip(self.step.clip_grad_norm)
         self.engine.update()
         self._step_schedulers()
 
-    def _clip(self, max_norm: float) -> None:
+    def _clip(self, max_norm: float) -> Tensor:
         if self.remote is None:
-            clip_gradients(self._parameters, max_norm)
-            return
+            return clip_gradients(self._parameters, max_norm)
         norm = clip_gradients(self._parameters, max_norm, elsewhere=self.remote.squared_norm())
         self.remote.release(clip_scale(norm, max_norm).item())
+        return norm
+
+    def _norm(self) -> Tensor:
+        if self.remote is not None:
+            raise ValueError(
+                "grad_norm of a model with parameters on servers is known with clip_grad_norm only; give it"
+            )
+        return norm_of(self._parameters)
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.step.model.named_parameters())
@@ -359,6 +450,33 @@ class StepRunner:
     def _loss_of(self, total: Total) -> Tensor:
         value = total.loss / total.rows if self.step.reduction == "mean" and total.rows else total.loss
         return torch.tensor(value, dtype=self._loss_dtype, device=self._device)
+
+    @contextmanager
+    def in_epoch(self, length: int | None) -> Iterator[None]:
+        """Count the run of the block, which takes a loader's batch, in an epoch of ``length``; the last may flush."""
+        last = length is not None and self.epoch_runs + 1 >= length
+        self._closing = last and self.step.flush == "step"
+        try:
+            yield
+        finally:
+            self._closing = False
+        self.epoch_runs += 1
+
+    def end_epoch(self) -> None:
+        """Let the optimizers step on what the open window has, or forget it, as the step's ``flush`` says."""
+        self.epoch_runs = 0
+        if self._in_window and self.step.flush == "step":
+            self._closing = True
+            try:
+                self._begin_run()
+                if self.remote is not None:
+                    self.remote.part.tables.begin(self.remote.part.clock)
+                self._add_nothing(active=True)
+            finally:
+                self._closing = False
+            self.runs -= 1  # it was none of the caller's
+        elif self.step.flush == "drop":
+            self._in_window = 0
 
     # The window under way, for a checkpoint in the middle of it.
 
@@ -379,13 +497,6 @@ class StepRunner:
             self._buckets.restore_sums(sums)
         self._in_window = in_window
         self._window_rows = rows
-
-
-def _add_to(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a parameter's new gradient to the one it had, which the step's ``zero_grad`` does not clear."""
-    new = parameter.grad
-    # Not in place: either may have been fetched.
-    parameter.grad = gradient if new is None else gradient + new
 
 
 def _held_by(step: TrainStep) -> list[int]:

@@ -16,10 +16,10 @@ live on servers are in "model" and "optimizer" like others, so that a checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import safetensors.torch
@@ -43,11 +43,21 @@ from anabranch.executor.steps import Step, TrainStep, distinct_models, parameter
 from anabranch.pipeline import Pipe
 from anabranch.tables import ParameterState, from_torch, to_torch
 
-__all__ = ["Saver"]
+__all__ = ["HasState", "Saver"]
 
 _log = logging.getLogger("anabranch.executor")
 
 _FORMAT = 1
+
+
+class HasState(Protocol):
+    """Anything whose state can be taken and put back: nested plain values and tensors."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state back."""
 
 
 class Saver:
@@ -66,7 +76,9 @@ class Saver:
         steps: Mapping[str, Step],
         runners: Mapping[str, StepRunner],
         workers: Workers | PipelineGrid | None,
+        objects: Mapping[str, HasState] | None = None,
     ) -> None:
+        self._objects = dict(objects or {})
         self._steps = {name: step for name, step in steps.items() if isinstance(step, TrainStep)}
         self._runners = runners
         self._workers = workers
@@ -102,7 +114,7 @@ class Saver:
         if self._row == 0 < self._rank:  # another stage's part of the model
             # Cloned: names of one tied tensor would share memory, which the format refuses.
             model = {name: tensor.clone() for name, tensor in self._model_tensors().items()}
-            mine["part"] = {"model": model, "optimizers": self._optimizer_states({})}
+            mine["part"] = {"model": model, "extra": self._extra(), "optimizers": self._optimizer_states({})}
         ranks = self._gather_at_first(_pack(mine))
         failure = ""
         if self._rank == 0:
@@ -118,17 +130,19 @@ class Saver:
 
     def _write(self, path: Path, ranks: list[bytes]) -> None:
         kept = {} if self.remote is None else self.remote.read()
-        model, optimizer_states = self._model_tensors(), self._optimizer_states(kept)
+        model, extra, optimizer_states = self._model_tensors(), self._extra(), self._optimizer_states(kept)
         everyone = [cast("dict[str, object]", _unpack(packed)) for packed in ranks]
         for stage in everyone[1 : self._stages]:
             part = cast(Part, stage.pop("part"))
-            model = {**part["model"], **model}
+            model, extra = {**part["model"], **model}, {**part.get("extra", {}), **extra}
             merge_optimizer_states(optimizer_states, part["optimizers"])
         optimizers, optimizer_tensors = checkpoint.split(optimizer_states)
         groups: dict[str, checkpoint.Group] = {
             "model": {**model, **self._remote_tensors(lambda moved: kept[moved.parameter].values)},
             "optimizer": optimizer_tensors,
         }
+        saved_extra, groups["extra"] = checkpoint.split(extra)
+        saved_objects, groups["objects"] = checkpoint.split({k: o.state_dict() for k, o in self._objects.items()})
         servers: object = None
         if self.remote is not None and self.remote.embeddings:
             servers, tables = self.remote.client.collect(self.remote.embeddings)
@@ -153,17 +167,23 @@ class Saver:
             },
             "ranks": rank_states,
             "servers": servers,
+            "extra": saved_extra,
+            "objects": saved_objects,
         }
+        groups = {name: tensors for name, tensors in groups.items() if tensors or name in ("model", "optimizer")}
         checkpoint.write(path, groups, state, step=sum(engine.steps for engine in self._runners.values()))
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        return {name: value for name, value in self._model_state() if isinstance(value, Tensor)}
+
+    def _extra(self) -> dict[str, object]:
+        """Return what modules keep beside tensors, by ``get_extra_state``."""
+        return {name: value for name, value in self._model_state() if not isinstance(value, Tensor)}
+
+    def _model_state(self) -> Iterator[tuple[str, object]]:
         for prefix, model in self._models.items():
             for name, value in model.state_dict().items():
-                if not isinstance(value, Tensor):
-                    raise CheckpointError(f"{prefix}{name} is a {type(value).__name__}; only tensors can be saved")
-                found[prefix + name] = value
-        return found
+                yield prefix + name, value
 
     def _remote_tensors(self, value: Callable[[ServedParameter], Tensor]) -> dict[str, Tensor]:
         """One tensor for each name of what lives on servers."""
@@ -193,6 +213,8 @@ class Saver:
                 "steps": runner.steps,
                 "in_window": in_window,
                 "rows": rows,
+                "epoch_runs": runner.epoch_runs,
+                "loss_scale": None if runner.scale is None else runner.scale.state(),
                 "sums": {key: _sum_to_save(total) for key, total in sums.items()},
             }
             if runner.remote is not None and in_window:
@@ -272,6 +294,8 @@ class Saver:
         here = self._model_tensors()
         there = self._remote_tensors(lambda moved: torch.empty(moved.shape, dtype=moved.dtype, device="meta"))
         checkpoint.fit({**here, **there}, tensors)
+        extra = self._plan_extra(found, state)
+        load_objects = self._plan_objects(found, state)
         optimizer_tensors = found.tensors("optimizer")
         saved = cast("dict[str, list[object]]", checkpoint.join(state["optimizers"], optimizer_tensors))
         plans = self._plan_optimizers(saved)
@@ -286,9 +310,11 @@ class Saver:
             _log.warning("the checkpoint in %s has no position for the loader of %r: it starts anew", found.path, name)
 
         def change() -> None:
+            load_objects()  # which may fail
             for prefix, model in self._models.items():
                 names = model.state_dict().keys()
-                model.load_state_dict({name: tensors[prefix + name] for name in names})
+                values = {**tensors, **extra}
+                model.load_state_dict({name: values[prefix + name] for name in names})
             for optimizer, plan in plans:
                 optimizer.load_state_dict(plan)
             for name, step in self._steps.items():
@@ -304,6 +330,41 @@ class Saver:
                 restore_random_state(cast("dict[str, object]", mine["random"]))
 
         return change
+
+    def _plan_extra(self, found: Checkpoint, state: Mapping[str, object]) -> dict[str, object]:
+        """Return the saved values of what modules keep beside tensors."""
+        saved = cast("dict[str, object]", checkpoint.join(state.get("extra", {}), _tensors(found, "extra")))
+        elsewhere = {prefix + name for prefix, pipe in self._pipes().items() for name in pipe.elsewhere}
+        here = self._extra()
+        if saved.keys() - elsewhere != here.keys():
+            raise CheckpointError(
+                f"the checkpoint has extra state of {sorted(saved.keys() - elsewhere)}, this model of {sorted(here)}; "
+                "load with the modules that were saved"
+            )
+        return saved
+
+    def _plan_objects(self, found: Checkpoint, state: Mapping[str, object]) -> Callable[[], None]:
+        """Read the states of the user's own objects; what it returns hands them over."""
+        saved = cast("dict[str, object]", checkpoint.join(state.get("objects", {}), _tensors(found, "objects")))
+        if missing := self._objects.keys() - saved.keys():
+            raise CheckpointError(
+                f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
+                "what was saved"
+            )
+        for name in saved.keys() - self._objects.keys():
+            _log.warning("the checkpoint in %s has a state %r that this Executor was not given", found.path, name)
+
+        def load() -> None:
+            for name, target in self._objects.items():
+                try:
+                    target.load_state_dict(saved[name])
+                except Exception as error:
+                    raise CheckpointError(
+                        f"the object given as state={{{name!r}: ...}} ({type(target).__name__}) refused what was "
+                        f"saved: {type(error).__name__}: {error}"
+                    ) from error
+
+        return load
 
     def _plan_optimizers(self, saved: dict[str, list[object]]) -> list[tuple[Optimizer, dict[str, object]]]:
         plans = []
@@ -442,6 +503,9 @@ class Saver:
                     sums[key] = part if key not in sums else _add(sums[key], part)
             first = cast("dict[str, int]", windows[0])
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
+            runner.epoch_runs = first.get("epoch_runs", 0)
+            if runner.scale is not None and (scale := windows[0].get("loss_scale")):
+                runner.scale.restore(cast("dict[str, float]", scale))
             if runner.remote is not None and first["in_window"]:
                 runner.remote.restore([cast("Sums", window["remote"]) for window in windows if mine])
 
@@ -456,6 +520,10 @@ class Saver:
                 pipe.calls = calls
                 if as_many:
                     pipe.seed = seed
+
+
+def _tensors(found: Checkpoint, group: str) -> Mapping[str, Tensor]:
+    return found.tensors(group) if group in found.groups else {}
 
 
 def _sum_to_save(total: Tensor) -> object:

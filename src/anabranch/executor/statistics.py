@@ -41,6 +41,7 @@ class Statistics:
 
     Attributes:
         steps: optimizer steps.
+        skipped_steps: optimizer steps that were passed over, since a gradient was not finite.
         runs: runs of any step, by the step's name.
         rows: rows that this worker's training runs were given.
         bytes: bytes that this worker handed to collectives, and exchanged with the servers.
@@ -51,6 +52,7 @@ class Statistics:
     """
 
     steps: int = 0
+    skipped_steps: int = 0
     runs: Mapping[str, int] = field(default_factory=dict)
     rows: float = 0
     bytes: int = 0
@@ -63,6 +65,7 @@ class Statistics:
         """Return the difference between this record and ``earlier``."""
         return Statistics(
             steps=self.steps - earlier.steps,
+            skipped_steps=self.skipped_steps - earlier.skipped_steps,
             runs={name: count - earlier.runs.get(name, 0) for name, count in self.runs.items()},
             rows=self.rows - earlier.rows,
             bytes=self.bytes - earlier.bytes,

@@ -6,10 +6,12 @@ They are descriptions: checked when they are made, run by the executor, holding 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
@@ -21,7 +23,8 @@ from anabranch.tensors import Structure
 __all__ = ["EvalStep", "Loss", "Outputs", "Step", "TrainStep", "distinct_models", "named_steps", "parameters_of"]
 
 _T = TypeVar("_T")
-Loss: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
+_PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Loss: TypeAlias = "Callable[..., Any]"
 Outputs: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 """``loss(model, batch)`` and ``outputs(model, batch)``; the batch is whatever nested structure the caller passes."""
 
@@ -39,7 +42,8 @@ class TrainStep:
 
     Args:
         model: the module whose parameters are trained.
-        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back. For a ``Pipe``
+        loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back, or a mapping
+            with ``"loss"`` (its other tensors are handed back), or an object with ``.loss``. For a ``Pipe``
             it is ``loss(output, target)``, a scalar, and batches are pairs ``(x, target)``.
         optimizer: one, or several over disjoint parameters of ``model``.
         reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
@@ -49,6 +53,22 @@ class TrainStep:
             sparse gradients count and are clipped too.
         accumulate: optimizers and schedulers step on every ``accumulate``-th run.
         rows: ``rows(batch)`` returns the weight of a batch whose tensors share no dim 0, such as a sampled subgraph.
+        precision: ``"bfloat16"`` or ``"float16"`` computes the loss under ``torch.autocast`` with that type;
+            ``"float16"`` also scales the loss so that small gradients are not lost, as ``torch.amp.GradScaler`` does,
+            passes over steps whose gradients overflow, and runs on the tape. Parameters keep their own type.
+        skip_nonfinite: what becomes of a step whose gradients hold NaN or an infinity. ``False``: it raises
+            ``NonFinite`` and updates nothing; ``True``: it is passed over and counted, on all workers alike
+            (``Executor.statistics().skipped_steps``); ``None``: nobody looks, and it is applied as a plain loop would.
+        clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``.
+        on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the gradients that
+            live here by their parameters' names, averaged over workers and accumulated batches, to read or to change
+            in place.
+        flush: what becomes of an accumulation window that the end of a bound loader's epoch leaves short: ``"keep"``
+            goes on with it in the next epoch, ``"step"`` lets the optimizers step on it after the epoch's last batch,
+            ``"drop"`` forgets it.
+        activation_budget: the most memory that forward and backward may have allocated at once, in bytes or as
+            ``"2GiB"``: activations and gradients, not parameters, optimizer state and batches. The step then runs as a
+            graph that computes as much again as it takes to fit.
 
     Raises:
         TypeError: an argument that is not a module, loss, optimizer or scheduler.
@@ -67,28 +87,64 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
         rows: Callable[[Structure], float] | None = None,
+        precision: Literal["bfloat16", "float16"] | None = None,
+        skip_nonfinite: bool | None = False,
+        clip_grad_value: float | None = None,
+        on_gradients: Callable[[dict[str, Tensor]], object] | None = None,
+        flush: Literal["keep", "step", "drop"] = "keep",
+        activation_budget: int | str | None = None,
     ) -> None:
         _check_model(model)
         if not callable(loss):
             raise TypeError(f"loss is called as loss(model, batch), got {type(loss).__name__}")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
-        if isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, Real | None):
-            raise TypeError(f"clip_grad_norm is a finite number above 0, or None, got {clip_grad_norm!r}")
-        if clip_grad_norm is not None and not (0 < clip_grad_norm < math.inf):
-            raise ValueError(f"clip_grad_norm is a finite number above 0, or None, got {clip_grad_norm!r}")
+        _check_bound("clip_grad_norm", clip_grad_norm)
+        _check_bound("clip_grad_value", clip_grad_value)
+        if clip_grad_norm is not None and clip_grad_value is not None:
+            raise ValueError(
+                "clip_grad_norm and clip_grad_value were both given; give one, and do the other in on_gradients, which "
+                "comes first"
+            )
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate is a number of runs, an int of at least 1, got {accumulate!r}")
         if rows is not None and not callable(rows):
             raise TypeError(f"rows is called as rows(batch), got {type(rows).__name__}")
+        if precision is not None and precision not in _PRECISIONS:
+            raise ValueError(f"precision is 'bfloat16', 'float16' or None, got {precision!r}")
+        if not isinstance(skip_nonfinite, bool | None):
+            raise TypeError(f"skip_nonfinite is True, False, or None to look at no gradients, got {skip_nonfinite!r}")
+        if activation_budget is not None and (isinstance(model, Pipe) or precision == "float16"):
+            what = "a Pipe" if isinstance(model, Pipe) else "precision='float16'"
+            raise ValueError(f"activation_budget takes a graph, and {what} runs without one; leave one of them out")
+        if precision == "float16" and isinstance(model, Pipe):
+            raise ValueError(
+                "precision='float16' scales the loss of a whole batch, and a Pipe has one a microbatch; "
+                "use 'bfloat16', which needs no scale"
+            )
+        if on_gradients is not None and not callable(on_gradients):
+            raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
+        if flush not in ("keep", "step", "drop"):
+            raise ValueError(f"flush is 'keep', 'step' or 'drop', got {flush!r}")
         self.model = model
-        self.loss = loss
+        self.loss = loss if precision is None or isinstance(model, Pipe) else _cast(loss, model, _PRECISIONS[precision])
         self.optimizers = _optimizers(optimizer, model)
         self.schedulers = _schedulers(scheduler, self.optimizers)
         self.reduction: Literal["mean", "sum"] = reduction
         self.clip_grad_norm = clip_grad_norm
         self.accumulate = accumulate
         self.rows = rows
+        self.precision = precision
+        self.skip_nonfinite = True if precision == "float16" else skip_nonfinite
+        self.clip_grad_value = clip_grad_value
+        self.on_gradients = on_gradients
+        self.flush = flush
+        self.activation_budget = None if activation_budget is None else _bytes("activation_budget", activation_budget)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that ``precision`` computes in; ``None`` leaves operations as they are."""
+        return None if self.precision is None else _PRECISIONS[self.precision]
 
 
 class EvalStep:
@@ -119,6 +175,35 @@ class EvalStep:
 Step: TypeAlias = TrainStep | EvalStep
 
 
+def _cast(loss: Loss, model: nn.Module, dtype: torch.dtype) -> Loss:
+    """Return ``loss`` under autocast for the model's kind of device."""
+    kind = next(model.parameters()).device.type
+
+    def under_autocast(model: nn.Module, batch: Structure) -> object:
+        with torch.autocast(kind, dtype=dtype):
+            return loss(model, batch)
+
+    return under_autocast
+
+
+def _bytes(name: str, given: object) -> int:
+    """Return a size given as a number, or as a text such as ``"512MiB"``."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{name} is a number of bytes above 0, or a text such as '2GiB' or '500MB', got {given!r}")
+    unit = 1024 if found[3] == "iB" else 1000
+    return int(float(found[1]) * unit ** " KMGT".index(found[2] or " "))
+
+
+def _check_bound(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real | None):
+        raise TypeError(f"{name} is a finite number above 0, or None, got {value!r}")
+    if value is not None and not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} is a finite number above 0, or None, got {value!r}")
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
@@ -130,6 +215,13 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_initialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__module__.startswith("torch.distributed.tensor"):
+            raise ValueError(
+                f"{name!r} of {type(model).__name__} is a DTensor, of which each rank holds a part, as fully_shard and "
+                "parallelize_module make them; an Executor's workers hold whole parameters. Give it the model before "
+                "it is sharded: a Pipe puts its layers on several ranks, comm_mode='PS' its parameters on servers. Or "
+                "train the sharded model in a loop of your own"
+            )
         if is_lazy(tensor):
             raise ValueError(
                 f"{name!r} of {type(model).__name__} has no shape yet, since its layer is lazy; run the model once on "

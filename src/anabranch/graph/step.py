@@ -30,14 +30,14 @@ from anabranch.graph.effects import is_collective
 from anabranch.graph.graph import Graph
 from anabranch.graph.kinds import kind_of
 from anabranch.graph.run.bound_state import BoundState
-from anabranch.graph.run.joint import Joint, JointKey
+from anabranch.graph.run.joint import Joint, JointKey, OptimizerRaised
 from anabranch.graph.trace.backward import Arrivals, Gradients, check_loss
 from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.make_fx import undisturbed
 from anabranch.graph.trace.update import GroupNumbers, LearningRates, capture_update, has_state
 from anabranch.tensors import Structure, flatten
 
-__all__ = ["Between", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
+__all__ = ["Between", "Gate", "Loss", "Pass", "Prepared", "SparseGradients", "StepProgram"]
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""
@@ -46,6 +46,11 @@ Between: TypeAlias = Callable[
 ]
 """``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
 Pass: TypeAlias = Callable[[Graph], Graph]
+Gate: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Sequence[SparseRows]], bool], bool]
+"""``gate(dense, sparse, own)`` returns False if nothing is to be updated with these gradients.
+
+``own`` says that the dense ones lie in memory of their own, not in that of the batch.
+"""
 
 _MOST_GRAPHS = 64
 _SMALLEST = sys.float_info.min
@@ -69,6 +74,7 @@ class _Task:
     only_prepare: bool = False
     results: dict[str, object] | None = None
     joint: Joint | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,8 @@ class StepProgram:
         passes: applied to each joint graph before it runs, after ours.
         compile: hands the graph to Inductor, which rounds differently, optimizers excepted.
         leaves_gradients: leave each parameter's gradient in ``.grad`` after ``run``, as ``backward()`` does.
+        gate: asked before each update; see ``Gate``.
+        activation_budget: bytes that forward and backward may have allocated at once: more is computed again.
         when_slow: called, on another thread, in a capture that takes more than five seconds.
 
     Attributes:
@@ -135,7 +143,7 @@ class StepProgram:
 
     Raises:
         CaptureError: from ``run`` or ``backward``, for a step that a graph cannot represent faithfully.
-        ValueError: ``passes`` together with ``compile``, which has no joint graph to apply them to.
+        ValueError: ``passes`` together with ``compile`` or ``gate``: there is no joint graph to apply them to.
     """
 
     def __init__(
@@ -148,15 +156,18 @@ class StepProgram:
         passes: Sequence[Pass] = (),
         compile: bool = False,  # noqa: A002 - the executor's own word
         leaves_gradients: bool = False,
+        gate: Gate | None = None,
+        activation_budget: int | None = None,
         when_slow: Callable[[], None] | None = None,
     ) -> None:
-        if passes and compile:
+        if passes and (compile or gate is not None):
             raise ValueError(
-                f"compile=True runs no joint graph that {len(passes)} passes could improve; leave them out"
+                f"{'a gate' if gate else 'compile=True'} runs no joint graph that {len(passes)} passes could improve; "
+                "leave them out"
             )
         self.model, self.optimizers = model, list(optimizers)
         self.between, self.passes, self.compile = between, tuple(passes), compile
-        self.leaves_gradients = leaves_gradients
+        self.leaves_gradients, self.gate, self.activation_budget = leaves_gradients, gate, activation_budget
         self.refused_update: CaptureError | None = None
         self._front = Front(_evaluated(loss), self._make)
         self._front.when_slow = when_slow
@@ -307,6 +318,8 @@ class StepProgram:
             self._task = None
         if task.joint is not None:
             self._last = task.joint.graph
+        if task.error is not None:
+            raise task.error
         for optimizer in self.optimizers if task.key.whole else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]
         for name in modules:
@@ -452,7 +465,10 @@ class _Programs:
         if not (joint.confirmed or task.may_trace):
             raise GuardMiss("the graph of the step has not been compared with the tape yet")
         task.joint = joint
-        task.results = joint.run(args, task.leaves, task.begin, task.arrivals)
+        try:
+            task.results = joint.run(args, task.leaves, task.begin, task.arrivals)
+        except OptimizerRaised as raised:  # after Python's part of the forward, which Dynamo's code does now
+            task.results, task.error = raised.results, raised.error
         return joint.in_order(task.results)
 
     def _find(self, step: StepProgram, args: Sequence[object], task: _Task) -> Joint:
@@ -488,8 +504,16 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
             result, extras = result
             if not isinstance(extras, Mapping):
                 return mistake("type", f"beside the loss a step returns a dict of tensors, got {type(extras).__name__}")
+        elif isinstance(result, Mapping) and "loss" in result:
+            extras = {name: value for name, value in result.items() if name != "loss" and isinstance(value, Tensor)}
+            result = result["loss"]
+        elif not isinstance(result, Tensor):
+            result = getattr(result, "loss", result)
         if not isinstance(result, Tensor):
-            text = f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(result).__name__}"
+            text = (
+                "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
+                f".loss, got {type(result).__name__}"
+            )
             return mistake("type", text)
         # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
         marked = mark("loss", result).detach()

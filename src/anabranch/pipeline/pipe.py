@@ -380,6 +380,16 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a tensor of no dimensions, the same on every rank.
         """
+        total = self.grad_norm(norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                value = _values_of_gradient(parameter)
+                value.mul_(scale.to(value.device))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
         with self._engine.turn("clip_grad_norm", self.calls) as turn:
             elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
             here = [p for p in self.parameters() if p.grad is not None]
@@ -389,11 +399,7 @@ class Pipe(nn.Module):
             shares = turn.share(_NORMS, torch.stack(norms) if norms else torch.zeros(0), range(self._ranks))
         # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
         found = [share for share in shares if share is not None and share.numel()]
-        total = torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for value in values.values():
-            value.mul_(scale.to(value.device))
-        return total
+        return torch.linalg.vector_norm(torch.cat(found), norm_type) if found else torch.zeros(())
 
     def first_names(self) -> Mapping[Tensor, str]:
         """Return this process's parameters and their names in the unsplit module; a tied one has its first name

@@ -108,6 +108,10 @@ class AutoEngine:
         """The captured graphs, if the last run was on one."""
         return self._graph.program if self._graph is not None and self._on_graph else None
 
+    def stay_on_tape(self, why: str) -> None:
+        """Note that the next run is one of the tape, and why."""
+        self._on_graph, self._why_not_now = False, why
+
     def explain(self) -> str:
         """One sentence: why the last run was on the engine that it was on."""
         if self._on_graph and self._graph is not None:
@@ -186,6 +190,7 @@ class AutoEngine:
                 ran = on_graph(self._graph)
             except GuardMiss:
                 self._misses_in_a_row += 1
+                self._why_not_now = "this step ran on the tape: no graph is for its Python values or shapes yet"
             except GraphRaised as error:
                 why = f"the graph raised {type(error.error).__name__}: {error}"
             except CaptureError as error:  # before anything has happened: a hook that was set, a mode
@@ -323,7 +328,7 @@ class AutoEngine:
                 if not self._compile:
                     check_results(results, loss, returned)
                     sorted_ = prepared.joint.backward.sort(results)
-                    check_gradients(sorted_.dense, sorted_.sparse, gradients, parameters)
+                    check_gradients(sorted_.dense, sorted_.sparse, gradients, parameters, before.gradients_before())
 
             try:
                 seconds = repeat(before, after, answers, prepared.differentiate, check, rough=self._compile)
@@ -383,7 +388,8 @@ class AutoEngine:
             check_results(results, ran.loss, ran.returned)
             if gradients and self._graph is not None:
                 found = prepared.joint.backward.sort(results)
-                check_gradients(found.dense, found.sparse, gradients, self._graph.program.parameters)
+                known = self._graph.program.parameters
+                check_gradients(found.dense, found.sparse, gradients, known, before.gradients_before())
 
         return repeat(before, after, answers, prepared.run, check, rough=self._compile)
 

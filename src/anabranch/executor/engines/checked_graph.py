@@ -133,7 +133,8 @@ class CheckedGraph(GraphEngine):
             check_results(results, loss, returned)
             found = prepared.joint.backward.sort(results)
             known = {parameters[name] for name in (*found.dense, *found.sparse)}
-            check_gradients(found.dense, found.sparse, {p: g for p, g in gradients.items() if p in known}, parameters)
+            seen = {p: g for p, g in gradients.items() if p in known}
+            check_gradients(found.dense, found.sparse, seen, parameters, before.gradients_before())
 
         try:
             repeat(before, after, answers, prepared.differentiate, check, most=1)

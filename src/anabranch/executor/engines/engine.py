@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
@@ -22,10 +22,17 @@ _NOTHING: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Output of one run of a training step: the loss, and what the step returned beside it."""
+    """Output of one run of a training step.
+
+    Attributes:
+        loss: a tensor of no dimensions.
+        returned: what the step returned beside it.
+        nonfinite: the parameters whose gradients are not finite, so that nothing was updated.
+    """
 
     loss: Tensor
     returned: Mapping[str, Tensor]
+    nonfinite: Sequence[str] = ()
 
 
 class Engine(Protocol):
@@ -57,7 +64,10 @@ class Engine(Protocol):
         ...
 
     def step(self, batch: Structure, fetch: Fetch) -> StepOutput:
-        """Forward, backward, clipping and the optimizers' step, for a worker with nobody to sum with."""
+        """Forward, backward, clipping and the optimizers' step, for a worker with nobody to sum with.
+
+        Nothing is updated where a gradient is not finite, unless ``step.skip_nonfinite`` is None.
+        """
         ...
 
 
@@ -73,8 +83,16 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
         loss, returned = answer
         if not isinstance(returned, Mapping):
             raise TypeError(f"beside the loss a step returns a dict of tensors, got {type(returned).__name__}")
+    elif isinstance(answer, Mapping) and "loss" in answer:
+        loss = answer["loss"]
+        returned = {name: value for name, value in answer.items() if name != "loss" and isinstance(value, Tensor)}
+    elif not isinstance(answer, Tensor):
+        loss = getattr(answer, "loss", answer)
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss(model, batch) returns a scalar tensor, or (scalar, dict), got {type(loss).__name__}")
+        raise TypeError(
+            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
+            f".loss, got {type(loss).__name__}"
+        )
     if loss.numel() != 1:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}, and backward starts from one number; return loss.mean() with "

@@ -23,6 +23,7 @@ from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput
 from anabranch.executor.engines.tape_engine import TapeEngine
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slowness import PATIENCE
@@ -74,6 +75,8 @@ class GraphEngine:
             between=between,
             compile=compile,
             leaves_gradients=leaves_gradients,
+            activation_budget=step.activation_budget,
+            gate=None if step.skip_nonfinite is None else self._admits,
             when_slow=lambda: _say_what_is_captured(step, name, level),
         )
         self.may_trace = True
@@ -81,6 +84,7 @@ class GraphEngine:
         self._ready: Ready | None = None
         self._attached: frozenset[str] = frozenset()
         self._in_parts = False
+        self._nonfinite: list[str] = []
         self._errors_to = tape
 
     @property
@@ -90,7 +94,8 @@ class GraphEngine:
 
     def explain(self) -> str:
         """One sentence that says why it is the engine."""
-        return "a graph was asked for" + self._program.said_of_update
+        asked = "a graph" if self._step.activation_budget is None else "an activation_budget, which takes a graph,"
+        return f"{asked} was asked for" + self._program.said_of_update
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
@@ -145,14 +150,25 @@ class GraphEngine:
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
         assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
-        ran = self._sort(found.outputs, fetch)
         for name, gradient in found.dense.items():
             self._parameters[name].grad = gradient
         for name, lookups in found.sparse.items():
             self._parameters[name].grad = as_sparse_gradient(lookups, self._parameters[name])
+        admitted = self._step.skip_nonfinite is None or self._admits(found.dense, found.sparse, False)
+        ran = self._sort(found.outputs, fetch)
+        if not admitted:
+            return ran
         clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
         self.update()
         return ran
+
+    def _admits(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]], own: bool) -> bool:
+        if not sparse and all_finite([*dense.values()], own=own):
+            return True
+        self._nonfinite = nonfinite_names(dense.items(), own=own)
+        rows = ((name, as_sparse_gradient(lookups, self._parameters[name])) for name, lookups in sparse.items())
+        self._nonfinite += nonfinite_names(rows)
+        return not self._nonfinite
 
     def update(self) -> None:
         """Step the optimizers on what ``.grad`` holds."""
@@ -185,16 +201,22 @@ class GraphEngine:
                 sparse[name] = [SparseRows(merged._indices()[0], merged._values())]
         return dense, sparse
 
+    def _is_whole(self, name: str, outputs: Mapping[str, Structure]) -> bool:
+        """Return True if the graph's gradient is what the parameter has, and no addition to it."""
+        held = self._parameters[name.removesuffix(".grad")] in self._program.names
+        return name in outputs and (held or not self._program.leaves_gradients)
+
     def _sort(self, outputs: Mapping[str, Structure], fetch: Fetch) -> StepOutput:
+        nonfinite, self._nonfinite = self._nonfinite, []
         if fetch.names is None:  # everything, and nothing besides
             returned = {name: value for name, value in outputs.items() if name != _LOSS}
-            return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+            return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned), nonfinite)
         asked = {*fetch.modules, *fetch.gradients, _LOSS}
         returned = {name: value for name, value in outputs.items() if name not in asked}
         fetch.record({name: outputs[name] for name in fetch.modules})
-        fetch.record_gradients({name: outputs[name] for name in fetch.gradients if name in outputs})
+        fetch.record_gradients({name: outputs[name] for name in fetch.gradients if self._is_whole(name, outputs)})
         fetch.check(cast("Mapping[str, Tensor]", returned))
-        return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned))
+        return StepOutput(cast(Tensor, outputs[_LOSS]), cast("Mapping[str, Tensor]", returned), nonfinite)
 
 
 class _Arrivals:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from anabranch.autodiff import Callback, GradManager
 from anabranch.executor.clipping import clip_gradients
 from anabranch.executor.engines.engine import Ready, StepOutput, loss_and_returned
 from anabranch.executor.fetching import Fetch
+from anabranch.executor.finite import nonfinite_names
+from anabranch.executor.loss_scale import LossScale
 from anabranch.executor.steps import TrainStep
 from anabranch.tensors import Structure
 
@@ -22,21 +25,26 @@ __all__ = ["TapeEngine"]
 
 
 class TapeEngine:
-    """Differentiates one ``TrainStep`` by PyTorch's autograd."""
+    """Differentiates one ``TrainStep`` by PyTorch's autograd.
+
+    Attributes:
+        scale: the factor on the loss that ``differentiate`` starts backward from, if there is one.
+    """
 
     name = "tape"
-    why = "the tape was asked for"
 
-    def __init__(self, step: TrainStep) -> None:
+    def __init__(self, step: TrainStep, why: str = "the tape was asked for") -> None:
         self._step = step
+        self._why = why
         self._manager = GradManager()
         self._attached: tuple[Mapping[str, Tensor], Ready] | None = None
         self._alone = GradManager()
-        self._parameters = list(step.model.parameters())
+        self.scale: LossScale | None = None
+        self.follow_model()
 
     def explain(self) -> str:
         """One sentence that says why it is the engine."""
-        return self.why
+        return self._why
 
     def attach(self, parameters: Mapping[str, Tensor], ready: Ready) -> None:
         """Hands the gradients of these parameters to ``ready`` from now on."""
@@ -45,7 +53,8 @@ class TapeEngine:
 
     def follow_model(self) -> None:
         """Look up the model's parameters again: some were replaced."""
-        self._parameters = list(self._step.model.parameters())
+        named = dict(self._step.model.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
 
     def differentiate(self, batch: Structure, fetch: Fetch, begin: Callable[[Tensor], None]) -> StepOutput:
         """Forward and backward; ``begin(loss)`` is called in between."""
@@ -53,7 +62,7 @@ class TapeEngine:
         with self._manager:
             loss, returned = self._forward(batch, fetch)
             begin(loss)
-            self._manager.backward(loss)
+            self._manager.backward(loss, None if self.scale is None else torch.full_like(loss, self.scale.value))
         return StepOutput(loss.detach(), returned)
 
     def differentiate_noting(
@@ -86,10 +95,16 @@ class TapeEngine:
             loss, returned = self._forward(batch, fetch)
             self._alone.backward(loss)
         between(loss.detach(), returned)
+        if self._step.skip_nonfinite is not None and (names := self._nonfinite()):
+            return StepOutput(loss.detach(), returned, names)
         if self._step.clip_grad_norm is not None:
             clip_gradients(self._parameters, self._step.clip_grad_norm)
         self.update()
         return StepOutput(loss.detach(), returned)
+
+    def _nonfinite(self) -> list[str]:
+        pairs = zip(self._names, self._parameters, strict=True)
+        return nonfinite_names((name, p.grad) for name, p in pairs if p.grad is not None)
 
     def update(self) -> None:
         """Step the optimizers."""

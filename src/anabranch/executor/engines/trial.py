@@ -41,6 +41,9 @@ class Snapshot:
         with torch.no_grad():
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+        # Of parameters that no optimizer holds: a step adds to theirs in place.
+        kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
+        self._kept = {parameter: (gradient, gradient.detach().clone()) for parameter, gradient in kept}
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -51,6 +54,12 @@ class Snapshot:
                 tensor.detach().copy_(copy)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        with torch.no_grad():
+            for parameter, (gradient, copy) in self._kept.items():
+                if gradient.layout is torch.strided:
+                    gradient.detach().copy_(copy)
+                else:
+                    parameter.grad = copy.clone()
         self._held.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:
@@ -63,6 +72,10 @@ class Snapshot:
                 return f"a tensor of shape {tuple(tensor.shape)} that the step changes comes out otherwise"
         copies = dict(zip(self._tensors, self._copies, strict=True))
         return self._held.differs(lambda old, new: old is new or not bits_differ(copies.get(old, old), new))
+
+    def gradients_before(self) -> dict[Tensor, Tensor]:
+        """Return the gradients that there were, by parameter."""
+        return {parameter: copy for parameter, (_, copy) in self._kept.items()}
 
     @property
     def random_differs(self) -> bool:
@@ -105,6 +118,7 @@ def check_gradients(
     rows: Mapping[str, Sequence[SparseRows]],
     seen: Mapping[Tensor, Tensor],
     parameters: Mapping[str, Tensor],
+    before: Mapping[Tensor, Tensor],
 ) -> None:
     """Raise ``Differs`` if a gradient has other bits than the tape's, or only one of them has it.
 
@@ -113,20 +127,27 @@ def check_gradients(
         rows: the graph's of sparse tables, by name.
         seen: the tape's.
         parameters: by name.
+        before: what the tape's were added to.
     """
     for name, gradient in found.items():
-        expected = seen.get(parameters[name])
+        expected, earlier = seen.get(parameters[name]), before.get(parameters[name])
         if expected is None:
             raise Differs("which parameters have a gradient")
-        if bits_differ(gradient, expected):
+        if bits_differ(gradient if earlier is None else earlier + gradient, expected):
             raise Differs(f"the gradient of {name!r}")
     for name, lookups in rows.items():
         expected = seen.get(parameters[name])
         if expected is None or expected.layout is torch.strided:
             raise Differs("which parameters have a sparse gradient")
-        if bits_differ(as_sparse_gradient(lookups, parameters[name]), expected):
+        earlier, gradient = before.get(parameters[name]), as_sparse_gradient(lookups, parameters[name])
+        if bits_differ(gradient if earlier is None else earlier + gradient, expected):
             raise Differs(f"the gradient of {name!r}")
-    dense = {parameter for parameter, gradient in seen.items() if gradient.layout is torch.strided}
+    dense = {
+        parameter
+        for parameter, gradient in seen.items()
+        if gradient.layout is torch.strided
+        and not (parameter in before and not bits_differ(before[parameter], gradient))  # nothing was added to it
+    }
     if not dense <= {parameters[name] for name in found}:
         raise Differs("which parameters have a gradient")
 

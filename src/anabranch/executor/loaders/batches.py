@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -58,13 +58,16 @@ class Batches:
             )
         return self.loaders[name]
 
-    def next(self, name: str) -> Structure | None:
+    def next(self, name: str, at_end: Callable[[], None]) -> Structure | None:
         """Return the next batch of a training step's loader; ``None`` while it has ended and another worker's has
         not.
+
+        ``at_end`` is called between two epochs of a worker that has epochs of its own.
         """
         loader = self._loader(name)
         batch = self._take(loader)
         if batch is ENDED and not self._shared:
+            at_end()
             loader.start_epoch()
             batch = self._take(loader)
             if batch is ENDED:
@@ -73,6 +76,10 @@ class Batches:
             return None
         self._empty_epochs = 0
         return batch
+
+    def length(self, name: str) -> int | None:
+        """Return the batches of an epoch, the longest's over all workers, if the loaders have a length."""
+        return self._lengths[name]
 
     def start_epoch(self, name: str) -> None:
         """Every worker's loader has ended."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
@@ -26,7 +27,7 @@ from anabranch.graph.run.lost_history import without_history
 from anabranch.graph.run.rollback import Rollback
 from anabranch.graph.trace.backward import Arrivals, capture_backward, output_names
 from anabranch.graph.trace.build import build
-from anabranch.graph.trace.lookups import as_sparse_gradient
+from anabranch.graph.trace.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.trace.make_fx import Recorder, Source
 from anabranch.graph.trace.update import has_state
 from anabranch.tensors import Structure, flatten, paths, unflatten
@@ -34,7 +35,7 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from anabranch.graph.step import StepProgram
 
-__all__ = ["Joint", "JointKey"]
+__all__ = ["Joint", "JointKey", "OptimizerRaised"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,14 @@ class JointKey:
     numbers: object
     extra: object
     gradients: tuple[str, ...]
+
+
+class OptimizerRaised(Exception):
+    """The optimizers' own step raised ``error`` after a program that had ``results``."""
+
+    def __init__(self, error: Exception, results: dict[str, object]) -> None:
+        super().__init__(str(error))
+        self.error, self.results = error, results
 
 
 class Joint:
@@ -84,6 +93,8 @@ class Joint:
             self.backward = capture_backward(call, arguments, args, self._wanted())
         self._binding = Binding(call, arguments, args)
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
+        if step.activation_budget is not None:
+            self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
@@ -92,6 +103,7 @@ class Joint:
         self._backward_program: Program | None = None
         self._update_program: Program | None = None
         self._front_outputs: Sequence[str] = ()
+        self._own = False
         self.graph = self.backward.graph
         if key.whole and self._ready():
             self._join()
@@ -174,8 +186,30 @@ class Joint:
             results = dict(zip(self.graph.outputs, self._rollback.run(self._program.run, free), strict=True))
         else:
             results = dict(zip(self._front_outputs, self._rollback.run(self._program.run, free), strict=True))
+            if not self._admitted(results, own=self._own):
+                return self._finish(results, stepped=True)
             self._update_program.run(*(results[name] for name in self._updated))
         return self._finish(results, stepped=False)
+
+    def _step_eagerly(
+        self,
+        results: dict[str, object],
+        dense: Mapping[str, Tensor],
+        sparse: Mapping[str, Sequence[SparseRows]],
+    ) -> None:
+        """Let the optimizers step by themselves; their error leaves gradients and results as the tape's does."""
+        try:
+            self._step.step_eagerly(dense, sparse)
+        except Exception as error:
+            raise OptimizerRaised(error, results) from error
+
+    def _admitted(self, results: Mapping[str, object], *, own: bool) -> bool:
+        """Return True if the gradients among the ``results`` are to be stepped on."""
+        gate = self._step.gate
+        if gate is None:
+            return True
+        dense = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.backward.dense}
+        return gate(dense, self.backward.take_sparse(dict(results)) if self.backward.lookups else {}, own)
 
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
         """Run forward and backward alone; returns the backward graph's results by name."""
@@ -200,7 +234,11 @@ class Joint:
         step, backward = self._step, self.backward
         ran = self._rollback.run(self._apart().run, free)
         results: dict[str, object] = dict(zip(backward.graph.outputs, ran, strict=True))
-        rows = {name: results.pop(name) for name in backward.rows}
+        rows = {name: results[name] for name in backward.rows}
+        if not self._admitted(results, own=False):
+            return self._finish(results, stepped=True)
+        for name in rows:
+            del results[name]
         if self._between is not None:
             given = [results[b.name] for b in self._between.bindings if b.bound is None and b.name in results]
             given += extra
@@ -211,24 +249,28 @@ class Joint:
             if step.parameters[name] in step.names:
                 assert isinstance(gradient, Tensor)
                 gradients[name] = gradient
-        step.step_eagerly(gradients, backward.take_sparse(dict(rows)))
+        results |= rows
+        if step.leaves_gradients:
+            self._leave_gradients(results)
+        self._step_eagerly(results, gradients, backward.take_sparse(dict(rows)))
         self.take_state()
-        return self._finish(results | rows, stepped=True)
+        return self._finish(results, stepped=True, left=True)
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
         if self.key.whole and self._program is None and self._ready():
             self._join()
 
-    def _finish(self, results: dict[str, object], *, stepped: bool) -> dict[str, object]:
+    def _finish(self, results: dict[str, object], *, stepped: bool, left: bool = False) -> dict[str, object]:
         """Step the optimizers on the rows that the graph yields, and add the gradients asked for, in final form."""
-        if self._step.leaves_gradients:
+        if self._step.leaves_gradients and not left:
             self._leave_gradients(results)
         if not self.backward.lookups and not self.key.gradients:
             return results
-        sparse = self.backward.take_sparse(results)
+        sparse = self.backward.take_sparse(dict(results))
         if sparse and not stepped:
-            self._step.step_eagerly({}, sparse)
+            self._step_eagerly(results, {}, sparse)
+        self.backward.take_sparse(results)
         for name in self.key.gradients:
             if name not in results:
                 table = name.removesuffix(".grad")
@@ -237,11 +279,17 @@ class Joint:
         return results
 
     def _leave_gradients(self, results: Mapping[str, object]) -> None:
-        parameters = self._step.parameters
-        for name in self.backward.dense:
-            parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
-        for table, found in self.backward.take_sparse(dict(results)).items():
-            parameters[table].grad = as_sparse_gradient(found, parameters[table])
+        parameters, held = self._step.parameters, self._step.names
+        found = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.backward.dense}
+        if self.backward.lookups:
+            sparse = self.backward.take_sparse(dict(results))
+            found |= {name: as_sparse_gradient(rows, parameters[name]) for name, rows in sparse.items()}
+        for name, gradient in found.items():
+            parameter = parameters[name]
+            if parameter.grad is None or parameter in held:
+                parameter.grad = gradient
+            else:  # no optimizer's zero_grad clears it: as autograd accumulates
+                _accumulate(parameter, gradient)
 
     # --- making
 
@@ -288,7 +336,7 @@ class Joint:
         for improve in step.passes:
             graph = improve(graph)
         self.graph = graph
-        if step.compile or (can_replay(front) and not step.passes):
+        if step.compile or step.gate is not None or (can_replay(front) and not step.passes):
             self._split(front, update, dense)
         else:
             self._program = graph.program()
@@ -297,8 +345,11 @@ class Joint:
         """Split into two programs: everything before the update, by Inductor or as a CUDA graph, and the update."""
         names = [f"{name}.grad" for name in dense]
         self._front_outputs, self._updated = front.outputs, names
+        self._own = _own_memory(front)
         if self._step.compile:
             self._program = self._apart() if front is self.backward.graph else compiled(front)
+        elif not can_replay(front):
+            self._program = front.program()
         else:
             read_at_once = [name in names and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(front.program(), front, read_at_once)
@@ -339,6 +390,29 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        if parameter.grad.is_sparse and not gradient.is_sparse:
+            parameter.grad = gradient + parameter.grad
+        else:
+            parameter.grad += gradient
+
+
+def _fitted(graph: Graph, budget_bytes: int) -> Graph:
+    try:
+        return graph.recompute(budget_bytes)
+    except ValueError as error:
+        raise CaptureError(f"the step does not fit its activation_budget: {error}") from error
+
+
+def _own_memory(graph: Graph) -> bool:
+    """Return True if every gradient that the graph yields has been computed in it, and is no view of an input."""
+    effects = graph.effects()
+    outputs = zip(graph.outputs, cast("Sequence[fx.Node]", graph.fx.output_node().args[0]), strict=True)
+    return all(effects.root[node].op == "call_function" for name, node in outputs if name.endswith(".grad"))
 
 
 class _Noted:

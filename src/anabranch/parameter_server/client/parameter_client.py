@@ -30,7 +30,15 @@ from torch import Tensor
 
 from anabranch import checkpoint
 from anabranch.deadline import Deadline, check_seconds
-from anabranch.errors import CheckpointError, DeadlineExceeded, NotFound, RolledBack, SchemaError
+from anabranch.errors import (
+    BoundaryError,
+    CheckpointError,
+    DeadlineExceeded,
+    NonFinite,
+    NotFound,
+    RolledBack,
+    SchemaError,
+)
 from anabranch.job import job
 from anabranch.parameter_server.client.plain_tensors import check_plain
 from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, Push, Routed, VersionClock
@@ -200,6 +208,7 @@ class ParameterClient:
         self._endpoints = found
         self._clocks = [VersionClock() for _ in found]
         self._ledgers = {endpoint: Ledger() for endpoint in found}
+        self._torn: int | None = None
         self._client = self._stack.enter_context(
             Client(
                 role="worker", keys=keys, insecure=insecure, heartbeat=heartbeat, transport=transport, retries=retries
@@ -346,6 +355,7 @@ class ParameterClient:
         """Return a fixed table or a dense parameter with its optimizer's state, every row brought up to the last
         step.
         """
+        self._check_whole()
         holding = self._holding(name)
         if holding.placement is None:
             step, parts = self._export(self._home(name), ExportMessage(name))
@@ -571,6 +581,8 @@ class ParameterClient:
         refused: list[Request] = []
         for shard in range(self.shards):
             shares = self._dense_of(layout, shard)
+            for name in shares:
+                self._check_dense(name, gradients[name][1])
             values = [gradients[name][1].detach().to("cpu", share.dtype) for name, share in shares.items()]
             dense = [(value, Share(value.dtype, tuple(value.shape))) for value in values]
             parts = push.parts(shard, [rule_of[name] for name in layout.tables])
@@ -584,12 +596,39 @@ class ParameterClient:
                 if not all_finite(tensors):
                     refused.append(requests[-1])
         # A shard whose part has no NaN would apply it although the whole is refused, so only the others are asked.
-        self._gather(refused or requests, deadline)
+        answers, failures = self._outcomes(refused or requests, deadline)
+        if failures:
+            raise self._torn_by(failures[0], len(answers), step) if answers and not refused else failures[0]
         sizes = dict(zip(layout.tables, push.bytes(), strict=True))
         sizes |= {name: gradients[name][1].numel() * self._holdings[name].dtype.itemsize for name in layout.dense}
         waited = deadline.elapsed() / max(len(gradients), 1) if awaited else 0.0
         for name, size in sizes.items():
             self._count(name, waited, size, pushes=1)
+
+    def _check_dense(self, name: str, gradient: Tensor) -> None:
+        expected = self._holdings[name].shape
+        if tuple(gradient.shape) != tuple(expected):
+            raise SchemaError(f"{name} is {tuple(expected)}, its gradient {tuple(gradient.shape)}; nothing was pushed")
+
+    def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
+        """Return the error of a push that ``taken`` shards have taken and one has refused."""
+        if not isinstance(error, NonFinite | NotFound | SchemaError):
+            return error
+        if step is not None:
+            self._torn = step
+        told = f"{error} on one shard; {taken} other shards had taken their parts of this push by then"
+        return type(error)(told)
+
+    def _check_whole(self) -> None:
+        """Raise once the shards do not stand at one step any more."""
+        if self._torn is not None:
+            raise BoundaryError(
+                f"the push of step {self._torn} was refused by one shard and taken by others, so they no longer hold "
+                "one state; restart the job from its last checkpoint",
+                peer="the servers",
+                operation="push",
+                step=self._torn,
+            )
 
     def squared_norm(self, step: int) -> float:
         """Return the sum of squares of the merged gradients that are held of ``step``, over all shards."""
@@ -611,6 +650,7 @@ class ParameterClient:
         """Register this worker with the shards; its next push is that of ``step``."""
         assert self._worker is not None
         worker = self._worker
+        self._torn = None
         for ledger in self._ledgers.values():
             ledger.life = 0
         lives = self._all([self._request(shard, "life", once=False) for shard in range(self.shards)])
@@ -653,6 +693,7 @@ class ParameterClient:
 
         A group fetches its tensors when it is called: a dense parameter, or as many rows as fit into a worker's memory.
         """
+        self._check_whole()
         wanted = None if names is None else set(names)
         tables: dict[str, dict[str, Any]] = {}
         blocks: dict[str, list[_Block]] = {}
@@ -662,7 +703,8 @@ class ParameterClient:
             for table in described["tables"]:
                 name = table["spec"]["name"]
                 if wanted is None or name in wanted:
-                    tables.setdefault(name, table)
+                    entry = tables.setdefault(name, table)
+                    entry["step"] = max(entry["step"], table["step"])
                     each = _at_once(table)
                     blocks.setdefault(name, []).extend(
                         _Block(shard, number, name, first, min(each, table["rows"] - first))
@@ -676,17 +718,23 @@ class ParameterClient:
             together = _in_files(blocks[name], _at_once(table))
             table["groups"] = [f"table-{number}.{k}" for k in range(len(together))]
             groups |= {
-                group: functools.partial(self._read_blocks, some)
+                group: functools.partial(self._read_blocks, some, table["step"])
                 for group, some in zip(table["groups"], together, strict=True)
             }
         return {"tables": list(tables.values()), "dense": dense}, groups
 
-    def _read_blocks(self, blocks: Sequence[_Block]) -> dict[str, Tensor]:
+    def _read_blocks(self, blocks: Sequence[_Block], step: int) -> dict[str, Tensor]:
+        """Return the rows of ``blocks``, each as far behind ``step`` as it is behind the steps of its shard."""
         found: dict[str, Tensor] = {}
+        longest = torch.empty(0)
         for block in blocks:
-            _, (*parts, history) = self._export(block.shard, ExportMessage(block.name, block.first, max(block.rows, 1)))
-            found |= {f"{block.shard}.{block.number}.{label}": part for label, part in zip(_BLOCK, parts, strict=True)}
-            found.setdefault("history", history)
+            message = ExportMessage(block.name, block.first, max(block.rows, 1))
+            there, (ids, values, stamps, *parts, history) = self._export(block.shard, message)
+            stamps = (stamps + (step - there)).clamp(min=1)
+            named = zip(_BLOCK, (ids, values, stamps, *parts), strict=True)
+            found |= {f"{block.shard}.{block.number}.{label}": part for label, part in named}
+            longest = history if len(history) > len(longest) or "history" not in found else longest
+            found["history"] = _of_length(longest, step) if len(longest) else longest
         return found
 
     def _read_parameter(self, shard: int, name: str) -> dict[str, Tensor]:
@@ -701,8 +749,14 @@ class ParameterClient:
         """Load what ``collect`` gave, in place of everything on the shards."""
         if not isinstance(state, Mapping) or "tables" not in state or "dense" not in state:
             raise CheckpointError("this checkpoint holds no tables and parameters of servers")
+        for entry in state["tables"]:
+            _check_table(entry, groups)
         self.drop(None)
-        self.restore_some(state, groups)
+        try:
+            self.restore_some(state, groups)
+        except Exception as error:
+            error.add_note("the servers hold a part of the checkpoint now: load it again, or another one")
+            raise
 
     def restore_some(self, state: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
         """As ``restore``, but leaves other tables and parameters in place."""
@@ -798,6 +852,7 @@ class ParameterClient:
             return -1, -1
         if self._worker is None:
             raise ValueError("a bare client has no steps; give ParameterClient a worker")
+        self._check_whole()
         return self._worker.rank, step
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -832,6 +887,13 @@ class ParameterClient:
         return self._gather(requests, Deadline.after(self._timeout))
 
     def _gather(self, requests: Iterable[Request], deadline: Deadline) -> list[Answer]:
+        answers, failures = self._outcomes(requests, deadline)
+        if failures:
+            raise failures[0]
+        return answers
+
+    def _outcomes(self, requests: Iterable[Request], deadline: Deadline) -> tuple[list[Answer], list[Exception]]:
+        """Return the answers, and the errors of those that failed."""
         answers: list[Answer] = []
         failures: list[Exception] = []
         asked = list(requests)
@@ -844,9 +906,7 @@ class ParameterClient:
                 with self._counting:
                     self._ledgers[request.endpoint].add(unpack(outcome.payload, int))
             answers.append(outcome)
-        if failures:
-            raise failures[0]
-        return answers
+        return answers, failures
 
     def _told(self, request: Request, error: Exception) -> Exception:
         """Return the error to raise; if a shard has lost pushes, forget their places."""
@@ -900,6 +960,25 @@ class ParameterClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _of_length(history: Tensor, steps: int) -> Tensor:
+    """Return the last ``steps`` entries; the first stands in for missing ones, which no row has yet to catch up on."""
+    missing = steps - len(history)
+    return torch.cat([history[:1].expand(missing, -1), history]) if missing > 0 else history[-missing:]
+
+
+def _check_table(entry: Mapping[str, Any], groups: Callable[[str], Mapping[str, Tensor]]) -> None:
+    """Raise ``CheckpointError`` for a table that could not be loaded whole, while the one on the shards is there."""
+    name, step = entry["spec"]["name"], entry["step"]
+    for group in entry["groups"]:
+        for label, tensor in groups(group).items():
+            if label.endswith(".stamps") and tensor.numel() and not 0 <= tensor.min() <= tensor.max() <= step + 1:
+                raise CheckpointError(
+                    f"the checkpoint's table {name} has rows of step {int(tensor.max()) - 1} and was saved at step "
+                    f"{step}: it was saved while its shards had taken different numbers of pushes, by an earlier "
+                    "version; nothing was changed"
+                )
 
 
 def _at_once(table: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Never
 
 from torch import Tensor
 
@@ -55,8 +56,10 @@ class PushLog:
         after: the end of the existing records, as a ``LogReader`` found it.
 
     Raises:
-        CheckpointError: another server has the directory, or the disk is full or failing. The log refuses further
-            records then: whether the last ones are on the disk is unknown, so the shard must be restarted.
+        CheckpointError: another server has the directory, or the disk is full or failing. Where a record could not be
+            written it is cut off again, and the next one may follow once there is room. Where the disk failed to make
+            records durable, the log refuses further ones: whether the last ones are there is unknown, so the shard
+            must be restarted.
     """
 
     def __init__(self, directory: Path, owner: Ownership | None = None, after: Position | None = None) -> None:
@@ -97,12 +100,23 @@ class PushLog:
                 write_all(self._file, body)
                 fault_point("push_log.after_append")
             except OSError as error:
-                self._broken = error
-                self._check()
+                self._take_back(error)
             self._records += 1
             self._size += len(frame) + len(body)
             self._chain = checksum
             return self._records
+
+    def _take_back(self, error: OSError) -> Never:
+        """Cut off what was written of a record, so that the next one may follow; without that the log is done."""
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError:
+            self._broken = error
+            self._check()
+        raise CheckpointError(
+            f"the log in {self._directory} cannot be written now, and nothing was changed: {error}; it is tried again "
+            "at the next change"
+        ) from error
 
     def commit(self, position: int, deadline: Deadline) -> None:
         """Wait until all records up to ``position`` are on the disk."""
@@ -160,10 +174,13 @@ class PushLog:
                 self._check_whole(self._file, self._size)
                 self._owner.check()
                 self._durable, self._durable_chain = self._records, self._chain
-                self._begin()
             except OSError as error:
                 self._broken = error
                 self._check()
+            try:
+                self._begin()
+            except OSError as error:  # the old file goes on
+                raise CheckpointError(f"no new log file can be begun in {self._directory} now: {error}") from error
             return Position(self._number, self._records, self._chain)
 
     def _begin(self) -> None:
@@ -177,6 +194,8 @@ class PushLog:
             sync_directory(self._directory)
         except BaseException:
             os.close(file)
+            with suppress(OSError):
+                log_path(self._directory, number).unlink()
             raise
         if self._file >= 0:
             os.close(self._file)
@@ -213,7 +232,10 @@ class PushLog:
         if isinstance(self._broken, CheckpointError):
             raise CheckpointError(str(self._broken)) from self._broken
         if self._broken is not None:
-            raise CheckpointError(f"the log in {self._directory} cannot be written: {self._broken}") from self._broken
+            raise CheckpointError(
+                f"the log in {self._directory} could not be made durable: {self._broken}; whether the last changes are "
+                "on the disk is unknown: start this server again, which reads what is there"
+            ) from self._broken
         if self._file < 0:
             raise CheckpointError(f"the log in {self._directory} is closed")
 

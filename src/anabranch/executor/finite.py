@@ -1,0 +1,92 @@
+"""Finding gradients that are not finite, at little cost where all of them are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import NonFinite
+
+__all__ = ["all_finite", "nonfinite_error", "nonfinite_names"]
+
+_NAMED = 5
+
+
+def all_finite(gradients: list[Tensor], *, own: bool = True) -> bool:
+    """Return True if all are finite; False may also mean that finite numbers overflowed in their sum.
+
+    Args:
+        gradients: dense ones.
+        own: their memory is theirs alone, as that of ``.grad`` is; it is then looked through by an operation that
+            writes back what it reads, and takes a third of the time of the others.
+    """
+    first = gradients[0] if gradients else None
+    if first is None:
+        return True
+    kind = (first.device, first.dtype)
+    if any(gradient.device != kind[0] or gradient.dtype is not kind[1] for gradient in gradients):
+        alike = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
+        others = [gradient for gradient in gradients if (gradient.device, gradient.dtype) != kind]
+        return all_finite(alike, own=own) and all_finite(others, own=own)
+    if not own or not first.is_floating_point():
+        return all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
+    found, one = _scratch.on(first.device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
+    except RuntimeError:  # memory that overlaps itself, put into .grad by hand
+        return False
+    if found.item():
+        found.zero_()
+        return False
+    return True
+
+
+def nonfinite_names(gradients: Iterable[tuple[str, Tensor]], *, own: bool = True) -> list[str]:
+    """Return the names of the gradients that hold NaN or an infinity; of sparse ones, the rows count.
+
+    >>> nonfinite_names([("weight", torch.ones(2)), ("bias", torch.tensor([1.0, float("nan")]))])
+    ['bias']
+
+    Args:
+        gradients: with their names; a name may come several times.
+        own: as for ``all_finite``.
+    """
+    values = [(name, _values(gradient)) for name, gradient in gradients]
+    if all_finite([value for _, value in values], own=own):
+        return []
+    return list(dict.fromkeys(name for name, value in values if not bool(torch.isfinite(value).all())))
+
+
+def nonfinite_error(names: Iterable[str], step: int) -> NonFinite:
+    """Return the error of a step whose gradients are not finite."""
+    names = list(names)
+    listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return NonFinite(
+        f"the gradients of {listed} hold NaN or an infinity after {step} optimizer "
+        "steps; nothing was updated. Look at the batch and the loss (torch.autograd.set_detect_anomaly(True) names the "
+        "operation), lower the learning rate, or give the TrainStep skip_nonfinite=True to pass over such steps"
+    )
+
+
+def _values(gradient: Tensor) -> Tensor:
+    # Not coalesced: a sum of finite rows that overflows is the optimizer's own.
+    values = gradient._values() if gradient.is_sparse else gradient
+    return values.detach() if values.requires_grad else values
+
+
+class _Scratch(threading.local):
+    """For each device a number that a check sets to 1 and whoever sees that sets back, and the factor 1."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self.numbers:
+            self.numbers[device] = torch.zeros((), device=device), torch.ones((), device=device)
+        return self.numbers[device]
+
+
+_scratch = _Scratch()

@@ -1,0 +1,153 @@
+"""State of the user's own in checkpoints: objects given to the executor, extra state of modules, averaged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import anabranch as ab
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"words": ["a"], "count": 0, "total": torch.zeros(2)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class Noted(nn.Linear):
+    note: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note, "versions": (1, 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def executor_of(model: nn.Module, **options: Any) -> ab.Executor:
+    return ab.Executor(ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1)), **options)
+
+
+def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
+    counter, other = Counter(), Counter()
+    counter.seen = {"words": ["b", "c"], "count": 7, "total": torch.ones(2)}
+    with executor_of(nn.Linear(2, 1), state={"counter": counter}) as executor:
+        executor.save(tmp_path)
+    with executor_of(nn.Linear(2, 1), state={"counter": other}) as executor:
+        executor.load(tmp_path)
+    assert (other.seen["words"], other.seen["count"]) == (["b", "c"], 7)
+    assert torch.equal(other.seen["total"], torch.ones(2))
+
+
+def test_an_object_that_was_not_saved_is_missed_before_anything_changes(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with executor_of(nn.Linear(2, 1)) as executor:
+        executor.save(tmp_path)
+    before = model.weight.detach().clone()
+    with (
+        executor_of(model, state={"counter": Counter()}) as executor,
+        pytest.raises(ab.CheckpointError, match=r"no state called \['counter'\], only \[\]"),
+    ):
+        executor.load(tmp_path)
+    assert torch.equal(before, model.weight)
+
+
+def test_an_object_that_refuses_its_state_is_named_before_anything_changes(tmp_path: Path) -> None:
+    class Strict(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("not mine")
+
+    model = nn.Linear(2, 1)
+    with executor_of(nn.Linear(2, 1), state={"counter": Counter()}) as executor:
+        executor.save(tmp_path)
+    before = model.weight.detach().clone()
+    with (
+        executor_of(model, state={"counter": Strict()}) as executor,
+        pytest.raises(ab.CheckpointError, match=r"'counter'.* \(Strict\) refused what was saved: KeyError: 'not mine'"),
+    ):
+        executor.load(tmp_path)
+    assert torch.equal(before, model.weight)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    counter = Counter()
+    counter.seen = {"file": object()}
+    with (
+        executor_of(nn.Linear(2, 1), state={"counter": counter}) as executor,
+        pytest.raises(ValueError, match=r"counter.*file"),
+    ):
+        executor.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [([], "a dict of objects by name"), ({"a": 3}, "'a' is a int without"), ({1: Counter()}, "texts")],
+)
+def test_mistakes(state: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        executor_of(nn.Linear(2, 1), state=state)
+
+
+def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
+    one, two = nn.Sequential(nn.Linear(2, 2), Noted(2, 1)), nn.Sequential(nn.Linear(2, 2), Noted(2, 1))
+    one[1].note = {"seen": [1, 2.5, None], "mean": torch.arange(3)}
+    with executor_of(one) as executor:
+        executor.save(tmp_path)
+    with executor_of(two) as executor:
+        executor.load(tmp_path)
+    note: Any = two[1].note
+    assert note["seen"] == [1, 2.5, None]
+    assert torch.equal(note["mean"], torch.arange(3))
+
+
+def test_extra_state_that_is_not_there_is_missed(tmp_path: Path) -> None:
+    with executor_of(nn.Sequential(nn.Linear(2, 1))) as executor:
+        executor.save(tmp_path)
+    with (
+        executor_of(nn.Sequential(Noted(2, 1))) as executor,
+        pytest.raises(ab.CheckpointError, match=r"extra state of \[\], this model of \['0._extra_state'\]"),
+    ):
+        executor.load(tmp_path)
+
+
+@pytest.mark.parametrize("as_step", [True, False])
+def test_averaged_weights_follow_and_are_saved(tmp_path: Path, as_step: bool) -> None:
+    def made() -> tuple[nn.Module, Any, ab.Executor]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        train = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+        if not as_step:
+            return model, averaged, ab.Executor({"train": train}, state={"averaged": averaged})
+        validate = ab.EvalStep(averaged, lambda m, batch: {"loss": loss_of(m, batch)})
+        return model, averaged, ab.Executor({"train": train, "validate": validate})
+
+    model, averaged, executor = made()
+    expected = model.weight.detach().clone()
+    batch = torch.ones(3, 2)
+    with executor:
+        for index in range(3):
+            executor.run("train", batch)
+            averaged.update_parameters(model)
+            expected = model.weight.detach().clone() if index == 0 else 0.5 * expected + 0.5 * model.weight.detach()
+        torch.testing.assert_close(averaged.module.weight.detach(), expected)
+        executor.save(tmp_path)
+    _, other, executor = made()
+    with executor:
+        executor.load(tmp_path)
+    assert torch.equal(other.module.weight, averaged.module.weight)
+    assert int(other.n_averaged) == 3

@@ -1,0 +1,364 @@
+"""What stands between gradients and optimizers: checks, scales, clipping by value, callbacks, short windows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+
+ENGINES = ("tape", "graph", "auto")
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def batch_of(index: int, *, bad: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)
+    if bad:
+        x[0, 0] = float("nan")
+    return {"x": x, "y": y}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(model.state_dict())
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_is_not_finite_raises_and_updates_nothing(engine: Any) -> None:
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer), engine=engine, capture_after=2) as executor:
+        for index in range(5):
+            executor.run(batch=batch_of(index))
+        before = state_of(model)
+        with pytest.raises(ab.NonFinite, match=r"0\.weight, 0\.bias, 2\.weight, 2\.bias .* after 5 optimizer steps"):
+            executor.run(batch=batch_of(5, bad=True))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert [int(state["step"]) for state in optimizer.state.values()] == [5] * 4
+        assert (executor.step, executor.statistics().skipped_steps) == (5, 0)
+        executor.run(batch=batch_of(6))
+        assert executor.engine() == ("tape" if engine == "tape" else "graph")
+
+
+def test_a_gradient_that_is_not_finite_is_named_though_the_loss_is() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine, self.edge = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+
+    model = Root()
+    step = ab.TrainStep(
+        model, lambda m, x: (m.fine * x + m.edge.sqrt()).sum(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with ab.Executor(step) as executor, pytest.raises(ab.NonFinite, match="gradients of edge hold"):
+        executor.run(batch=torch.ones(1, 2))
+    assert torch.equal(model.fine.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"clip_grad_value": 0.01}])
+def test_steps_that_are_not_finite_are_passed_over(engine: Any, options: dict[str, float]) -> None:
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, **options)  # type: ignore[arg-type]
+    with ab.Executor(step, engine=engine, capture_after=2) as executor:
+        for index in range(10):
+            bad = index in (0, 4, 8)
+            executor.run(batch=batch_of(index, bad=bad))
+            if bad:
+                continue
+            reference.zero_grad()
+            loss_of(plain, batch_of(index)).backward()  # type: ignore[no-untyped-call]
+            if "clip_grad_norm" in options:
+                nn.utils.clip_grad_norm_(plain.parameters(), options["clip_grad_norm"])
+            if "clip_grad_value" in options:
+                nn.utils.clip_grad_value_(plain.parameters(), options["clip_grad_value"])
+            reference.step()
+            assert_same(model, plain)
+        assert (executor.step, executor.statistics().skipped_steps) == (7, 3)
+
+
+def test_none_applies_what_is_not_finite_as_a_plain_loop_does() -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), skip_nonfinite=None)
+    with ab.Executor(step) as executor:
+        executor.run(batch=batch_of(0, bad=True))
+    assert all(bool(parameter.isnan().any()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sparse_gradient_that_is_not_finite(engine: Any) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 2, sparse=True)
+    step = ab.TrainStep(
+        table,
+        lambda m, b: (m(b["ids"]) * b["x"]).sum(),
+        torch.optim.SGD(table.parameters(), lr=0.1),
+        skip_nonfinite=True,
+    )
+    with ab.Executor(step, engine=engine, capture_after=1) as executor:
+        for index in range(4):
+            before = table.weight.detach().clone()
+            x = torch.ones(3, 2)
+            x[1, 0] = float("inf") if index % 2 else 1.0
+            executor.run(batch={"ids": torch.tensor([0, 3, 0]), "x": x})
+            assert torch.equal(before, table.weight) == bool(index % 2)
+        assert executor.statistics().skipped_steps == 2
+
+
+def test_a_window_with_a_run_that_is_not_finite_is_passed_over_whole() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer, accumulate=2, skip_nonfinite=True)) as executor:
+        before = state_of(model)
+        executor.run(batch=batch_of(0, bad=True))
+        executor.run(batch=batch_of(1))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        executor.run(batch=batch_of(2))
+        executor.run(batch=batch_of(3))
+        assert (executor.step, executor.statistics().skipped_steps) == (1, 1)
+        assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+
+
+# float16 and bfloat16
+
+
+def test_float16_steps_as_grad_scaler_does() -> None:
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    step = ab.TrainStep(model, loss_of, optimizer, precision="float16", clip_grad_norm=1.0)
+    with ab.Executor(step) as executor:
+        for index in range(8):
+            batch = batch_of(index)
+            if index == 3:
+                batch["y"] = batch["y"] * 1e3  # times the scale, more than float16 holds
+            found = executor.run(batch=batch)["loss"]
+            reference.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                expected = loss_of(plain, batch)
+            scaler.scale(expected).backward()
+            scaler.unscale_(reference)
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            scaler.step(reference)
+            scaler.update()
+            assert found == expected.detach()
+            assert_same(model, plain)
+        assert scaler.get_scale() == 16384.0  # two steps overflowed
+        assert (executor.step, executor.statistics().skipped_steps) == (6, 2)
+        assert (executor.engine(), executor.explain()) == ("tape", "float16 scales its loss, which the tape does")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_computes_under_autocast(engine: Any) -> None:
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    with ab.Executor(
+        ab.TrainStep(model, loss_of, optimizer, precision="bfloat16"), engine=engine, capture_after=2
+    ) as executor:
+        for index in range(6):
+            executor.run(batch=batch_of(index))
+            reference.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(plain, batch_of(index))
+            loss.backward()  # type: ignore[no-untyped-call]
+            reference.step()
+            assert_same(model, plain)
+        assert executor.engine() == ("tape" if engine == "tape" else "graph")
+
+
+def test_the_loss_scale_is_saved(tmp_path: Any) -> None:
+    def executor_of(seed: int) -> ab.Executor:
+        model = model_of(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return ab.Executor(ab.TrainStep(model, loss_of, optimizer, precision="float16"))
+
+    overflowing = {"x": torch.ones(2, 4), "y": torch.full((2, 1), 1e3)}
+    with executor_of(0) as executor, executor_of(1) as other:
+        for _ in range(3):
+            executor.run(batch=overflowing)
+        executor.save(tmp_path)
+        other.load(tmp_path)
+        runs = [other.run(batch=overflowing) for _ in range(20)]
+        assert runs
+        assert executor.statistics().skipped_steps == 3
+        again = [executor.run(batch=overflowing) for _ in range(20)]
+        assert [run["loss"] for run in runs] == [run["loss"] for run in again]
+        assert executor.statistics().skipped_steps - 3 == other.statistics().skipped_steps
+
+
+# Callbacks, norms
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_them(engine: Any) -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def halve(gradients: dict[str, Tensor]) -> None:
+        seen.append({name: gradient.clone() for name, gradient in gradients.items()})
+        for gradient in gradients.values():
+            gradient.mul_(0.5)
+
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    step = ab.TrainStep(model, loss_of, optimizer, accumulate=2, on_gradients=halve, clip_grad_norm=0.05)
+    with ab.Executor(step, engine=engine, capture_after=1) as executor:
+        for index in range(8):
+            results = executor.run(batch=batch_of(index), fetch=["grad_norm"])
+            (loss_of(plain, batch_of(index)) * 6).backward()  # type: ignore[no-untyped-call]
+            if index % 2 == 0:
+                assert results["grad_norm"] is None
+                continue
+            for name, parameter in plain.named_parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 12
+                torch.testing.assert_close(seen[-1][name], parameter.grad)
+                parameter.grad.mul_(0.5)
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            torch.testing.assert_close(results["grad_norm"], norm)
+            reference.step()
+            reference.zero_grad()
+            for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one, two)
+        assert len(seen) == 4
+
+
+def test_on_gradients_may_mend_what_is_not_finite() -> None:
+    model = model_of()
+
+    def mend(gradients: dict[str, Tensor]) -> None:
+        for gradient in gradients.values():
+            gradient.nan_to_num_(0.0)
+
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), on_gradients=mend)
+    with ab.Executor(step) as executor:
+        executor.run(batch=batch_of(0, bad=True))
+        assert executor.step == 1
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_norm_of_the_gradients_is_fetched(engine: Any, clip: float | None) -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), clip_grad_norm=clip)
+    with ab.Executor(step, engine=engine, capture_after=1) as executor:
+        for index in range(4):
+            loss = loss_of(model, batch_of(index))
+            expected = torch.nn.utils.get_total_norm(torch.autograd.grad(loss, list(model.parameters())))
+            found = executor.run(batch=batch_of(index), fetch=["grad_norm"])
+            assert found.keys() == {"loss", "grad_norm"}
+            torch.testing.assert_close(found["grad_norm"], expected)
+
+
+# The end of an epoch
+
+
+class Loader:
+    """Five batches an epoch; with or without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([batch_of(index) for index in range(5)])
+
+
+class SizedLoader(Loader):
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("flush", ["keep", "step", "drop"])
+def test_a_short_window_at_the_end_of_an_epoch(flush: Any, sized: bool) -> None:
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    step = ab.TrainStep(model, loss_of, optimizer, accumulate=2, flush=flush)
+    loader = SizedLoader() if sized else Loader()
+    windows = {"keep": [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]], "step": [[0, 1], [2, 3], [4]] * 2}
+    windows["drop"] = [[0, 1], [2, 3]] * 2
+    with ab.Executor({"train": step}, dataloaders={"train": loader}) as executor:
+        steps = []
+        for _ in range(10):
+            executor.run("train")
+            steps.append(executor.step)
+        if sized:
+            assert (
+                steps
+                == {
+                    "keep": [0, 1, 1, 2, 2, 3, 3, 4, 4, 5],
+                    "step": [0, 1, 1, 2, 3, 3, 4, 4, 5, 6],
+                    "drop": [0, 1, 1, 2, 2, 2, 3, 3, 4, 4],
+                }[flush]
+            )
+        executor.run("train")  # without a length the end is known now
+        for window in windows[flush]:
+            reference.zero_grad()
+            for index in window:
+                (loss_of(plain, batch_of(index)) / len(window)).backward()  # type: ignore[no-untyped-call]
+            reference.step()
+        assert executor.step == len(windows[flush])
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_an_epoch_goes_on_where_it_was_saved(tmp_path: Any) -> None:
+    def executor_of(seed: int) -> ab.Executor:
+        model = model_of(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ab.TrainStep(model, loss_of, optimizer, accumulate=2, flush="step")
+        return ab.Executor({"train": step}, dataloaders={"train": SizedLoader()})
+
+    with executor_of(0) as executor, executor_of(1) as other:
+        for _ in range(3):
+            executor.run("train")
+        executor.save(tmp_path)
+        other.load(tmp_path)
+        steps = []
+        for _ in range(3):
+            other.run("train")
+            steps.append(other.step)
+        assert steps == [2, 3, 3]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"precision": "fp16"}, ValueError, "precision is 'bfloat16', 'float16' or None, got 'fp16'"),
+        ({"skip_nonfinite": "yes"}, TypeError, "skip_nonfinite is True, False, or None"),
+        ({"clip_grad_value": 0}, ValueError, "clip_grad_value is a finite number above 0"),
+        ({"clip_grad_value": 1.0, "clip_grad_norm": 1.0}, ValueError, "both given"),
+        ({"on_gradients": 3}, TypeError, "on_gradients is called as"),
+        ({"flush": "yes"}, ValueError, "flush is 'keep', 'step' or 'drop', got 'yes'"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    model = model_of()
+    with pytest.raises(error, match=text):
+        ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_float16_as_a_graph_is_refused() -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), precision="float16")
+    with pytest.raises(ValueError, match="use precision='bfloat16', or engine='auto'"):
+        ab.Executor(step, engine="graph")

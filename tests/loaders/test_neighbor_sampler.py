@@ -1,0 +1,181 @@
+"""Sampled neighbours: of the graph, each once, every subset as likely, the same whoever asks and after a restart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anabranch as ab
+from anabranch.loaders import NeighborSampler, SampledNodes
+
+
+def random_graph(nodes: int = 300, seed: int = 0) -> tuple[Any, Any]:
+    draw = np.random.default_rng(seed)
+    degrees = draw.integers(0, 12, nodes)
+    indices = np.concatenate([draw.choice(nodes, degree, replace=False) for degree in degrees])
+    return np.concatenate([[0], np.cumsum(degrees)]), indices
+
+
+INDPTR, INDICES = random_graph()
+
+
+def shown(batch: SampledNodes, hop: int) -> dict[int, list[int]]:
+    """The neighbours that each node shows at a hop, in global ids."""
+    indptr, indices = batch.blocks[hop]
+    return {
+        int(batch.nodes[k]): batch.nodes[indices[indptr[k] : indptr[k + 1]]].tolist() for k in range(len(indptr) - 1)
+    }
+
+
+def test_batches_are_subgraphs_of_distinct_nodes() -> None:
+    fanouts = [4, -1]
+    sampler = NeighborSampler(INDPTR, INDICES, fanouts, 32)
+    seen: list[int] = []
+    for batch in sampler:
+        seen += batch.seeds.tolist()
+        assert torch.equal(batch.nodes[: len(batch.seeds)], batch.seeds)
+        assert len(batch.nodes.unique()) == len(batch.nodes)
+        known = batch.seeds.tolist()
+        for hop, fanout in enumerate(fanouts):
+            found = shown(batch, hop)
+            assert list(found) == known
+            for node, neighbours in found.items():
+                whole = set(INDICES[INDPTR[node] : INDPTR[node + 1]].tolist())
+                assert len(neighbours) == (len(whole) if fanout == -1 else min(fanout, len(whole)))
+                assert len(set(neighbours)) == len(neighbours)
+                assert set(neighbours) <= whole
+            known = list(dict.fromkeys([*known, *sorted({n for ns in found.values() for n in ns})]))
+        assert sorted(known) == sorted(batch.nodes.tolist())
+    assert sorted(seen) == list(range(300))
+    assert len(sampler) == 10
+
+
+def test_every_subset_is_as_likely() -> None:
+    star = NeighborSampler([0, 6, *[6] * 6], np.arange(1, 7), [3], 1)
+    found = Counter(tuple(star.sample([0], key=key).nodes[1:].tolist()) for key in range(8000))
+    assert len(found) == 20
+    assert min(found.values()) > 320  # 400 expected, deviation 19.5
+    assert max(found.values()) < 480
+
+
+def same(one: SampledNodes, two: SampledNodes) -> bool:
+    pairs = [(one.seeds, two.seeds), (one.nodes, two.nodes)]
+    pairs += [
+        (a, b) for left, right in zip(one.blocks, two.blocks, strict=True) for a, b in zip(left, right, strict=True)
+    ]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_one_others() -> None:
+    one, two, other = (NeighborSampler(INDPTR, INDICES, [3, 2], 64, seed=seed) for seed in (1, 1, 2))
+    for left, right in zip([*one, *one], [*two, *two], strict=True):
+        assert same(left, right)
+    assert not any(same(left, right) for left, right in zip(one, other, strict=True))
+    first, second = [*two], [*two]
+    assert not torch.equal(first[0].seeds, second[0].seeds)  # another order each epoch
+
+
+def test_workers_do_together_what_one_does() -> None:
+    whole = NeighborSampler(INDPTR, INDICES, [3, 2], 50)
+    parts = [NeighborSampler(INDPTR, INDICES, [3, 2], 50, rank=rank, world_size=3) for rank in range(3)]
+    for batch, *shares in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat([share.seeds for share in shares]), batch.seeds)
+        for hop in range(2):
+            together = shown(batch, hop)
+            for share in shares:
+                assert all(sorted(together[node]) == sorted(ns) for node, ns in shown(share, hop).items())
+
+
+def test_it_goes_on_where_it_stood() -> None:
+    one, two = (NeighborSampler(INDPTR, INDICES, [3], 64) for _ in range(2))
+    batches = iter(one)
+    for _ in range(3):
+        next(batches)
+    two.load_state_dict(one.state_dict())
+    assert all(same(left, right) for left, right in zip(batches, two, strict=True))
+    with pytest.raises(ab.CheckpointError, match="number of 'batches'"):
+        two.load_state_dict({})
+
+
+class Sage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Embedding(300, 4)
+        self.layers = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 1)])
+
+    def forward(self, batch: SampledNodes) -> Tensor:
+        hidden = self.features(batch.nodes)
+        for layer, (indptr, indices) in zip(self.layers, reversed(batch.blocks), strict=True):
+            mean = torch.segment_reduce(hidden[indices], "mean", offsets=indptr, initial=0)
+            hidden = layer(torch.cat([hidden[: len(indptr) - 1], mean], 1))
+        return hidden
+
+
+def test_an_executor_trains_on_it_and_resumes(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: SampledNodes) -> Tensor:
+        return (model(batch)[:, 0] - batch.seeds / 300).square().mean()
+
+    def made() -> tuple[nn.Module, ab.Executor]:
+        model = Sage()
+        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), rows=lambda b: len(b.seeds))
+        sampler = NeighborSampler(INDPTR, INDICES, [3, 2], 64)
+        return model, ab.Executor({"train": step}, dataloaders={"train": sampler})
+
+    plain, optimizer = Sage(), None
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, executor = made()
+    other, again = made()
+    with executor, again:
+        sampler = NeighborSampler(INDPTR, INDICES, [3, 2], 64)
+        for index, batch in enumerate([*sampler, *sampler]):
+            optimizer.zero_grad()
+            expected = loss(plain, batch)
+            expected.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            assert executor.run("train")["loss"] == expected.detach()
+            if index == 2:
+                executor.save(tmp_path)
+                again.load(tmp_path)
+            if index > 2:
+                assert again.run("train")["loss"] == expected.detach()
+    for one, two, three in zip(model.parameters(), plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(two, three)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"indptr": [0, 5]}, ValueError, "ends with the number of indices, 2"),
+        ({"indptr": [0, 2, 1]}, ValueError, "never falls"),
+        ({"indices": [0, 7]}, ValueError, "indices are ids of 2 nodes, 0 to 1; got 0 to 7"),
+        ({"indices": [0.5, 1.0]}, TypeError, "indices is a list of whole numbers"),
+        ({"fanouts": []}, ValueError, "fanouts is empty"),
+        ({"fanouts": [0]}, ValueError, "each at least 1, or -1 for all"),
+        ({"batch_size": 0}, ValueError, "batch_size is a number of seeds"),
+        ({"seeds": [3]}, ValueError, "seeds are ids of 2 nodes"),
+        ({"seeds": [1, 1]}, ValueError, "names a node twice"),
+        ({"rank": 1}, ValueError, "rank is one of 1 workers"),
+    ],
+)
+def test_mistakes(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    given: dict[str, Any] = {"indptr": [0, 1, 2], "indices": [1, 0], "fanouts": [1], "batch_size": 1}
+    with pytest.raises(error, match=text):
+        NeighborSampler(**{**given, **change})
+
+
+def test_a_graph_without_nodes_has_no_batches() -> None:
+    assert list(NeighborSampler([0], [], [2], 4)) == []
+
+
+def test_the_version_is_there() -> None:
+    from importlib.metadata import version
+
+    assert ab.__version__ == version("anabranch")
