@@ -252,3 +252,12 @@ def test_a_graph_asks_in_the_mode_and_precision_of_now() -> None:
     for (_, loss, value), (_, other, another) in zip(results[:3], results[3:], strict=True):
         assert torch.equal(loss, other)
         assert torch.equal(value, another)
+
+
+def test_a_scaled_loss_is_refused_because_experts_would_step_with_scaled_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), RemoteExpert("ffn.0", "unix:/nowhere/at/all"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for remote in (model, RemoteMixtureOfExperts(4, [2], Directory(), "ffn")):
+        with pytest.raises(ValueError, match="remote experts .* would step with gradients that are scaled"):
+            ab.TrainStep(remote, lambda model, x: model(x).sum(), optimizer, precision="float16")
+    ab.TrainStep(model, lambda model, x: model(x).sum(), optimizer, precision="bfloat16")

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -497,6 +497,8 @@ def _finder(
 
 class _Mixture(nn.Module):
     """A gate, and the experts of a grid that it chooses for each row, asked and weighed as one call."""
+
+    steps_there: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ class RemoteExpert(nn.Module):
     Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
+
+    steps_there: ClassVar[bool] = True
+    """The far side makes an update of every gradient that comes."""
 
     def __init__(
         self,
