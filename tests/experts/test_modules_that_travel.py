@@ -163,15 +163,33 @@ for module in (expert, mixture):
     batches = [batch.sum().item() for batch in DataLoader(Asks(module), batch_size=2, num_workers=2)]
     print(*batches, flush=True)
 expert(torch.ones(1, 4))
+
+class Rows(Dataset):
+    def __init__(self, table):
+        self.table = table
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.table(torch.tensor([index]))[0]
+
+table = ab.RemoteEmbedding("t", 10, 2, init=1.0, optimizer=lambda rows: torch.optim.SGD(rows, lr=1.0))
+table(torch.tensor([1]))
+print(*[batch.sum().item() for batch in DataLoader(Rows(table), batch_size=2, num_workers=2)], flush=True)
+table.close()
 """
 
 
-def test_workers_of_a_loader_that_are_forked_connect_themselves(programs: Programs) -> None:
+def test_workers_of_a_loader_that_are_forked_connect_themselves(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = ExpertBackend("same.0", nn.Identity(), args_schema=[TensorSpec(4)])
-    with DirectoryServer() as names, served(backend, directory=names.endpoint) as server:
-        done = programs.run(LOADER, server.endpoint, names.endpoint)
+    with ParameterServer() as parameters, DirectoryServer() as names:
+        monkeypatch.setenv("ANABRANCH_SERVERS", parameters.endpoint)
+        with served(backend, directory=names.endpoint) as server:
+            done = programs.run(LOADER, server.endpoint, names.endpoint)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == ["4.0 20.0", "4.0 20.0"]
+    assert done.stdout.split("\n")[:3] == ["4.0 20.0", "4.0 20.0", "4.0 4.0"]
 
 
 def test_a_module_with_a_client_that_cannot_leave_its_process_says_so() -> None:
