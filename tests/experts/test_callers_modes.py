@@ -261,3 +261,18 @@ def test_a_scaled_loss_is_refused_because_experts_would_step_with_scaled_gradien
         with pytest.raises(ValueError, match="remote experts .* would step with gradients that are scaled"):
             ab.TrainStep(remote, lambda model, x: model(x).sum(), optimizer, precision="float16")
     ab.TrainStep(model, lambda model, x: model(x).sum(), optimizer, precision="bfloat16")
+
+
+def test_an_expert_within_an_expert_runs_in_the_mode_of_the_outermost_caller() -> None:
+    inner = nn.BatchNorm1d(4)
+    with served(ExpertBackend("in.0", inner, args_schema=[TensorSpec(4)])) as far:
+        outer = nn.Sequential(nn.Linear(4, 4), RemoteExpert("in.0", far.endpoint))
+        backend = ExpertBackend("out.0", outer, args_schema=[TensorSpec(4)], keep_activations=64)
+        assert int(inner.num_batches_tracked) == 0  # finding the outputs leaves what is remote as it is, too
+        assert outer[1].training
+        with served(backend) as near:
+            expert = RemoteExpert("out.0", near.endpoint).eval()
+            expert(torch.randn(2, 5, 4)).sum().backward()
+            assert int(inner.num_batches_tracked) == 0
+            expert.train()(torch.randn(2, 5, 4)).sum().backward()
+            assert int(inner.num_batches_tracked) == 1

@@ -13,7 +13,7 @@ time, and the module is put back into its own mode after each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -580,7 +580,11 @@ class ExpertBackend:
             None if spec is None else spec.zeros(_SAMPLE_ROWS, [length] * len(spec.varying), device=self.device)
             for spec in self.schema.inputs
         ]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept():
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept(), ExitStack() as modes:
+            for part in self.module.modules():
+                # The buffers of a remote part are there, and change in train mode.
+                if getattr(type(part), "steps_there", False):
+                    modes.enter_context(_evaluating(part))
             leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
             try:
                 outputs = self._call(leaves)
