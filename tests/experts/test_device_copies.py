@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, Task, TaskPool
+from anabranch.experts import (
+    Directory,
+    ExpertBackend,
+    ExpertServer,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    Task,
+    TaskPool,
+)
 from anabranch.experts.server.device_copies import DeviceCopies
 from anabranch.tensors import TensorSpec
 
@@ -101,3 +109,35 @@ def test_callers_of_an_expert_on_a_device_get_their_own_answers(device: str) -> 
         for thread in threads:
             thread.join(timeout=60)
     assert wrong == []
+
+
+class PaddedSum(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * mask[..., None]).sum(1), x * 2.0
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
+def test_an_expert_of_padded_sequences_on_a_device(device: str) -> None:
+    backend = ExpertBackend("sum.0", PaddedSum(), args_schema=[TensorSpec(None, 4, pad=True)], timeout=0.05)
+    with ExpertServer([backend], device=device) as server:
+        expert = RemoteExpert("sum.0", server.endpoint)
+        for length in (1, 5, 300):
+            x = torch.randn(2, length, 4, device=device, requires_grad=True)
+            total, double = expert(x)
+            torch.testing.assert_close(total, x.sum(1))
+            torch.testing.assert_close(double, 2.0 * x)
+            (total.sum() + double.sum()).backward()
+            torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
+def test_a_mixture_under_autocast_gives_the_dtype_of_its_experts(device: str) -> None:
+    directory, spec = Directory(), TensorSpec(4, dtype=torch.bfloat16)
+    backends = [ExpertBackend(f"same.{i}", nn.Identity(), args_schema=[spec], outputs_schema=spec) for i in range(2)]
+    with ExpertServer(backends, device=device, directory=directory):
+        mixture = RemoteMixtureOfExperts(4, [2], directory, "same", k_best=2).to(device)
+        x = torch.ones(3, 4, device=device)
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # where sums are in single precision
+            answer = mixture(x)
+        assert answer.dtype == torch.bfloat16
+        torch.testing.assert_close(answer, x.bfloat16())

@@ -599,3 +599,54 @@ def test_training_goes_on_when_one_of_four_servers_is_killed_and_comes_back(
     assert disturbed <= undisturbed * 1.02
     # The server that came back is used again.
     assert not moe.statistics().avoided
+
+
+def test_grid_dropout_leaves_indices_out_in_train_mode_and_the_rest_is_an_exact_mixture() -> None:
+    directory = Directory()
+    modules = [nn.Linear(4, 4).double() for _ in range(4)]
+    spec = TensorSpec(4, dtype=torch.float64)
+    backends = [ExpertBackend(f"ffn.{i}", copy.deepcopy(m), args_schema=[spec]) for i, m in enumerate(modules)]
+    with ExpertServer(backends, directory=directory):
+        mixture = RemoteMixtureOfExperts(4, [4], directory, "ffn", k_best=4, grid_dropout=0.5).double()
+        switch = RemoteSwitchMixtureOfExperts(4, [4], directory, "ffn", grid_dropout=0.5, jitter=0.0).double()
+        seen = set()
+        for seed in range(8):
+            x = torch.randn(5, 4, dtype=torch.float64)
+            torch.manual_seed(seed)
+            kept = torch.rand(4) >= 0.5
+            kept = kept if kept.any() else ~kept
+            seen.add(int(kept.sum()))
+            torch.manual_seed(seed)
+            answer = mixture(x)
+            weights = mixture.gate(x).masked_fill(~kept, float("-inf")).softmax(dim=1)
+            expected = sum(weights[:, [i]] * module(x) for i, module in enumerate(modules))
+            assert torch.allclose(answer, expected, rtol=1e-12)
+            torch.manual_seed(seed)
+            output, _ = switch(x)
+            probability, best = switch.gate(x).masked_fill(~kept, float("-inf")).softmax(dim=1).max(dim=1)
+            known = probability[:, None] * torch.stack([modules[int(i)](row) for i, row in zip(best, x, strict=True)])
+            assert torch.allclose(output, known, rtol=1e-12)
+            output.sum().backward()
+            assert torch.isfinite(switch.gate.weight.grad).all()
+        assert len(seen) > 1
+        whole = mixture.eval()(x)
+        weights = mixture.gate(x).softmax(dim=1)
+        assert torch.allclose(whole, sum(weights[:, [i]] * module(x) for i, module in enumerate(modules)), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"grid_dropout lies in \[0, 1\), got 1\.0"):
+        RemoteMixtureOfExperts(4, [4], directory, "ffn", grid_dropout=1.0)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
+    directory = Directory()
+    backends = [ExpertBackend(f"ffn.{i}", nn.Linear(4, 3), args_schema=[TensorSpec(4)]) for i in range(2)]
+    with ExpertServer(backends, directory=directory):
+        x = torch.zeros(*shape, 4, requires_grad=True)
+        answer = RemoteMixtureOfExperts(4, [2], directory, "ffn", k_best=2)(x)
+        assert answer.shape == (*shape, 3)
+        answer.sum().backward()
+        assert x.grad is not None
+        output, loss = RemoteSwitchMixtureOfExperts(4, [2], directory, "ffn")(x)
+        assert output.shape == (*shape, 3)
+        assert torch.isfinite(loss)
+    assert [backend.updates for backend in backends] == [0, 0]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,15 +40,22 @@ def fill(form: Any, outputs: Sequence[Tensor]) -> Any:
     """``form`` with an output for each of its numbers; Dynamo follows this."""
     if isinstance(form, int):
         return outputs[form]
-    if isinstance(form, dict):
+    if isinstance(form, Mapping):
         filled = {}
         for key in form:
             filled[key] = fill(form[key], outputs)
-        return filled
+        if type(form) is dict:
+            return filled
+        if type(form) is defaultdict:
+            return defaultdict(None, filled)
+        # A dataclass that is a mapping, as Hugging Face's ModelOutput, takes its items by name.
+        made: Any = type(form)
+        return made(**filled) if hasattr(form, "__dataclass_fields__") else made(filled)
     if isinstance(form, list):
         return [fill(item, outputs) for item in form]
     if isinstance(form, tuple):
-        return tuple([fill(item, outputs) for item in form])
+        parts = [fill(item, outputs) for item in form]
+        return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
     return form
 
 
@@ -74,8 +82,8 @@ def call(handle: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 def _without_none(value: Any) -> Any:
     if value is None:
         return _NONE
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: _without_none(value[key]) for key in value}
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, tuple):

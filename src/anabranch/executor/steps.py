@@ -122,6 +122,11 @@ class TrainStep:
                 "precision='float16' scales the loss of a whole batch, and a Pipe has one a microbatch; "
                 "use 'bfloat16', which needs no scale"
             )
+        if precision == "float16" and (there := [name for name, part in model.named_modules() if _steps_there(part)]):
+            raise ValueError(
+                f"precision='float16' scales the loss, and remote experts ({there[0] or 'the model'}) would step with "
+                "gradients that are scaled; use 'bfloat16', which needs no scale"
+            )
         if on_gradients is not None and not callable(on_gradients):
             raise TypeError(f"on_gradients is called as on_gradients(gradients), got {type(on_gradients).__name__}")
         if flush not in ("keep", "step", "drop"):
@@ -308,3 +313,7 @@ def distinct_models(steps: Mapping[str, Step]) -> dict[str, nn.Module]:
         if not any(step.model is model for model in models.values()):
             models[f"{name}."] = step.model
     return {"": next(iter(models.values()))} if len(models) == 1 else models
+
+
+def _steps_there(module: nn.Module) -> bool:
+    return getattr(type(module), "steps_there", False)

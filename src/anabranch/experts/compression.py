@@ -16,7 +16,7 @@ from anabranch.tensors import TensorSpec, from_blocks, to_blocks
 from anabranch.tensors.dtypes import DTYPES, dtype_name
 from anabranch.transport import TensorHeader
 
-__all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "decompress", "wire_parts"]
+__all__ = ["BLOCK", "check_parts", "check_tensors", "compress", "count_parts", "decompress", "wire_parts"]
 
 BLOCK = 256
 """Values that share a scale under ``int8``: 1.6 % more bytes, and an outlier spoils only its own block."""
@@ -24,13 +24,18 @@ BLOCK = 256
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def wire_parts(spec: TensorSpec, rows: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtype and shape of each tensor that carries ``rows`` rows of ``spec``.
+def count_parts(spec: TensorSpec) -> int:
+    """Return the number of tensors that carry one of ``spec``."""
+    return 2 if spec.compression == "int8" else 1
+
+
+def wire_parts(spec: TensorSpec, rows: int, sizes: Sequence[int] = ()) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and shape of each tensor that carries ``rows`` rows of ``spec``, ``sizes`` where it varies.
 
     >>> wire_parts(TensorSpec(512, compression="int8"), 3)
     [(torch.int8, (3, 512)), (torch.float32, (6,))]
     """
-    shape = (rows, *spec.shape)
+    shape = (rows, *spec.with_sizes(sizes))
     if spec.compression is None:
         return [(spec.dtype, shape)]
     if spec.compression == "int8":
@@ -73,13 +78,17 @@ def check_parts(headers: Sequence[TensorHeader], layout: Sequence[tuple[str, Ten
             if (
                 spec.compression is not None
                 or DTYPES[header.code] is not spec.dtype
-                or header.shape != (rows, *spec.shape)
+                or (header.shape != (rows, *spec.shape) if not spec.varying else not _fits(spec, rows, header.shape))
             ):
                 break
         else:
             return rows
     came = [(header.dtype, tuple(header.shape)) for header in headers]
     return _check(came, [spec for _, spec in layout], [name for name, _ in layout])
+
+
+def _fits(spec: TensorSpec, rows: int, shape: tuple[int, ...]) -> bool:
+    return shape[:1] == (rows,) and spec.fits(shape[1:])
 
 
 def check_tensors(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], names: Sequence[str]) -> int:
@@ -92,18 +101,24 @@ def _check(
 ) -> int:
     rows = came[0][1][0] if came and came[0][1] else 0
     if len(came) == len(specs) and all(
-        spec.compression is None and dtype is spec.dtype and shape == (rows, *spec.shape)
+        spec.compression is None and dtype is spec.dtype and _fits(spec, rows, shape)
         for spec, (dtype, shape) in zip(specs, came, strict=True)
     ):
         return rows
-    count = sum(len(wire_parts(spec, 0)) for spec in specs)
+    count = sum(map(count_parts, specs))
     if len(came) != count:
         raise SchemaError(f"expected {count} tensors ({', '.join(names)}), got {len(came)}")
-    parts = [(name, part) for spec, name in zip(specs, names, strict=True) for part in wire_parts(spec, rows)]
-    for (name, (dtype, shape)), (its_dtype, its_shape) in zip(parts, came, strict=True):
-        if its_dtype != dtype or its_shape != shape:
-            raise SchemaError(
-                f"{name}: expected {shape} {dtype_name(dtype)}, for {rows} rows, "
-                f"got {its_shape} {dtype_name(its_dtype)}"
-            )
+    position = 0
+    for spec, name in zip(specs, names, strict=True):
+        its_shape = came[position][1]
+        if spec.varying and not spec.fits(its_shape[1:]):
+            raise SchemaError(f"{name}: expected {spec.describe()}, got {its_shape} {dtype_name(came[position][0])}")
+        for dtype, shape in wire_parts(spec, rows, spec.sizes_of(its_shape)):
+            its_dtype, its_shape = came[position]
+            position += 1
+            if its_dtype != dtype or its_shape != shape:
+                raise SchemaError(
+                    f"{name}: expected {shape} {dtype_name(dtype)}, for {rows} rows, "
+                    f"got {its_shape} {dtype_name(its_dtype)}"
+                )
     return rows

@@ -15,10 +15,12 @@ import copy
 import os
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anabranch.deadline import Deadline
 from anabranch.errors import SchemaError, Unauthorized
@@ -27,6 +29,9 @@ from anabranch.job import DirectoryLike
 from anabranch.transport import Call, Client, Peer, Request, Server, Transport, Verb, pack, unpack
 from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+
+if TYPE_CHECKING:
+    from anabranch.experts.client.connections import Reach
 
 __all__ = ["Directory", "DirectoryLike", "DirectoryServer", "as_directory", "within"]
 
@@ -52,6 +57,7 @@ class _Table:
     """The announcements of one job."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.token = uuid.uuid4().hex
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
@@ -117,6 +123,25 @@ class _Table:
                 del self._below[prefix]
 
 
+_tables: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
+"""The tables of directories that were pickled in this process: unpickled here they are the same."""
+
+
+class _LostTable:
+    """Stands for a table in the memory of another process."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(
+            "this directory was in the memory of another process, which pickled it; make experts and mixtures that go "
+            "to other processes with the endpoint of a DirectoryServer"
+        )
+
+
 class Directory:
     """Endpoints of experts by uid: this process's own table, or the one that a ``DirectoryServer`` serves.
 
@@ -132,6 +157,9 @@ class Directory:
         timeout: seconds that a request to a server may take.
         clock: seconds for times to live, of a table of this process.
         client: sends the requests to the server; a new one by default, with ``keys`` and ``insecure``.
+
+    One that has an endpoint can be pickled. One of this process's memory is the same where it is unpickled in this
+    process, and refuses to be used in another.
 
     Raises:
         ValueError: from every method, for an invalid uid, prefix or time to live.
@@ -149,21 +177,46 @@ class Directory:
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
     ) -> None:
+        from anabranch.experts.client.connections import Reach
+
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
-        self._table = _Table(clock)
-        if client is None and endpoint is not None:
-            from anabranch.experts.client.connections import shared_client
-
-            client = shared_client(role=role, keys=keys, insecure=insecure)
-        self._client = client
+        self._table: _Table | _LostTable = _Table(clock)
+        self._reach = None if endpoint is None else Reach(client, role=role, keys=keys, insecure=insecure)
 
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
         same._within = deadline
         return same
+
+    def __copy__(self) -> Directory:
+        same = Directory.__new__(type(self))
+        same.__dict__.update(self.__dict__)
+        return same
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Directory:
+        # Whoever copies a model means the same experts.
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        if isinstance(self._table, _Table):
+            _tables[self._table.token] = self._table
+        return {
+            "endpoint": self.endpoint,
+            "timeout": self._timeout,
+            "reach": self._reach,
+            "token": self._table.token,
+        }
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.endpoint = cast("str | None", state["endpoint"])
+        self._timeout = cast(float, state["timeout"])
+        self._reach = cast("Reach | None", state["reach"])
+        self._within = None
+        token = cast(str, state["token"])
+        self._table = _tables.get(token) or _LostTable(token)
 
     def announce(self, uids: Iterable[str], endpoint: str, ttl: float) -> None:
         """``endpoint`` serves ``uids`` for the next ``ttl`` seconds; the last to announce a uid has it."""
@@ -202,11 +255,11 @@ class Directory:
 
     def _ask(self, verb: str, question: object, kind: type[_T]) -> _T:
         assert self.endpoint is not None
-        assert self._client is not None
+        assert self._reach is not None
         request = Request(self.endpoint, verb, payload=pack(question), role="directory")
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
-        return unpack(self._client.call(request, deadline).payload, kind)
+        return unpack(self._reach.client.call(request, deadline).payload, kind)
 
 
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:

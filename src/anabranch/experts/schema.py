@@ -1,7 +1,9 @@
 """Schemas of experts: nested ``TensorSpec``s of inputs and outputs, packed for the wire, and checked on arrival.
 
-Structures are dicts with text keys, lists, tuples, specs and ``None``; packing them needs no pickle and unpacking them
-runs no code. Two sides agree on a schema by its hash, so a request carries tensors only.
+Structures are mappings with text keys, lists, tuples, named tuples, specs and ``None`` (``nesting.py``); packing them
+needs no pickle. Two sides agree on a schema by its hash, so a request carries tensors only.
+
+A call may have more leading dimensions than one: they travel as rows, and the outputs get them back.
 """
 
 from __future__ import annotations
@@ -9,31 +11,48 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError, SchemaError
-from anabranch.tensors import Structure, TensorSpec, flatten, paths, unflatten
+from anabranch.events import report
+from anabranch.experts.nesting import LEAF, Kind, Mismatch, Nesting, find_class, flatten, nesting_of
+from anabranch.tensors import Structure, TensorSpec
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
 from anabranch.tensors.spec import Compression
 from anabranch.transport import pack, unpack
 
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
-
-__all__ = ["Layout", "Schema", "all_finite", "check_leaves", "first_not_finite", "infer_specs", "specs_of"]
+__all__ = [
+    "Given",
+    "Layout",
+    "Schema",
+    "all_finite",
+    "first_not_finite",
+    "infer_specs",
+    "outline",
+    "specs_of",
+    "with_leading",
+]
 
 _DEEPEST = 16
+_AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below the 32,768 values from which torch computes in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 
 Layout = list[tuple[str, TensorSpec]]
 """The name and spec of each tensor of a message, before compression."""
+
+
+class Given(NamedTuple):
+    """The inputs of a call, in the schema's order, as rows; and the leading dimensions that were made rows."""
+
+    tensors: list[Tensor | None]
+    leading: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,7 @@ class Schema:
     @cached_property
     def input_names(self) -> list[str]:
         """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
-        return [_input_name(path) for path in paths((self.arguments, dict(self.keywords)))]
+        return [_input_name(path) for path in self.input_nesting.paths()]
 
     @cached_property
     def input_layout(self) -> Layout:
@@ -101,24 +120,41 @@ class Schema:
         return isinstance(self.outputs, TensorSpec)
 
     @cached_property
-    def input_structure(self) -> PyTreeSpec:
+    def input_nesting(self) -> Nesting:
         """The nesting of the inputs."""
-        return flatten((self.arguments, dict(self.keywords)))[1]
+        return nesting_of((self.arguments, dict(self.keywords)))
+
+    @cached_property
+    def output_nesting(self) -> Nesting:
+        """The nesting of the outputs."""
+        return nesting_of(self.outputs)
 
     def output_form(self) -> Structure:
         """Return the outputs' nesting, with each tensor's index in its place."""
         numbers = itertools.count()
-        return unflatten(self.output_structure, [None if spec is None else next(numbers) for spec in self.output_specs])
+        return self.output_nesting.rebuild([None if spec is None else next(numbers) for spec in self.output_specs])
+
+    def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
+        """Return the outputs as the expert's module nests them; those that are ``None`` are not among ``outputs``."""
+        if self.gives_one:
+            return outputs[0]
+        given = iter(outputs)
+        return self.output_nesting.rebuild([None if spec is None else next(given) for spec in self.output_specs])
 
     @cached_property
-    def output_structure(self) -> PyTreeSpec:
-        """The nesting of the outputs."""
-        return flatten(self.outputs)[1]
+    def pads(self) -> bool:
+        """True if inputs are padded to the longest of a batch."""
+        return any(spec is not None and spec.pad for spec in self.inputs)
+
+    @cached_property
+    def varies(self) -> bool:
+        """True if sizes of inputs or outputs vary from call to call."""
+        return any(spec is not None and spec.varying for spec in (*self.inputs, *self.output_specs))
 
     @cached_property
     def packed(self) -> bytes:
         """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
-        return pack([_pack(self.arguments, 0), _pack(dict(self.keywords), 0), _pack(self.outputs, 0)])
+        return pack([_pack(self.arguments), _pack(dict(self.keywords)), _pack(self.outputs)])
 
     @cached_property
     def hash(self) -> bytes:
@@ -136,23 +172,120 @@ class Schema:
             raise ProtocolError("a schema's arguments are a tuple and its keywords a dict")
         return cls(arguments, keywords, outputs)
 
-    def flatten_inputs(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor | None]:
+    def flatten_inputs(
+        self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
+    ) -> Given:
         """Return the inputs of a call, in order.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            casting: cast floating inputs to the schema's dtypes; by default those on a device that is under autocast.
 
         Raises:
             SchemaError: structure, shapes, dtypes or rows differ from the schema's; the message shows both.
         """
         if self.takes_one and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            # Raises the error with its message.
-            cast("TensorSpec", self.arguments[0]).check(args[0], self.input_names[0])
-            return [args[0]]
-        leaves, came = flatten((tuple(args), dict(kwargs)))
-        if came != self.input_structure:
+            spec = cast("TensorSpec", self.arguments[0])
+            given = cast("Tensor", _autocast(args[0], spec, casting))
+            leading = _leading(given, spec, self.input_names[0])
+            return Given([given if len(leading) == 1 else _as_rows(given, leading)], leading)
+        try:
+            leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
+        except Mismatch:
             raise SchemaError(
                 f"expected arguments {_describe(self.arguments, self.keywords)}, "
-                f"got {_outline((tuple(args), dict(kwargs)))}"
-            )
-        return check_leaves(leaves, self.inputs, self.input_names)
+                f"got {outline((tuple(args), dict(kwargs)))}"
+            ) from None
+        return self._checked([_autocast(leaf, spec, casting) for leaf, spec in zip(leaves, self.inputs, strict=True)])
+
+    def _checked(self, leaves: Sequence[object]) -> Given:
+        """Return ``leaves`` if each has the form of its spec, and all the same leading dimensions."""
+        found: tuple[int, ...] | None = None
+        first = ""
+        for leaf, spec, name in zip(leaves, self.inputs, self.input_names, strict=True):
+            if spec is None:
+                if leaf is not None:
+                    raise SchemaError(f"{name}: expected None, got {type(leaf).__name__}")
+                continue
+            leading = _leading(leaf, spec, name)
+            if found is None:
+                found, first = leading, name
+            elif leading != found:
+                said = [str(one[0]) if len(found) == len(leading) == 1 else str(one) for one in (found, leading)]
+                raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {said[0]}, {name} has {said[1]}")
+        assert found is not None, "a schema has an input"
+        tensors = cast("list[Tensor | None]", list(leaves))
+        if len(found) > 1:
+            tensors = [None if tensor is None else _as_rows(tensor, found) for tensor in tensors]
+        return Given(tensors, found)
+
+    def measure(
+        self, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None] = ()
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the sizes that the requests of a batch have in common, and the length of this one if it is padded.
+
+        Args:
+            inputs: of the request; all ``None`` if it brings none.
+            gradients: of the outputs, if it brings any.
+
+        Raises:
+            SchemaError: tensors that are padded together differ in length.
+        """
+        if not self.varies:
+            return (), 0
+        sizes: list[int] = []
+        length, first = -1, ""
+        names = [*self.input_names, *(f"gradient of output {index}" for index in range(len(gradients)))]
+        specs = [*self.inputs, *(self.output_specs if gradients else ())]
+        for tensor, spec, name in zip([*inputs, *gradients], specs, names, strict=True):
+            if spec is None or not spec.varying:
+                continue
+            # Where one has no gradient, nobody knows that its output would be as large as others'.
+            mine = [-1] * len(spec.varying) if tensor is None else spec.sizes_of(tensor.shape)
+            if not self.pads:
+                sizes += mine
+            elif tensor is not None:
+                if length < 0:
+                    length, first = mine[0], name
+                if any(size != length for size in mine):
+                    raise SchemaError(f"{name} has length {max(mine)}, {first} {length}; they share one mask")
+        return tuple(sizes), max(length, 0)
+
+
+def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
+    """Return the dimensions before those of ``spec``, at least one; raises if the others do not fit."""
+    if isinstance(leaf, Tensor):
+        count = leaf.ndim - len(spec.shape)
+        if count >= 1 and leaf.dtype is spec.dtype and spec.fits(leaf.shape[count:]):
+            return tuple(leaf.shape[:count])
+    spec.check(leaf, name)
+    raise AssertionError("the check refuses what the above does not take")
+
+
+def _as_rows(tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
+    return tensor.reshape(math.prod(leading), *tensor.shape[len(leading) :])
+
+
+def with_leading(outputs: Sequence[Tensor], leading: tuple[int, ...]) -> Sequence[Tensor]:
+    """Return the outputs of rows with the leading dimensions that the inputs had."""
+    if len(leading) == 1:
+        return outputs
+    return [output.reshape(*leading, *output.shape[1:]) for output in outputs]
+
+
+def _autocast(leaf: object, spec: TensorSpec | None, casting: bool | None) -> object:
+    """``leaf`` in the dtype of ``spec`` under autocast, which casts floating tensors but those of double precision."""
+    if (
+        spec is None
+        or not isinstance(leaf, Tensor)
+        or leaf.dtype is spec.dtype
+        or leaf.dtype not in _AUTOCAST
+        or not spec.dtype.is_floating_point
+        or not (torch.is_autocast_enabled(leaf.device.type) if casting is None else casting)
+    ):
+        return leaf
+    return leaf.to(spec.dtype)
 
 
 def _travels_as_is(specs: Sequence[TensorSpec | None]) -> bool:
@@ -165,87 +298,90 @@ def specs_of(structure: Structure) -> list[TensorSpec | None]:
     Raises:
         SchemaError: a leaf is neither a spec nor ``None``.
     """
-    leaves, _ = flatten(structure)
-    for name, leaf in zip(paths(structure), leaves, strict=True):
+    leaves, nesting = flatten(structure)
+    for name, leaf in zip(nesting.paths(), leaves, strict=True):
         if leaf is not None and not isinstance(leaf, TensorSpec):
             raise SchemaError(f"{name or 'schema'}: a schema holds TensorSpec(...) or None, got {leaf!r}")
     return cast(list[TensorSpec | None], leaves)
 
 
-def check_leaves(
-    leaves: Sequence[object], specs: Sequence[TensorSpec | None], names: Sequence[str]
-) -> list[Tensor | None]:
-    """``leaves`` if each has the form of its spec, with the same number of rows; a ``SchemaError`` otherwise."""
-    rows: int | None = None
-    first = ""
-    for leaf, spec, name in zip(leaves, specs, names, strict=True):
-        if spec is None:
-            if leaf is not None:
-                raise SchemaError(f"{name}: expected None, got {type(leaf).__name__}")
-            continue
-        spec.check(leaf, name)
-        assert isinstance(leaf, Tensor)
-        if rows is None:
-            rows, first = leaf.shape[0], name
-        elif leaf.shape[0] != rows:
-            raise SchemaError(f"inputs disagree in rows (dim 0): {first} has {rows}, {name} has {leaf.shape[0]}")
-    return list(leaves)  # type: ignore[arg-type]
+def _pack(structure: Structure) -> list[object]:
+    return _pack_node(nesting_of(structure), iter(specs_of(structure)), 0)
 
 
-def _pack(node: object, depth: int) -> list[object]:
+def _pack_node(nesting: Nesting, specs: Iterator[TensorSpec | None], depth: int) -> list[object]:
     if depth > _DEEPEST:
         raise SchemaError(f"a schema nests at most {_DEEPEST} deep")
-    if node is None:
-        return ["none"]
-    if isinstance(node, TensorSpec):
-        return ["tensor", list(node.shape), DTYPE_CODES[node.dtype], node.requires_grad, node.compression]
-    if type(node) is tuple:
-        return ["tuple", *(_pack(child, depth + 1) for child in cast(tuple[object, ...], node))]
-    if type(node) is list:
-        return ["list", *(_pack(child, depth + 1) for child in cast(list[object], node))]
-    if type(node) is dict:
-        items = cast(dict[object, object], node)
-        if all(isinstance(key, str) for key in items):
-            return ["dict", {key: _pack(items[key], depth + 1) for key in sorted(cast(dict[str, object], items))}]
-    raise SchemaError(
-        f"only dicts with text keys, lists, tuples and None cross to an expert, not {type(node).__name__}; "
-        "wrap the module in one that takes and returns those"
-    )
+    if nesting.kind == "leaf":
+        spec = next(specs)
+        if spec is None:
+            return ["none"]
+        packed = ["tensor", list(spec.shape), DTYPE_CODES[spec.dtype], spec.requires_grad, spec.compression]
+        return [*packed, True] if spec.pad else packed
+    children = [_pack_node(child, specs, depth + 1) for child in nesting.children]
+    made, keys = nesting.made, list(nesting.keys)
+    if nesting.kind in ("tuple", "list"):
+        return [nesting.kind, *children]
+    if made is dict and keys == sorted(keys):
+        return ["dict", dict(zip(keys, children, strict=True))]
+    return [nesting.kind, made.__module__, made.__qualname__, keys, children]
 
 
 def _unpack(node: object, depth: int) -> Structure:
+    nesting, specs = _unpack_node(node, depth)
+    try:
+        return nesting.rebuild(specs)
+    except Exception as error:  # noqa: BLE001 - of a mapping class that takes tensors only
+        report("experts.plain_schema", error=str(error))
+        return nesting.rebuild(specs, plain=True)
+
+
+def _unpack_node(node: object, depth: int) -> tuple[Nesting, list[TensorSpec | None]]:
     if not isinstance(node, list) or not node or depth > _DEEPEST:
         raise ProtocolError("a schema's node is a short list")
     kind, rest = node[0], node[1:]
     if kind == "none" and not rest:
-        return None
-    if kind == "tensor" and len(rest) == 4:
-        shape, code, requires_grad, compression = rest
-        if not isinstance(shape, list) or code not in DTYPES:
-            raise ProtocolError("a schema's tensor has a shape and a dtype")
-        try:
-            return TensorSpec(
-                *shape,
-                dtype=DTYPES[code],
-                requires_grad=bool(requires_grad),
-                compression=cast(Compression | None, compression),
-            )
-        except ValueError as error:
-            raise ProtocolError(f"a schema's tensor is none: {error}") from None
-    if kind == "tuple":
-        return tuple(_unpack(child, depth + 1) for child in rest)
-    if kind == "list":
-        return [_unpack(child, depth + 1) for child in rest]
+        return LEAF, [None]
+    if kind == "tensor" and len(rest) in (4, 5):
+        return LEAF, [_unpack_spec(*rest)]
+    keys: list[str] = []
+    made: type = tuple if kind == "tuple" else list
     if kind == "dict" and len(rest) == 1 and isinstance(rest[0], dict):
-        return {str(key): _unpack(child, depth + 1) for key, child in rest[0].items()}
-    raise ProtocolError(f"a schema has no node {kind!r}")
+        kind, made, keys, rest = "mapping", dict, list(map(str, rest[0])), list(rest[0].values())
+    elif kind in ("named", "mapping") and len(rest) == 4 and all(isinstance(part, list) for part in rest[2:]):
+        keys, rest, module, name = list(map(str, rest[2])), rest[3], str(rest[0]), str(rest[1])
+        made = find_class(kind, module, name, tuple(keys))
+    elif kind not in ("tuple", "list"):
+        raise ProtocolError(f"a schema has no node {kind!r}")
+    if made not in (tuple, list) and len(set(keys)) != len(rest):
+        raise ProtocolError(f"{len(keys)} keys name {len(rest)} parts of a schema")
+    parts = [_unpack_node(child, depth + 1) for child in rest]
+    nesting = Nesting(cast("Kind", kind), made, tuple(keys), tuple(child for child, _ in parts))
+    return nesting, [spec for _, specs in parts for spec in specs]
+
+
+def _unpack_spec(
+    shape: object, code: object, requires_grad: object, compression: object, pad: object = False
+) -> TensorSpec:
+    if not isinstance(shape, list) or not isinstance(code, int) or code not in DTYPES:
+        raise ProtocolError("a schema's tensor has a shape and a dtype")
+    try:
+        return TensorSpec(
+            *shape,
+            dtype=DTYPES[code],
+            requires_grad=bool(requires_grad),
+            compression=cast(Compression | None, compression),
+            pad=bool(pad),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"a schema's tensor is none: {error}") from None
 
 
 def infer_specs(outputs: Structure, rows: int) -> Structure:
     """Return the specs of a module's outputs for ``rows`` rows; a ``SchemaError`` if they cannot be sent."""
-    leaves, treedef = flatten(outputs)
+    leaves, nesting = flatten(outputs)
     specs: list[object] = []
-    for name, leaf in zip(paths(outputs), leaves, strict=True):
+    for name, leaf in zip(nesting.paths(), leaves, strict=True):
         if leaf is None:
             specs.append(None)
             continue
@@ -257,8 +393,14 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
                 "as many rows (dim 0) as it takes"
             )
         specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
-    inferred = unflatten(treedef, specs)
-    _pack(inferred, 0)
+    try:
+        inferred = nesting.rebuild(specs)
+    except Exception as error:
+        raise SchemaError(
+            f"a {type(outputs).__name__} cannot be made again of its parts ({type(error).__name__}: {error}); wrap the "
+            "module in one that returns a dict"
+        ) from error
+    _pack(inferred)
     return inferred
 
 
@@ -301,16 +443,17 @@ def _input_name(path: str) -> str:
 
 
 def _describe(arguments: Structure, keywords: Mapping[str, Structure]) -> str:
-    return _outline((arguments, dict(keywords)))
+    return outline((arguments, dict(keywords)))
 
 
-def _outline(structure: Structure) -> str:
+def outline(structure: Structure) -> str:
+    """Return a structure of tensors or specs as a short text."""
     if isinstance(structure, Tensor):
         return f"{tuple(structure.shape)} {dtype_name(structure.dtype)}"
     if isinstance(structure, TensorSpec):
-        return f"(rows, {', '.join(map(str, structure.shape))}) {dtype_name(structure.dtype)}"
-    if isinstance(structure, dict):
-        return "{" + ", ".join(f"{key}: {_outline(structure[key])}" for key in sorted(structure, key=str)) + "}"
+        return structure.describe()
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{key}: {outline(structure[key])}" for key in sorted(structure, key=str)) + "}"
     if isinstance(structure, (list, tuple)):
-        return "(" + ", ".join(_outline(child) for child in structure) + ")"
+        return "(" + ", ".join(outline(child) for child in structure) + ")"
     return type(structure).__name__

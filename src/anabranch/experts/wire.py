@@ -1,8 +1,10 @@
-"""Messages between callers and servers of experts: three verbs, and the layout of tensors in a request.
+"""Messages between callers and servers of experts: five verbs, and the layout of tensors in a request.
 
-    expert.info       -> the schema
-    expert.forward    inputs -> outputs
-    expert.backward   inputs, gradients of outputs -> gradients of inputs; done exactly once
+    expert.info            -> the schema
+    expert.forward         inputs -> outputs
+    expert.backward        inputs, gradients of outputs -> gradients of inputs; done exactly once
+    expert.forward_eval    the same two of a caller in eval mode; a server that is older than these verbs refuses them
+    expert.backward_eval   by name, rather than answer in another mode than was asked for
 
 Tensors come in the schema's order. A missing gradient is left out, and the payload says which are present. A forward
 may carry a ticket; if the answer says that its activations are kept, the backward brings the ticket for the inputs.
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.experts.compression import check_parts, compress, decompress, wire_parts
+from anabranch.experts.compression import check_parts, compress, count_parts, decompress
 from anabranch.experts.schema import Layout, Schema
 from anabranch.tensors import TensorSpec
 from anabranch.transport import RequestHeader, TensorHeader, pack
@@ -23,12 +25,16 @@ from anabranch.transport.frame import unpacker
 
 __all__ = [
     "BACKWARD",
+    "BACKWARD_EVAL",
     "FORWARD",
+    "FORWARD_EVAL",
     "INFO",
     "Layout",
     "check_layout",
     "from_wire",
     "gradient_layout",
+    "is_backward",
+    "is_evaluation",
     "output_layout",
     "pack_backward",
     "pack_present",
@@ -42,11 +48,26 @@ __all__ = [
 INFO = "expert.info"
 FORWARD = "expert.forward"
 BACKWARD = "expert.backward"
+FORWARD_EVAL = "expert.forward_eval"
+BACKWARD_EVAL = "expert.backward_eval"
+
+_BACKWARDS = frozenset({BACKWARD, BACKWARD_EVAL})
+_EVALUATIONS = frozenset({FORWARD_EVAL, BACKWARD_EVAL})
 
 _LONGEST_TICKET = 32
 
 _unpack_backward = unpacker(tuple[list[bool], bytes])
 _unpack_present = unpacker(list[bool])
+
+
+def is_backward(verb: str) -> bool:
+    """Return True if ``verb`` asks for gradients."""
+    return verb in _BACKWARDS
+
+
+def is_evaluation(verb: str) -> bool:
+    """Return True if ``verb`` is a caller's in eval mode."""
+    return verb in _EVALUATIONS
 
 
 def output_layout(schema: Schema) -> Layout:
@@ -74,7 +95,7 @@ def gradient_layout(specs: Sequence[TensorSpec | None], present: Sequence[bool],
 def request_layout(schema: Schema, header: RequestHeader) -> Layout:
     """Return the layout that a forward or backward request with ``header`` must have."""
     layout = schema.input_layout
-    if header.verb == BACKWARD:
+    if is_backward(header.verb):
         present, ticket = read_backward(header.payload)
         gradients = gradient_layout(schema.output_specs, present, "output")
         if ticket and not gradients:
@@ -115,7 +136,7 @@ def from_wire(
             tensors.append(parts[position])
             position += 1
             continue
-        count = len(wire_parts(spec, 0))
+        count = count_parts(spec)
         tensors.append(decompress(parts[position : position + count], spec))
         position += count
     return tensors

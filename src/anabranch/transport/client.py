@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import TracebackType
 
@@ -51,7 +52,7 @@ from anabranch.transport.frame import (
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Stream, Transport
 
-__all__ = ["Answer", "Client", "Outcome", "Request"]
+__all__ = ["Answer", "Client", "ClientOptions", "Outcome", "Request"]
 
 _FIRST_BACKOFF = 0.01
 _LONGEST_BACKOFF = 1.0
@@ -102,6 +103,23 @@ Outcome = Answer | Exception | None
 """The end of a request: its answer, the error to raise, or ``None`` if it was cancelled."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """The arguments of a client over sockets; see ``Client``."""
+
+    role: str
+    keys: str | None
+    insecure: bool
+    heartbeat: float
+    retries: int
+
+    def make(self) -> Client:
+        """Make another such client."""
+        return Client(
+            role=self.role, keys=self.keys, insecure=self.insecure, heartbeat=self.heartbeat, retries=self.retries
+        )
+
+
 class Client:
     """Sends requests to servers; safe to share between threads, each of which sends and receives its own requests.
 
@@ -142,6 +160,8 @@ class Client:
         idle: int = 16,
     ) -> None:
         self._transport = transport if transport is not None else SocketTransport(role, keys=keys, insecure=insecure)
+        self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
+        self._plain = transport is None and limits is None
         self._heartbeat = heartbeat
         self._retries = retries
         self._limits = limits or Limits()
@@ -159,6 +179,25 @@ class Client:
         _clients.add(self)
         # A client that was never closed closes its idle connections when it is collected.
         weakref.finalize(self, _close_idle, self._idle)
+
+    @property
+    def options(self) -> ClientOptions:
+        """The arguments that make such a client in another process.
+
+        Raises:
+            TypeError: its transport or its limits are of this process.
+        """
+        if not self._plain:
+            raise TypeError(
+                f"a Client with {type(self._transport).__name__} or limits of its own cannot leave its process, and so "
+                "no module that was given it; leave client= out, or give a client over sockets"
+            )
+        return self._options
+
+    @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
+        return self._forked
 
     @property
     def epoch(self) -> bytes:
@@ -227,8 +266,8 @@ class Client:
         if self._forked:
             raise ForkedClient(
                 f"this client was made in process {self._process} before a fork, and its connections belong to that "
-                f"process; make a new one in this process, {os.getpid()} (also a new RemoteExpert, Directory or "
-                "ParameterClient, if it belongs to one)"
+                f"process; make a new one in this process, {os.getpid()} (also a new ParameterClient, if it belongs "
+                "to one)"
             )
         exchanges = [_Exchange(self, request, deadline) for request in requests]
         try:

@@ -39,6 +39,7 @@ def beam_search(
     scores: Sequence[NDArray[np.float64]],
     k: int,
     avoid: Collection[str] = (),
+    kept: Sequence[NDArray[np.bool_]] | None = None,
 ) -> Choices:
     """Return the ``k`` best experts for each row.
 
@@ -55,6 +56,7 @@ def beam_search(
         scores: for each dimension of the grid, of shape (rows, size of the dimension).
         k: experts a row.
         avoid: uids not to choose.
+        kept: for each dimension the indices that may be chosen; ``None``: all.
     """
     rows = len(scores[0])
     prefixes = [uid_prefix]
@@ -65,8 +67,10 @@ def beam_search(
     for dimension, grid_RG in enumerate(scores):
         size = grid_RG.shape[1]
         known_PG = _known(directory, prefixes, size, avoid if dimension == len(scores) - 1 else ())
+        if kept is not None:
+            known_PG &= kept[dimension]
         candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
-        flat = candidate_RKG.reshape(rows, -1)
+        flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
         best = np.argsort(-flat, axis=1, kind="stable")[:, :k]
         score_RK = np.take_along_axis(flat, best, axis=1)
         parent, index = best // size, best % size

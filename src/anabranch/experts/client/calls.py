@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
+import torch
 from torch import Tensor
 
 from anabranch.autodiff.boundary import Crossed, Form, cross
@@ -31,7 +32,7 @@ from anabranch.experts.compression import check_parts, check_tensors
 from anabranch.experts.schema import Schema, first_not_finite
 from anabranch.transport import Answer, Client, Outcome, Request, TensorHeader, allocate
 
-__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "output_forms"]
+__all__ = ["Calls", "ExpertCall", "ask", "ask_gradients", "call_experts", "output_forms", "sample_forms"]
 
 _TICKET_BYTES = 16
 
@@ -44,6 +45,7 @@ class ExpertCall(msgspec.Struct, eq=False):
         endpoint: its server.
         schema: the expert's schema.
         inputs: the inputs, flat, in the schema's order; freed once they were sent.
+        evaluating: the caller is in eval mode, and so the expert is to be.
         outputs: the answer; freed once it was handed on, because the graph must not hold its own outputs.
         answered: true if there was an answer.
         error: the reason why there was none; ``None`` without an answer means that the call was cancelled.
@@ -56,6 +58,7 @@ class ExpertCall(msgspec.Struct, eq=False):
     endpoint: str
     schema: Schema
     inputs: Sequence[Tensor | None]
+    evaluating: bool = False
     outputs: list[Tensor | None] | None = None
     answered: bool = False
     error: Exception | None = None
@@ -170,13 +173,43 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     return Crossed(outputs, calls, no_gradient, fresh=True)
 
 
-def output_forms(schema: Schema, inputs: Sequence[Tensor | None]) -> list[Form]:
-    """Return the forms of the outputs with which an expert of this schema answers ``inputs``."""
-    first = next(tensor for tensor in inputs if tensor is not None)
+def output_forms(schema: Schema, rows: int, device: torch.device) -> list[Form]:
+    """Return the forms of the outputs with which an expert of this schema answers ``rows`` rows."""
     return [
-        Form((first.shape[0], *spec.shape), spec.dtype, first.device, spec.requires_grad)
+        Form((rows, *spec.with_sizes(())), spec.dtype, device, spec.requires_grad)
         for spec in schema.output_specs
         if spec is not None
+    ]
+
+
+def sample_forms(
+    client: Client,
+    uid: str,
+    endpoint: str,
+    schema: Schema,
+    inputs: Sequence[Tensor | None],
+    rows: int,
+    deadline: Deadline,
+) -> list[Form]:
+    """Return the forms of the outputs of an expert whose sizes vary, for inputs like these.
+
+    It is asked for zeros in eval mode, which changes nothing there.
+    """
+    zeros = [
+        None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+        for tensor, spec in zip(inputs, schema.inputs, strict=True)
+    ]
+    call = ExpertCall(uid, endpoint, schema, zeros, evaluating=True)
+    (outcome,) = client.gather([_request_of(call)], deadline)
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert outcome is not None, "nothing cancels a single request"
+    device = next(tensor.device for tensor in inputs if tensor is not None)
+    outputs = wire.from_wire(outcome.tensors, schema.output_specs)
+    return [
+        Form((rows, *output.shape[1:]), spec.dtype, device, spec.requires_grad)
+        for output, spec in zip(outputs, schema.output_specs, strict=True)
+        if output is not None and spec is not None
     ]
 
 
@@ -207,7 +240,7 @@ def _request_of(call: ExpertCall) -> Request:
     as_is = schema.takes_as_is
     return Request(
         call.endpoint,
-        wire.FORWARD,
+        wire.FORWARD_EVAL if call.evaluating else wire.FORWARD,
         call.uid,
         cast("Sequence[Tensor]", call.inputs) if as_is else wire.to_wire(call.inputs, schema.inputs),
         payload=call.ticket,
@@ -265,7 +298,8 @@ def ask_gradients(
     for (call, first), outcome in zip(asked, outcomes, strict=True):
         assert outcome is not None
         try:
-            found = _read_gradients(call, outcome, finite_only=calls.finite_only)
+            sent = inputs[first : first + len(call.schema.inputs)]
+            found = _read_gradients(call, outcome, sent, finite_only=calls.finite_only)
         except NonFinite as error:
             call.gradient_error = _with_cause(call, error)
             continue
@@ -338,7 +372,7 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
     sent = [] if call.ticket else wire.to_wire(inputs, schema.inputs)
     return Request(
         call.endpoint,
-        wire.BACKWARD,
+        wire.BACKWARD_EVAL if call.evaluating else wire.BACKWARD,
         call.uid,
         [*sent, *wire.to_wire(gradients, schema.output_specs)],
         payload=wire.pack_backward(gradients, call.ticket),
@@ -348,7 +382,9 @@ def _backward_request(call: ExpertCall, inputs: Sequence[Tensor | None], gradien
     )
 
 
-def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_only: bool) -> list[Tensor | None]:
+def _read_gradients(
+    call: ExpertCall, outcome: Answer | Exception, inputs: Sequence[Tensor | None], *, finite_only: bool
+) -> list[Tensor | None]:
     """Return the gradients that came; raises the error that came instead."""
     if isinstance(outcome, Exception):
         raise outcome
@@ -359,6 +395,12 @@ def _read_gradients(call: ExpertCall, outcome: Answer | Exception, *, finite_onl
     if outcome.tensors and rows != call.rows:
         raise ProtocolError(f"{call.rows} rows were sent, gradients of {rows} came", peer=call.endpoint)
     gradients = wire.from_wire(outcome.tensors, specs, present)
+    for gradient, tensor in zip(gradients, inputs, strict=True):
+        if gradient is not None and tensor is not None and gradient.shape != tensor.shape:
+            raise ProtocolError(
+                f"a gradient of shape {tuple(gradient.shape)} came for an input of {tuple(tensor.shape)}",
+                peer=call.endpoint,
+            )
     name = first_not_finite(gradients, call.schema.input_names) if finite_only else None
     if name is not None:
         raise NonFinite(f"{call.uid}: the gradient of {name} holds NaN or Inf")

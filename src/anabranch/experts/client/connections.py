@@ -1,14 +1,20 @@
-"""One client for all modules of a process with the same role, so that they share connections."""
+"""One client for all modules of a process with the same role, so that they share connections.
+
+A module holds a ``Reach``, not a client: it pickles as the way to make the client, and makes it where it is first used,
+also in a forked child, whose parent's connections are not its own.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
+from typing import cast
 
 from anabranch.transport import Client
+from anabranch.transport.client import ClientOptions
 
-__all__ = ["shared_client"]
+__all__ = ["Reach", "shared_client"]
 
 _clients: weakref.WeakValueDictionary[tuple[str, str | None, bool, int], Client] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -24,6 +30,63 @@ def shared_client(
         if client is None:
             client = _clients[key] = Client(role=role, keys=keys, insecure=insecure, retries=retries)
         return client
+
+
+class Reach:
+    """The client of a module, made again in another process.
+
+    Args:
+        client: the client that the user gave, if any; a pickled module gets another with the same options.
+        role: of the shared client that is used otherwise, with ``keys``, ``insecure`` and ``retries``.
+
+    Raises:
+        ValueError: keys that are missing or damaged.
+    """
+
+    def __init__(
+        self,
+        client: Client | None = None,
+        *,
+        role: str = "worker",
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        retries: int = 8,
+    ) -> None:
+        self._shared = client is None
+        self._options: ClientOptions | None = None
+        if client is None:
+            client = shared_client(role=role, keys=keys, insecure=insecure, retries=retries)
+        self._client: Client | None = client
+
+    @property
+    def client(self) -> Client:
+        """The client of this process."""
+        client = self._client
+        if client is not None and not client.forked:
+            return client
+        # Not under a lock that a thread of the parent may have held.
+        options = self._options or cast("Client", client).options
+        if self._shared:
+            made = shared_client(
+                role=options.role, keys=options.keys, insecure=options.insecure, retries=options.retries
+            )
+        else:
+            made = options.make()
+        self._client = made
+        return made
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Reach:
+        # Copying a model copies no connection.
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"shared": self._shared, "options": self._options or cast("Client", self._client).options}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self._shared = cast(bool, state["shared"])
+        self._options = cast(ClientOptions, state["options"])
+        # Made when it is used: where a model is only loaded, there may be no keys.
+        self._client = None
 
 
 def _forget_in_child() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError
 from anabranch.experts import wire
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.schema import Schema
 from anabranch.transport import Answer, Client, Request
@@ -51,12 +52,27 @@ class Avoidance:
 class ExpertFinder:
     """Looks experts up, and remembers their schemas."""
 
-    def __init__(self, directory: DirectoryLike, client: Client) -> None:
+    def __init__(self, directory: DirectoryLike, reach: Reach) -> None:
         self.directory = directory
-        self.client = client
+        self._reach = reach
         self.avoidance = Avoidance()
         self._schemas: dict[tuple[str, str], Schema] = {}
-        self.any_schema: Schema | None = None
+        self.any_known: tuple[str, str, Schema] | None = None
+        """The uid, endpoint and schema of the expert that was asked for its schema last."""
+
+    def __reduce__(self) -> tuple[type[ExpertFinder], tuple[DirectoryLike, Reach]]:
+        # What was found out about the experts may be wrong by then.
+        return ExpertFinder, (self.directory, self._reach)
+
+    @property
+    def client(self) -> Client:
+        """The client that asks."""
+        return self._reach.client
+
+    @property
+    def any_schema(self) -> Schema | None:
+        """The schema of any of the experts; ``None`` if none has been asked yet."""
+        return None if self.any_known is None else self.any_known[2]
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
         """Return the endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
@@ -81,7 +97,8 @@ class ExpertFinder:
     def _learn(self, uid: str, endpoint: str, outcome: object) -> None:
         if isinstance(outcome, Answer):
             try:
-                self.any_schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
+                schema = self._schemas[uid, endpoint] = Schema.unpack(outcome.payload)
+                self.any_known = uid, endpoint, schema
             except BoundaryError:
                 self.avoidance.failed(uid)
         else:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -36,17 +37,15 @@ from anabranch.autodiff.boundary import Form, RecordedBoundary, cross, outside_t
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, NonFinite, SchemaError
 from anabranch.experts.client.beam_search import Choices, beam_search
-from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms
-from anabranch.experts.client.connections import shared_client
+from anabranch.experts.client.calls import Calls, ExpertCall, call_experts, output_forms, sample_forms
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.client.finder import ExpertFinder
 from anabranch.experts.directory import DirectoryLike, as_directory, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.nesting import Nesting, flatten
+from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.uids import check_prefix
-from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 __all__ = ["MixtureStatistics", "RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"]
 
@@ -89,6 +88,19 @@ class _Terms:
 
 
 @dataclass(frozen=True, slots=True)
+class _Manner:
+    """The caller's mode and precision, as they are when the mixture is called or captured.
+
+    Attributes:
+        evaluating: in eval mode.
+        casting: under autocast.
+    """
+
+    evaluating: bool
+    casting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Chosen:
     """The answers of the chosen experts.
 
@@ -117,6 +129,9 @@ class _Asker:
         # A copied mixture has its own gate and shares the original's knowledge of the experts.
         return _Asker(self.finder, self.terms)
 
+    def __reduce__(self) -> tuple[type[_Asker], tuple[ExpertFinder, _Terms]]:
+        return _Asker, (self.finder, self.terms)
+
     def statistics(self) -> MixtureStatistics:
         return MixtureStatistics(
             self._calls,
@@ -127,12 +142,15 @@ class _Asker:
             frozenset(self.finder.avoidance.now()),
         )
 
-    def choose(self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline) -> Choices:
+    def choose(
+        self, uid_prefix: str, scores: Sequence[Tensor], k: int, deadline: Deadline, kept: Sequence[Tensor] | None
+    ) -> Choices:
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; look at its inputs and weights")
         directory = within(self.finder.directory, deadline)
-        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now())
+        masks = None if kept is None else [mask.cpu().numpy() for mask in kept]
+        return beam_search(directory, uid_prefix, arrays, k, self.finder.avoidance.now(), masks)
 
     def _schema(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> Schema:
         """Return the schema of any announced expert, asked for if none has been asked yet."""
@@ -142,6 +160,19 @@ class _Asker:
             if self.finder.any_schema is None:
                 raise _no_schema(deadline)
             return self.finder.any_schema
+
+    def forms_of(self, uid_prefix: str, dimensions: int, gated: Tensor, inputs: Structure) -> tuple[Schema, list[Form]]:
+        """Return the schema of the experts, and the forms of their outputs for these inputs."""
+        deadline = Deadline.after(self.terms.forward_timeout)
+        schema = self._schema(uid_prefix, dimensions, deadline)
+        if not schema.varies:
+            return schema, output_forms(schema, len(gated), gated.device)
+        assert self.finder.any_known is not None
+        uid, endpoint, _ = self.finder.any_known
+        leaves = cast("list[Tensor | None]", schema.input_nesting.leaves_of(inputs))
+        with outside_tracing():
+            client = self.finder.client
+            return schema, sample_forms(client, uid, endpoint, schema, leaves, len(gated), deadline)
 
     def _find_any(self, uid_prefix: str, dimensions: int, deadline: Deadline) -> None:
         uids = [uid_prefix]
@@ -160,11 +191,12 @@ class _Asker:
         kwargs: dict[str, Structure],
         deadline: Deadline,
         entry: Tensor | None,
+        manner: _Manner,
     ) -> _Chosen:
         """Asks the chosen experts; raises if too few answer."""
         device = next(leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
         found = self.finder.find(choices.uids, deadline)
-        calls, rows = self._make_calls(choices, found, args, kwargs)
+        calls, rows = self._make_calls(choices, found, args, kwargs, manner)
         outputs = self._run(calls, rows, choices, deadline, entry) if calls else []
         present = _present(choices, [call.uid for call in calls if call.answered])
         self._check_enough(present, calls, deadline)
@@ -179,9 +211,9 @@ class _Asker:
         ]
         return _Chosen(torch.from_numpy(present).to(device), columns, schema)
 
-    def form_of(self, uid_prefix: str, dimensions: int) -> object:
-        """Return the nesting of the mixture's outputs."""
-        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout)).output_form()
+    def schema_of(self, uid_prefix: str, dimensions: int) -> Schema:
+        """Return the schema of the mixture's experts."""
+        return self._schema(uid_prefix, dimensions, Deadline.after(self.terms.forward_timeout))
 
     def mixed(
         self,
@@ -189,7 +221,9 @@ class _Asker:
         grid_size: Sequence[int],
         mix: Callable[..., tuple[list[Tensor], Schema]],
         gated: Tensor,
+        drawn: Tensor | None,
         leaves: Sequence[object],
+        nesting: Nesting,
         more: Sequence[Form] = (),
     ) -> tuple[Schema, list[Tensor]]:
         """Return the result of ``mix`` for the gate's scores and the inputs: the outputs, then the further values of
@@ -208,13 +242,15 @@ class _Asker:
             return outputs
 
         def forms(inputs: Sequence[Tensor | None]) -> list[Form]:
-            schema = self._schema(uid_prefix, len(grid_size), Deadline.after(self.terms.forward_timeout))
+            # Not the outer ``gated``: what a graph keeps must not hold a tensor of its capture.
+            gated = cast("Tensor", inputs[0])
+            schema, found = self.forms_of(uid_prefix, len(grid_size), gated, nesting.rebuild(inputs[2:], plain=True))
             asked[:] = [schema]
             # The gate's gradient comes through every output.
-            return [*(replace(form, differentiable=True) for form in output_forms(schema, inputs[1:])), *more]
+            return [*(replace(form, differentiable=True) for form in found), *more]
 
         boundary = RecordedBoundary("mixture", uid_prefix, crossing, forms)
-        outputs = list(cross(boundary, gated, *cast("Sequence[Tensor | None]", leaves)))
+        outputs = list(cross(boundary, gated, drawn, *cast("Sequence[Tensor | None]", leaves)))
         return asked[0], outputs
 
     def _make_calls(
@@ -223,6 +259,7 @@ class _Asker:
         found: dict[str, tuple[str, Schema]],
         args: tuple[Structure, ...],
         kwargs: dict[str, Structure],
+        manner: _Manner,
     ) -> tuple[list[ExpertCall], list[NDArray[np.int64]]]:
         calls: list[ExpertCall] = []
         rows: list[NDArray[np.int64]] = []
@@ -231,9 +268,9 @@ class _Asker:
                 continue
             endpoint, schema = found[uid]
             mine = np.nonzero((choices.slots == slot).any(axis=1))[0]
-            inputs = schema.flatten_inputs(args, kwargs)
+            inputs, _ = schema.flatten_inputs(args, kwargs, casting=manner.casting)
             some = [None if tensor is None else _select(tensor, mine) for tensor in inputs]
-            calls.append(ExpertCall(uid, endpoint, schema, some))
+            calls.append(ExpertCall(uid, endpoint, schema, some, manner.evaluating))
             rows.append(mine)
             self._rows[uid] += len(mine)
         return calls, rows
@@ -318,12 +355,6 @@ class _Asker:
         )
 
 
-def _nested(schema: Schema, outputs: Sequence[Tensor]) -> Structure:
-    given = iter(outputs)
-    nested: list[object] = [None if spec is None else next(given) for spec in schema.output_specs]
-    return unflatten(schema.output_structure, nested)
-
-
 def _no_schema(deadline: Deadline) -> BoundaryError:
     return BoundaryError(
         "no expert has answered yet, so the shape of their outputs is not known",
@@ -366,14 +397,6 @@ def _check_alike(calls: Sequence[ExpertCall]) -> None:
             raise SchemaError(f"{calls[0].uid} returns {spec.dtype}, which has no weighted mean")
 
 
-def _unflatten_inputs(
-    structure: PyTreeSpec, inputs: Sequence[Tensor | None]
-) -> tuple[tuple[Structure, ...], dict[str, Structure]]:
-    return cast(
-        "tuple[tuple[Structure, ...], dict[str, Structure]]", unflatten(structure, cast("list[object]", list(inputs)))
-    )
-
-
 def _positions(
     choices: Choices, calls: Sequence[ExpertCall], rows: Sequence[NDArray[np.int64]]
 ) -> tuple[NDArray[np.int64], int]:
@@ -401,10 +424,19 @@ def _gather(
     device: torch.device,
 ) -> Tensor:
     parts = [tensor for answer in outputs if answer is not None and (tensor := answer[index]) is not None]
-    joined = torch.cat([*parts, spec.zeros(1, device=device)])
+    sizes = {spec.sizes_of(part.shape) for part in parts} if spec.varying else {()}
+    if len(sizes) > 1:
+        raise SchemaError(f"experts answered with outputs of unlike sizes, {sorted(sizes)}: they have no mean")
+    if not sizes:
+        raise BoundaryError(
+            f"no expert answered, so the sizes of their outputs, {spec.describe()}, are not known",
+            peer="experts",
+            operation="mixture",
+        )
+    joined = torch.cat([*parts, spec.zeros(1, *sizes, device=device)])
     assert len(joined) == count + 1
     flat = joined.index_select(0, torch.from_numpy(position.reshape(-1)).to(device))
-    return flat.view(*position.shape, *spec.shape)
+    return flat.view(*position.shape, *joined.shape[1:])
 
 
 def _weigh(weights: Tensor, answers: Tensor) -> Tensor:
@@ -416,6 +448,19 @@ def _scores_of(scores: Sequence[Tensor], choices: Choices) -> Tensor:
     """Of shape (rows, k): the sums of the chosen coordinates' scores, with their gradients."""
     coordinates = torch.from_numpy(choices.coordinates).to(scores[0].device)
     return torch.stack([grid.gather(1, coordinates[:, :, dimension]) for dimension, grid in enumerate(scores)]).sum(0)
+
+
+def _kept(drawn: Tensor | None, grid_size: Sequence[int]) -> list[Tensor] | None:
+    """Return for each dimension which indices may be chosen; ``None`` if all may."""
+    if drawn is None:
+        return None
+    return [mask | ~mask.any() for mask in torch.split(drawn, list(grid_size))]
+
+
+def _dimensions_of(schema: Schema) -> int:
+    """Return the number of dimensions of a row of an expert's first input."""
+    first = schema.arguments[0] if schema.arguments else None
+    return len(first.shape) if isinstance(first, TensorSpec) else 1
 
 
 def _gate_input(x: Tensor) -> Tensor:
@@ -446,12 +491,14 @@ def _check_arguments(
 def _finder(
     directory: DirectoryLike | str, client: Client | None, keys: str | os.PathLike[str] | None, *, insecure: bool
 ) -> ExpertFinder:
-    asks = client or shared_client(keys=keys, insecure=insecure, retries=_RETRIES)
-    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), asks)
+    reach = Reach(client, keys=keys, insecure=insecure, retries=_RETRIES)
+    return ExpertFinder(as_directory(directory, keys=keys, insecure=insecure), reach)
 
 
 class _Mixture(nn.Module):
     """A gate, and the experts of a grid that it chooses for each row, asked and weighed as one call."""
+
+    steps_there: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -460,14 +507,19 @@ class _Mixture(nn.Module):
         uid_prefix: str,
         k_best: int,
         terms: _Terms,
+        grid_dropout: float,
         finder: Callable[[], ExpertFinder],
     ) -> None:
         super().__init__()
+        if not 0 <= grid_dropout < 1:
+            raise ValueError(f"grid_dropout lies in [0, 1), got {grid_dropout!r}")
+        self.grid_dropout = grid_dropout
         self.grid_size, self.uid_prefix = _check_arguments(grid_size, uid_prefix, terms, k_best)
         self.k_best = k_best
         self.gate = nn.Linear(in_features, sum(self.grid_size))
         self._asker = _Asker(finder(), terms)
         self._form: object = None
+        self._dimensions = 1
         self._handle = opaque.handle_of(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -475,12 +527,39 @@ class _Mixture(nn.Module):
         self._handle = opaque.handle_of(self)
 
     def learn_form(self) -> None:
-        """Asks for the nesting of the experts' outputs, for a capture."""
-        self._form = self._asker.form_of(self.uid_prefix, len(self.grid_size))
+        """Asks for the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
+        schema = self._asker.schema_of(self.uid_prefix, len(self.grid_size))
+        self._form, self._dimensions = schema.output_form(), _dimensions_of(schema)
 
-    def call_whole(self, gated: Tensor, *args: Structure, **kwargs: Structure) -> Sequence[Tensor]:
+    def _leading_of(self, x: Tensor) -> tuple[int, ...]:
+        """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
+        if x.ndim < 3:
+            return tuple(x.shape[:1])
+        if torch.compiler.is_dynamo_compiling():
+            dimensions = self._dimensions
+        else:
+            dimensions = _dimensions_of(self._asker.schema_of(self.uid_prefix, len(self.grid_size)))
+        return tuple(x.shape[: max(x.ndim - dimensions, 1)])
+
+    def _gated(self, x: Tensor, leading: tuple[int, ...]) -> Tensor:
+        """Return the gate's logits for each row."""
+        return cast("Tensor", self.gate(self._seen(_gate_input(x.flatten(0, len(leading) - 1)))))
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """Return what the gate sees of its input."""
+        return x
+
+    def _drawn(self, gated: Tensor) -> Tensor | None:
+        """Return which of the gate's columns may be chosen in this call; ``None`` for all."""
+        if not (self.training and self.grid_dropout):
+            return None
+        return torch.rand(gated.shape[-1], device=gated.device) >= self.grid_dropout
+
+    def call_whole(
+        self, training: bool, gated: Tensor, drawn: Tensor | None, *args: Structure, **kwargs: Structure
+    ) -> Sequence[Tensor]:
         """Everything after the gate, as one call that Dynamo leaves whole."""
-        return self._mixed(gated, args, kwargs)[1]
+        return self._mixed(gated, drawn, args, kwargs, evaluating=not training)[1]
 
     def statistics(self) -> MixtureStatistics:
         """Counters since the module was made."""
@@ -502,20 +581,57 @@ class _Mixture(nn.Module):
         return []
 
     def _mixed(
-        self, gated: Tensor, args: tuple[Structure, ...], kwargs: dict[str, Structure]
+        self,
+        gated: Tensor,
+        drawn: Tensor | None,
+        args: tuple[Structure, ...],
+        kwargs: dict[str, Structure],
+        *,
+        evaluating: bool,
     ) -> tuple[Schema, list[Tensor]]:
-        leaves, structure = flatten((args, kwargs))
+        leaves, nesting = flatten((args, kwargs))
+        manner = _Manner(evaluating, torch.is_autocast_enabled(gated.device.type))
 
-        def mix(entry: Tensor | None, gated: Tensor, *inputs: Tensor | None) -> tuple[list[Tensor], Schema]:
+        Mixed = tuple[list[Tensor], Schema]
+
+        def mix(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> Mixed:
+            # A captured graph runs this outside the autocast that it was captured in; so does the tape.
+            with torch.autocast(gated.device.type, enabled=False) if manner.casting else nullcontext():
+                return mix_as_it_is(entry, gated, drawn, *inputs)
+
+        def mix_as_it_is(entry: Tensor | None, gated: Tensor, drawn: Tensor | None, *inputs: Tensor | None) -> Mixed:
             deadline = Deadline.after(self._asker.terms.forward_timeout)
-            scores = torch.split(gated, list(self.grid_size), dim=-1)
-            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline)
-            chosen = self._asker.ask(choices, *_unflatten_inputs(structure, inputs), deadline, entry)
+            # Softmax and sums are in single precision under autocast.
+            if manner.casting and gated.dtype in (torch.float16, torch.bfloat16):
+                gated = gated.float()
+            scores = list(torch.split(gated, list(self.grid_size), dim=-1))
+            kept = _kept(drawn, self.grid_size)
+            # The experts read mappings and tuples of any class by their own schema.
+            its_args, its_kwargs = cast(
+                "tuple[tuple[Structure, ...], dict[str, Structure]]", nesting.rebuild(inputs, plain=True)
+            )
+            if not len(gated):
+                return self._mixed_nothing(gated, (its_args, its_kwargs))
+            choices = self._asker.choose(self.uid_prefix, scores, self.k_best, deadline, kept)
+            chosen = self._asker.ask(choices, its_args, its_kwargs, deadline, entry, manner)
+            if kept is not None:
+                scores = [grid.masked_fill(~mask, float("-inf")) for grid, mask in zip(scores, kept, strict=True)]
             weights = self._weights(scores, choices, chosen.present)
             outputs = [_weigh(weights, answers) for answers in chosen.outputs if answers is not None]
             return [*outputs, *self._beside(choices, gated)], chosen.schema
 
-        return self._asker.mixed(self.uid_prefix, self.grid_size, mix, gated, leaves, self._forms_beside(gated))
+        return self._asker.mixed(
+            self.uid_prefix, self.grid_size, mix, gated, drawn, leaves, nesting, self._forms_beside(gated)
+        )
+
+    def _mixed_nothing(self, gated: Tensor, inputs: Structure) -> tuple[list[Tensor], Schema]:
+        """Return the outputs for no rows: connected to the gate, and through it to the input."""
+        schema, forms = self._asker.forms_of(self.uid_prefix, len(self.grid_size), gated, inputs)
+        zero = gated.sum() * 0.0
+        outputs = [gated.new_zeros(form.shape, dtype=form.dtype) + zero.to(form.dtype) for form in forms]
+        shape = (0, self.k_best)
+        none = Choices([], np.full(shape, -1), np.zeros((*shape, len(self.grid_size)), dtype=np.int64))
+        return [*outputs, *self._beside(none, gated)], schema
 
 
 class RemoteMixtureOfExperts(_Mixture):
@@ -544,14 +660,21 @@ class RemoteMixtureOfExperts(_Mixture):
         allow_zero_outputs: rows with fewer than ``k_min`` answers are mixed from the answers there are, zeros without
             any, instead of raising.
         detect_anomalies: treats an answer that holds NaN or Inf as missing.
+        grid_dropout: in train mode each index of each dimension is left out of a call with this probability, so that
+            other experts are tried too; a dimension that would lose all its indices keeps them.
         client: sends the requests; shared by the process's mixtures by default, with ``keys`` and ``insecure``.
 
     Raises:
         ValueError: a grid without sizes, counts that contradict each other, an invalid prefix or time.
 
     Called with an input of shape (rows, ..., in_features), and further arguments that the experts take, all with as
-    many rows; returns what an expert returns. The gate is one ``nn.Linear``; it sees the mean over the sizes between.
-    An expert that fails twice in a row is avoided for a while.
+    many rows; returns what an expert returns. The gate is one ``nn.Linear``. Dimensions before those of the experts'
+    first input are rows, and the outputs have them too: experts of ``TensorSpec(in_features)`` take (batch, sequence,
+    in_features) and are chosen for each position. Experts of ``TensorSpec(None, in_features)`` are chosen for each
+    sequence, by a gate that sees the mean over the dimensions between. In eval mode the experts run in eval mode, and
+    under autocast floating inputs are cast to their dtypes.
+    An expert that fails twice in a row is avoided for a while. A mixture can be copied, and pickled if its directory
+    can.
 
     Raises, when called: BoundaryError, if too few answer; SchemaError, for arguments that do not fit; NonFinite, if the
     gate's scores are not finite.
@@ -575,6 +698,7 @@ class RemoteMixtureOfExperts(_Mixture):
         backward_timeout: float = 30.0,
         allow_zero_outputs: bool = False,
         detect_anomalies: bool = True,
+        grid_dropout: float = 0.0,
         client: Client | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -594,16 +718,19 @@ class RemoteMixtureOfExperts(_Mixture):
             uid_prefix,
             k_best,
             terms,
+            grid_dropout,
             lambda: _finder(directory, client, keys, insecure=insecure),
         )
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> Structure:
         """Return the mixture's output for ``x``."""
-        gated = self.gate(_gate_input(x))
+        leading = self._leading_of(x)
+        gated = self._gated(x, leading)
         if torch.compiler.is_dynamo_compiling():
-            outputs = opaque.call(self._handle, (gated, x, *args), kwargs)
-            return cast(Structure, opaque.fill(self._form, outputs))
-        return _nested(*self._mixed(gated, (x, *args), kwargs))
+            outputs = opaque.call(self._handle, (self.training, gated, self._drawn(gated), x, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, with_leading(outputs, leading)))
+        schema, given = self._mixed(gated, self._drawn(gated), (x, *args), kwargs, evaluating=not self.training)
+        return schema.nest_outputs(with_leading(given, leading))
 
 
 class RemoteSwitchMixtureOfExperts(_Mixture):
@@ -655,6 +782,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
         detect_anomalies: bool = True,
         utilization_alpha: float = 0.9,
         jitter: float = 1e-2,
+        grid_dropout: float = 0.0,
         client: Client | None = None,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
@@ -666,7 +794,13 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
             k_min, forward_timeout, None, backward_k_min, backward_timeout, allow_zero_outputs, detect_anomalies
         )
         super().__init__(
-            in_features, grid_size, uid_prefix, 1, terms, lambda: _finder(directory, client, keys, insecure=insecure)
+            in_features,
+            grid_size,
+            uid_prefix,
+            1,
+            terms,
+            grid_dropout,
+            lambda: _finder(directory, client, keys, insecure=insecure),
         )
         self.utilization_alpha = utilization_alpha
         self.jitter = jitter
@@ -675,18 +809,21 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
 
     def forward(self, x: Tensor, *args: Structure, **kwargs: Structure) -> tuple[Structure, Tensor]:
         """Return the output for ``x``, and the balancing loss."""
-        seen = _gate_input(x)
-        if self.training and self.jitter:
-            seen = seen * torch.empty_like(seen).uniform_(1 - self.jitter, 1 + self.jitter)
-        gated = self.gate(seen)
+        leading = self._leading_of(x)
+        gated = self._gated(x, leading)
         grids = len(self.grid_size)
         if torch.compiler.is_dynamo_compiling():
-            found = opaque.call(self._handle, (gated, x, *args), kwargs)
-            output = cast(Structure, opaque.fill(self._form, found))
+            found = opaque.call(self._handle, (self.training, gated, self._drawn(gated), x, *args), kwargs)
+            output = cast(Structure, opaque.fill(self._form, with_leading(found[:-grids], leading)))
         else:
-            schema, found = self._mixed(gated, (x, *args), kwargs)
-            output = _nested(schema, found[:-grids])
+            schema, found = self._mixed(gated, self._drawn(gated), (x, *args), kwargs, evaluating=not self.training)
+            output = schema.nest_outputs(with_leading(found[:-grids], leading))
         return output, self._balancing_loss(torch.split(gated, list(self.grid_size), dim=-1), found[-grids:])
+
+    def _seen(self, x: Tensor) -> Tensor:
+        if self.training and self.jitter:
+            return x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+        return x
 
     def _weights(self, scores: Sequence[Tensor], choices: Choices, present: Tensor) -> Tensor:
         return _scores_of([grid.log_softmax(dim=-1) for grid in scores], choices).exp() * present
@@ -713,5 +850,7 @@ class RemoteSwitchMixtureOfExperts(_Mixture):
                 now = (utilization * self.utilization_alpha).add(given[:-1], alpha=1 - self.utilization_alpha)
                 with torch.no_grad():
                     utilization.copy_(torch.where(given[-1] > 0, now, utilization))
-            losses.append(grid.shape[1] * (grid.softmax(dim=-1).mean(0) * utilization).sum())
+            # The mean over no rows is NaN.
+            mean = grid.softmax(dim=-1).mean(0) if len(grid) else grid.sum(0)
+            losses.append(grid.shape[1] * (mean * utilization).sum())
         return torch.stack(losses).mean()

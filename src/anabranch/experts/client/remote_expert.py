@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from anabranch.autodiff.boundary import Crossed, Form, cross, current_tracer, ou
 from anabranch.deadline import Deadline
 from anabranch.errors import AnotherSchema, NotFound, PeerLost
 from anabranch.experts import wire
-from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms
-from anabranch.experts.client.connections import shared_client
+from anabranch.experts.client.calls import Calls, ExpertCall, ask, ask_gradients, output_forms, sample_forms
+from anabranch.experts.client.connections import Reach
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.schema import Schema
+from anabranch.experts.schema import Schema, with_leading
 from anabranch.experts.server.backend import ExpertInfo
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, unflatten
+from anabranch.tensors import Structure
 from anabranch.transport import Client, Request
 
 __all__ = ["RemoteExpert", "fetch_schema"]
@@ -55,13 +56,23 @@ class RemoteExpert(nn.Module):
     Raises:
         ValueError: an invalid uid, or a time that is not above 0.
 
-    Calling it takes and returns the structures of the expert's schema, on the device of the first input. In grad mode
-    the floating outputs require grad even where no input does, because the expert learns from their backward. A
-    gradient comes back for each floating input. Backward calls are applied exactly once however often they are retried.
+    Calling it takes and returns the structures of the expert's schema, on the device of the first input. Inputs may
+    have more leading dimensions than one, all of them the same; the outputs have them too. In grad mode the floating
+    outputs require grad even where no input does, because the expert learns from their backward. A gradient comes back
+    for each floating input. Backward calls are applied exactly once however often they are retried.
+
+    Its mode is the expert's for its calls: after ``eval()`` dropout is off there and statistics stay as they are. In
+    train mode the expert runs in the mode in which its server holds it. Under autocast floating inputs are cast to the
+    dtypes of the schema.
+
+    It can be copied and pickled: it holds the uid and the address, and asks for the schema where it is used.
 
     Raises, when called: SchemaError, for arguments that do not fit the expert's schema; NotFound, if no server has the
     uid; DeadlineExceeded, PeerLost, Overloaded, Unauthorized, RemoteError, NonFinite, as they happen.
     """
+
+    steps_there: ClassVar[bool] = True
+    """The far side makes an update of every gradient that comes."""
 
     def __init__(
         self,
@@ -82,7 +93,7 @@ class RemoteExpert(nn.Module):
         self.forward_timeout = forward_timeout
         self.backward_timeout = backward_timeout
         self._where = endpoint_or_directory
-        self._client = client or shared_client(keys=keys, insecure=insecure)
+        self._reach = Reach(client, keys=keys, insecure=insecure)
         self._found = _Found()
         self._form: object = None
         self._handle = opaque.handle_of(self)
@@ -92,15 +103,20 @@ class RemoteExpert(nn.Module):
         _, schema = self._find(Deadline.after(self.forward_timeout))
         self._form = schema.output_form()
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = opaque.handle_of(self)
+
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteExpert:
-        """Another caller of the same expert, through the same client: copying a model copies no connection."""
-        return RemoteExpert(
-            self.uid,
-            self._where,
-            forward_timeout=self.forward_timeout,
-            backward_timeout=self.backward_timeout,
-            client=self._client,
-        )
+        """Another caller of the same expert, through the same client and directory."""
+        memo[id(self._where)] = self._where
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Return the uid and its endpoint or directory."""
@@ -119,30 +135,30 @@ class RemoteExpert(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling():
-            return cast(Structure, opaque.fill(self._form, opaque.call(self._handle, args, kwargs)))
-        schema, outputs = self._call(args, kwargs)
-        if schema.gives_one:
-            return outputs[0]
-        given = iter(outputs)
-        specs = schema.output_specs
-        return unflatten(schema.output_structure, [None if spec is None else next(given) for spec in specs])
+            # Dynamo guards what it reads itself: the mode.
+            given = opaque.call(self._handle, (self.training, *args), kwargs)
+            return cast(Structure, opaque.fill(self._form, given))
+        schema, outputs = self._call(args, kwargs, evaluating=not self.training)
+        return schema.nest_outputs(outputs)
 
-    def call_whole(self, *args: object, **kwargs: object) -> Sequence[Tensor]:
+    def call_whole(self, training: bool, *args: object, **kwargs: object) -> Sequence[Tensor]:
         """``forward``, as one call that Dynamo leaves whole."""
-        return self._call(args, kwargs)[1]
+        return self._call(args, kwargs, evaluating=not training)[1]
 
-    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Schema, Sequence[Tensor]]:
+    def _call(
+        self, args: tuple[object, ...], kwargs: dict[str, object], *, evaluating: bool
+    ) -> tuple[Schema, Sequence[Tensor]]:
         deadline = Deadline.after(self.forward_timeout)
         known = self._found.known
         if known is None:
             with outside_tracing():
                 known = self._find(deadline)
         schema = known[1]
-        inputs = schema.flatten_inputs(args, kwargs)
+        inputs, leading = schema.flatten_inputs(args, kwargs)
         # A graph starts a new deadline in every run.
-        there = _There(self, schema, deadline if current_tracer() is None else None)
+        there = _There(self, schema, deadline if current_tracer() is None else None, evaluating=evaluating)
         crossed = cross(there, *inputs)
-        return there.schema, crossed
+        return there.schema, with_leading(crossed, leading)
 
     def _find(self, deadline: Deadline) -> tuple[str, Schema]:
         found = self._found
@@ -151,7 +167,7 @@ class RemoteExpert(nn.Module):
         with found.lock:
             if found.known is None:
                 endpoint = self._where if isinstance(self._where, str) else self._look_up(self._where, deadline)
-                found.known = endpoint, fetch_schema(self._client, self.uid, endpoint, deadline)
+                found.known = endpoint, fetch_schema(self._reach.client, self.uid, endpoint, deadline)
             return found.known
 
     def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
@@ -175,9 +191,16 @@ class RemoteExpert(nn.Module):
 class _Found:
     """The expert's endpoint and schema, once fetched; apart from the module, because a graph outlives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[str, Schema] | None = None) -> None:
         self.lock = threading.Lock()
-        self.known: tuple[str, Schema] | None = None
+        self.known = known
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Found:
+        return _Found(self.known)
+
+    def __reduce__(self) -> tuple[type[_Found], tuple[()]]:
+        # The expert may be elsewhere by then, and have another schema.
+        return _Found, ()
 
 
 class _There:
@@ -185,8 +208,9 @@ class _There:
 
     kind = "expert"
 
-    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None) -> None:
+    def __init__(self, expert: RemoteExpert, schema: Schema, deadline: Deadline | None, *, evaluating: bool) -> None:
         self.name = expert.uid
+        self._evaluating = evaluating
         self.schema = schema
         """The schema of the latest answer; it differs from the first one if the expert has come back with another."""
         self._given = schema
@@ -194,7 +218,15 @@ class _There:
         self._deadline = deadline
 
     def forms(self, inputs: Sequence[Tensor | None]) -> Sequence[Form]:
-        return output_forms(self._given, inputs)
+        schema = self._given
+        first = next(tensor for tensor in inputs if tensor is not None)
+        if not schema.varies:
+            return output_forms(schema, first.shape[0], first.device)
+        deadline = Deadline.after(self._expert.forward_timeout)
+        with outside_tracing():
+            endpoint, _ = self._expert._find(deadline)
+            client = self._expert._reach.client
+            return sample_forms(client, self.name, endpoint, schema, inputs, first.shape[0], deadline)
 
     def forward(self, inputs: Sequence[Tensor | None], wants: Sequence[bool] | None) -> Crossed:
         expert = self._expert
@@ -213,12 +245,12 @@ class _There:
         expert = self._expert
         endpoint, schema = expert._find(deadline)
         if schema is not self._given:  # what was given must fit what the expert takes now
-            given = unflatten(self._given.input_structure, cast(list[object], list(inputs)))
+            given = self._given.input_nesting.rebuild(inputs, plain=True)
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
-            inputs, self.schema = schema.flatten_inputs(args, kwargs), schema
-        call = ExpertCall(self.name, endpoint, schema, inputs)
+            inputs, self.schema = schema.flatten_inputs(args, kwargs, casting=False).tensors, schema
+        call = ExpertCall(self.name, endpoint, schema, inputs, self._evaluating)
         calls = Calls(
-            expert._client,
+            expert._reach.client,
             [call],
             expert.forward_timeout,
             expert.backward_timeout,

@@ -5,12 +5,15 @@ keeps nothing between the two for callers that may never come back. Every backwa
 buffers are updated by the forward alone, as in process; dropout draws a new mask in backward, because the first one is
 gone: that gradient belongs to a forward whose output was never used. Where that matters ``keep_activations`` keeps the
 forward's graph (``kept_activations.py``), or the expert goes to eval mode.
+
+A caller in eval mode has its batches run in eval mode, apart from those of others: batches of a device run one at a
+time, and the module is put back into its own mode after each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, TypedDict, cast
 
 import torch
@@ -19,18 +22,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.schema import Schema, all_finite, infer_specs, specs_of
+from anabranch.experts.nesting import Mismatch, nesting_of
+from anabranch.experts.schema import Schema, all_finite, infer_specs, outline, specs_of
 from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.gradients import BatchGradients, Gradients
 from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, ParameterCopy
+from anabranch.experts.server.padding import cut, join_padded, make_mask, split_padded
 from anabranch.experts.server.task_pool import Task, TaskPool, Unrepeatable, join_tasks, split_outputs
 from anabranch.experts.uids import check_uid
-from anabranch.tensors import Structure, TensorSpec, flatten, unflatten
+from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport.failures import ends_the_program
 
 __all__ = ["ExpertBackend", "ExpertInfo"]
 
 # BatchNorm refuses one row, and three rows tell a shape's rows from its other sizes more often than two.
 _SAMPLE_ROWS = 3
+_SAMPLE_LENGTHS = (8, 2, 64)
 
 
 class ExpertInfo(TypedDict):
@@ -55,9 +62,12 @@ class ExpertBackend:
 
     Args:
         uid: its name, ``prefix.i[.j...]``.
-        module: takes rows (dim 0) and returns as many; its mode, train or eval, is left as it is.
+        module: takes rows (dim 0) and returns as many. Callers in eval mode get it in eval mode, others in the mode
+            that it is in.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
-        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument.
+        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument. Requests of which sizes vary
+            (``TensorSpec(None, 512)``) share a batch if they are of equal sizes, or with ``pad=True`` are padded to the
+            longest, and the module takes a keyword argument ``mask``.
         kwargs_schema: the same for each keyword argument.
         outputs_schema: the module's outputs; by default found by one run on zeros, which leaves random state, buffers
             and mode as they were.
@@ -69,7 +79,8 @@ class ExpertBackend:
             again nor the forward is computed again, and dropout masks are the forward's; the oldest are freed first,
             and their backwards compute the forward again. Costs a copy of the parameters an update.
         pool: ``min_batch_size=1``, ``max_batch_size=4096``, ``timeout=None``, ``max_queue_rows``,
-            ``max_queue_bytes``: see ``TaskPool``.
+            ``max_queue_bytes``: see ``TaskPool``. A row counts as one however long it is; a padded batch is at most
+            half padding.
 
     Raises:
         ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
@@ -114,11 +125,12 @@ class ExpertBackend:
         self.gradient_reduction = gradient_reduction
         self.updates = 0
         self.kept = KeptActivations(keep_activations)
+        self._gradients = Gradients(module)
         self._copy: ParameterCopy | None = None
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
-        arguments, keywords = tuple(args_schema), dict(kwargs_schema or {})
-        if not any(specs_of((arguments, keywords))):
-            raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
+        arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
+        _check_inputs(uid, arguments, keywords)
+        self._mask: Tensor | None = None
         self.schema = Schema(arguments, keywords, None)
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs)
@@ -134,7 +146,7 @@ class ExpertBackend:
             name=f"{uid}_forward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._forward_tasks if keep_activations else None,
+            process_tasks=self._run_forward,
             **sizes,
         )
         self.backward_pool = TaskPool(
@@ -142,7 +154,7 @@ class ExpertBackend:
             name=f"{uid}_backward",
             timeout=timeout,
             max_queue_rows=max_queue_rows,
-            process_tasks=self._backward_tasks if keep_activations else None,
+            process_tasks=self._run_backward,
             **sizes,
         )
         self._prepare_copies()
@@ -161,6 +173,20 @@ class ExpertBackend:
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
         """Return the queues of forward and backward."""
         return self.forward_pool, self.backward_pool
+
+    def prioritize(self, caller: str, rows: int, *, backward: bool) -> int:
+        """Return the priority of a request: of the experts on a device those of higher priorities run first.
+
+        Override it to serve some callers, or all forwards, first; called on the thread that reads. Callers of equal
+        priority take turns, so one with many requests holds up no other; requests of low priority may wait until their
+        deadlines.
+
+        Args:
+            caller: the name in its certificate, or ``process PID`` on a Unix socket.
+            rows: of the request.
+            backward: whether it asks for gradients.
+        """
+        return 0
 
     def to(self, device: torch.device | str) -> ExpertBackend:
         """Move the module; its optimizer follows."""
@@ -204,17 +230,20 @@ class ExpertBackend:
         Raises:
             NonFinite: a parameter's gradient is NaN or Inf; nothing was updated.
         """
-        try:
+        with self._gradients.of_batch() as batch:
             answers, moved = self._recompute(inputs)
-        except BaseException:
-            self._drop_gradients()
-            raise
-        if moved:
-            self._update()
+            if moved:
+                self._update(batch)
         return answers
 
     def apply_gradients(self) -> None:
-        """Update the parameters from their gradients; override to change the update."""
+        """Update the parameters from their gradients; override to change the update.
+
+        An override may leave the parameters as they are, to step at every k-th batch: the gradients then stay, and
+        those of the next batch are added to them. Once a parameter has changed, or this method has run, all gradients
+        are cleared. An override that wants to forget a batch clears them itself, with ``self.module.zero_grad()``.
+        """
+        self._gradients.applied = True
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
         if self.optimizer is not None:
@@ -225,12 +254,13 @@ class ExpertBackend:
     # --- for checkpoints
 
     def state_dict(self) -> dict[str, object]:
-        """Parameters, buffers, optimizer, scheduler and the count of updates."""
+        """Parameters, buffers, optimizer, scheduler, the count of updates, and gradients that wait for their step."""
         return {
             "module": self.module.state_dict(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "updates": self.updates,
+            "gradients": self._gradients.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -246,6 +276,8 @@ class ExpertBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(cast(dict[str, object], state["scheduler"]))
         self.updates = int(cast(int, state["updates"]))
+        # States of earlier versions have none.
+        self._gradients.load_state_dict(cast(Mapping[str, object], state.get("gradients") or {}))
         self._copy = None
 
     # --- forward and backward
@@ -262,14 +294,64 @@ class ExpertBackend:
         self._check_gradients(outputs)
         return _gradients_of(leaves), bool(roots)
 
-    def _forward_tasks(self, batch: Sequence[Task]) -> list[list[Tensor | None]]:
+    def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the outputs of each task, in the mode of their callers."""
+        with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._masked(batch):
+            if any(task.ticket for task in batch):
+                return self._keep_forward(batch)
+            return self._split(self.forward(*self._join(batch)), batch)
+
+    def _run_backward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        """Return the gradients of each task's inputs, in the mode of their callers, and update the parameters."""
+        with _evaluating(self.module) if batch[0].evaluating else _as_it_is:
+            if any(task.ticket for task in batch):
+                return self._backward_tasks(batch)
+            with self._masked(batch):
+                return self._split_gradients(self.backward(*self._join(batch)), batch)
+
+    def _join(self, batch: Sequence[Task]) -> Sequence[Tensor | None]:
+        """Return the inputs of a batch, and the gradients of its outputs if it is a backward's."""
+        if len(batch) == 1:
+            return batch[0].inputs
+        if not self.schema.pads:
+            return join_tasks(batch)
+        specs = [*self.schema.inputs, *self.schema.output_specs]
+        return join_padded(batch, specs[: len(batch[0].inputs)])
+
+    def _split(self, outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
+        if not self.schema.pads:
+            return [outputs] if len(batch) == 1 else split_outputs(outputs, batch)
+        names = [f"{self.uid}'s output {index}" for index in range(len(outputs))]
+        return split_padded(outputs, batch, self.schema.output_specs, names)
+
+    def _split_gradients(
+        self, gradients: Sequence[Tensor | None], batch: Sequence[Task]
+    ) -> Sequence[Sequence[Tensor | None]]:
+        if len(batch) == 1:
+            return [gradients]
+        if not self.schema.pads:
+            return split_outputs(gradients, batch)
+        return split_padded(gradients, batch, self.schema.inputs, self.schema.input_names)
+
+    def _masked(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
+        """Return a block in which the module gets the mask of a padded batch."""
+        return self._with_mask(batch) if self.schema.pads else _as_it_is
+
+    @contextmanager
+    def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
+        self._mask = make_mask([task.length for task in batch], [task.rows for task in batch], self.device)
+        try:
+            yield
+        finally:
+            self._mask = None
+
+    def _keep_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return a forward whose graph is kept for the tasks with a ticket."""
-        if not any(task.ticket for task in batch):
-            return split_outputs(self.forward(*join_tasks(batch)), batch)
         if self._copy is None:
             self._copy = ParameterCopy.of(self.module)
-        joined = batch[0].inputs if len(batch) == 1 else join_tasks(batch)
-        leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(joined, self.schema.inputs, strict=True)]
+        leaves = [
+            self._as_leaf(tensor, spec) for tensor, spec in zip(self._join(batch), self.schema.inputs, strict=True)
+        ]
         with torch.enable_grad():
             outputs = self._check_outputs(self._call(leaves, self._copy), leaves)
         rows = sum(task.rows for task in batch)
@@ -277,9 +359,9 @@ class ExpertBackend:
         start = 0
         for task in batch:
             if task.ticket:
-                self.kept.put(task.ticket, KeptRows(graph, start, task.rows))
+                self.kept.put(task.ticket, KeptRows(graph, start, task.rows, task.length))
             start += task.rows
-        return split_outputs([None if output is None else output.detach() for output in outputs], batch)
+        return self._split([None if output is None else output.detach() for output in outputs], batch)
 
     def _backward_tasks(self, batch: Sequence[Task]) -> list[Sequence[Tensor | None]]:
         """Return a backward through kept graphs where there are tickets, by computing again where there are none."""
@@ -292,10 +374,12 @@ class ExpertBackend:
         kept = {id(task): self._find_kept(task) for task in batch if task.ticket}
         answers: dict[int, Sequence[Tensor | None]] = {}
         moved = False
-        try:
+        with self._gradients.of_batch() as gathered:
             if plain:
-                gradients, moved = self._recompute(join_tasks(plain))
-                answers = {id(task): mine for task, mine in zip(plain, split_outputs(gradients, plain), strict=True)}
+                with self._masked(plain):
+                    gradients, moved = self._recompute(self._join(plain))
+                split = self._split_gradients(gradients, plain)
+                answers = {id(task): mine for task, mine in zip(plain, split, strict=True)}
             if kept:
                 gradients_kept, moved_kept = self._backward_kept(
                     [(task, kept[id(task)]) for task in batch if task.ticket]
@@ -303,14 +387,11 @@ class ExpertBackend:
                 answers |= gradients_kept
                 moved |= moved_kept
                 self._check_gradients([output for entry in kept.values() for output in entry.batch.outputs])
-        except BaseException:
-            self._drop_gradients()
-            raise
-        for task in batch:
-            if task.ticket:
-                self.kept.drop(task.ticket)
-        if moved:
-            self._update()
+            for task in batch:
+                if task.ticket:
+                    self.kept.drop(task.ticket)
+            if moved:
+                self._update(gathered)
         return [answers[id(task)] for task in batch]
 
     def _find_kept(self, task: Task) -> KeptRows:
@@ -319,6 +400,18 @@ class ExpertBackend:
             raise ActivationsGone(f"{self.uid} has not kept these activations; send the inputs again")
         if entry.rows != task.rows:
             raise SchemaError(f"{self.uid}: gradients of {task.rows} rows came for a forward of {entry.rows}")
+        if not self.schema.varies:
+            return entry
+        gradients = task.inputs[len(self.schema.inputs) :]
+        for gradient, spec, output in zip(gradients, self.schema.output_specs, entry.batch.outputs, strict=True):
+            if gradient is None or spec is None or output is None:
+                continue
+            lengths = [entry.length] * len(spec.varying)
+            expected = spec.with_sizes(lengths if self.schema.pads else spec.sizes_of(output.shape))
+            if tuple(gradient.shape[1:]) != expected:
+                raise SchemaError(
+                    f"{self.uid}: a gradient of shape {tuple(gradient.shape)} came for an output of rows of {expected}"
+                )
         return entry
 
     def _backward_kept(self, tasks: Sequence[tuple[Task, KeptRows]]) -> tuple[dict[int, Sequence[Tensor | None]], bool]:
@@ -336,17 +429,31 @@ class ExpertBackend:
             graph.parameters.give_gradients(self.module, trained)
             for task, entry in parts:
                 rows = slice(entry.start, entry.start + entry.rows)
-                answers[id(task)] = [None if gradient is None else gradient[rows] for gradient in found]
+                mine = [None if gradient is None else gradient[rows] for gradient in found]
+                if self.schema.pads:
+                    mine = [
+                        gradient if gradient is None or spec is None else cut(gradient, spec, entry.length)
+                        for gradient, spec in zip(mine, self.schema.inputs, strict=True)
+                    ]
+                answers[id(task)] = mine
         return answers, moved
 
     def _call(self, leaves: Sequence[Tensor | None], parameters: ParameterCopy | None = None) -> Structure:
-        if self.schema.takes_one and parameters is None:
+        schema = self.schema
+        if schema.takes_one and parameters is None and not schema.pads:
             return self.module(leaves[0])
-        whole = unflatten(self.schema.input_structure, cast(list[object], list(leaves)))
+        whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
+        if schema.pads:
+            kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
         if parameters is None:
             return self.module(*args, **kwargs)
         return torch.func.functional_call(self.module, parameters.tensors, args, kwargs)
+
+    def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
+        """Return the mask of inputs that nobody has padded."""
+        length = self.schema.measure(leaves)[1]
+        return torch.ones(_rows_of(leaves), length, dtype=torch.bool, device=self.device)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == self.device:
@@ -372,10 +479,13 @@ class ExpertBackend:
             if outputs.shape[0] != rows:
                 raise _other_rows(self._output_name, outputs, rows)
             return [outputs]
-        leaves, came = flatten(outputs)
-        expected = self.schema.output_structure
-        if came != expected:
-            raise SchemaError(f"{self.uid} returned another structure than its schema's: {came}, not {expected}")
+        try:
+            leaves = self.schema.output_nesting.leaves_of(outputs)
+        except Mismatch:
+            raise SchemaError(
+                f"{self.uid} returned another structure than its schema's: {outline(outputs)}, not "
+                f"{outline(self.schema.outputs)}"
+            ) from None
         for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
             if spec is not None:
                 name = f"{self.uid}'s output {index}"
@@ -403,26 +513,21 @@ class ExpertBackend:
                 why = " because the module's own output holds NaN or Inf" if of_module else ""
                 raise NonFinite(f"{self.uid}: the gradient of {name} is NaN or Inf{why}; nothing was updated")
 
-    def _update(self) -> None:
+    def _update(self, gathered: BatchGradients) -> None:
         tasks = self.backward_pool.tasks_in_batch
         if self.gradient_reduction == "mean" and tasks > 1:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= tasks
         try:
-            self.apply_gradients()
+            with gathered.applied(overridden=type(self).apply_gradients is not ExpertBackend.apply_gradients):
+                self.apply_gradients()
             self.updates += 1
             self._copy = None
         except BaseException as error:
             if ends_the_program(error):
                 raise
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -437,9 +542,49 @@ class ExpertBackend:
                     buffer.copy_(saved)
 
     def _infer_outputs(self) -> Structure:
+        """Return the specs of the module's outputs, found by running it on zeros; sizes that vary with those of its
+        inputs by running it twice.
+        """
+        if not any(spec is not None and spec.varying for spec in self.schema.inputs):
+            return self._infer_at(0)
+        refused: SchemaError | None = None
+        # Some modules take only sequences that are long enough, or that divide.
+        for length in _SAMPLE_LENGTHS:
+            try:
+                shorter, longer = self._infer_at(length), self._infer_at(2 * length)
+            except SchemaError as error:
+                refused = refused or error
+                continue
+            return self._merge_inferred(shorter, longer, length)
+        assert refused is not None
+        raise refused
+
+    def _merge_inferred(self, shorter: Structure, longer: Structure, length: int) -> Structure:
+        nesting = nesting_of(shorter)
+        merged: list[TensorSpec | None] = []
+        for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
+            if a is None or b is None or len(a.shape) != len(b.shape):
+                raise SchemaError(f"{self.uid}: the module returns {shorter} or {longer}, by the length of its input")
+            sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]
+            if self.schema.pads and any(a.shape[index] != length for index, size in enumerate(sizes) if size is None):
+                raise SchemaError(
+                    f"{self.uid}: the module returns rows of {tuple(a.shape)} for inputs of length {length}; with "
+                    "pad=True a size that varies must be that of the inputs"
+                )
+            merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
+        return nesting.rebuild(merged)
+
+    def _infer_at(self, length: int) -> Structure:
         devices = [self.device] if self.device.type == "cuda" else []
-        zeros = [None if spec is None else spec.zeros(_SAMPLE_ROWS, device=self.device) for spec in self.schema.inputs]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept():
+        zeros = [
+            None if spec is None else spec.zeros(_SAMPLE_ROWS, [length] * len(spec.varying), device=self.device)
+            for spec in self.schema.inputs
+        ]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), self._buffers_kept(), ExitStack() as modes:
+            for part in self.module.modules():
+                # The buffers of a remote part are there, and change in train mode.
+                if getattr(type(part), "steps_there", False):
+                    modes.enter_context(_evaluating(part))
             leaves = [self._as_leaf(tensor, spec) for tensor, spec in zip(zeros, self.schema.inputs, strict=True)]
             try:
                 outputs = self._call(leaves)
@@ -448,6 +593,24 @@ class ExpertBackend:
                     f"{self.uid}: the module does not take what its schema says: {type(error).__name__}: {error}"
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Hold ``module`` in eval mode, and put each of its parts back into the mode that it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    if any(training for _, training in modes):
+        module.eval()
+    try:
+        yield
+    finally:
+        # Through ``train``, which a module may override: some merge weights in eval mode. Parents come first.
+        for part, training in modes:
+            if part.training != training:
+                part.train(training)
+
+
+_as_it_is = nullcontext()
 
 
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
@@ -466,6 +629,19 @@ def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
 
 def _gradients_of(leaves: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(None if leaf is None or not leaf.requires_grad else leaf.grad for leaf in leaves)
+
+
+def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
+    specs = [spec for spec in specs_of((arguments, dict(keywords))) if spec is not None]
+    if not specs:
+        raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
+    padded = [spec for spec in specs if spec.pad]
+    if not padded:
+        return
+    if "mask" in keywords:
+        raise ValueError(f"{uid}: pad=True gives the module an input called mask, so kwargs_schema cannot have one")
+    if grouped := [spec for spec in specs if spec.varying and not spec.pad]:
+        raise ValueError(f"{uid}: {padded[0]} is padded, and {grouped[0]} is not; give both pad=True, or neither")
 
 
 def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import ActivationsGone, AnotherSchema, BoundaryError, NonFinite, NotFound
 from anabranch.events import report
 from anabranch.experts import wire
-from anabranch.experts.compression import check_parts, wire_parts
+from anabranch.experts.compression import check_parts, count_parts
 from anabranch.experts.directory import DirectoryLike, as_directory
 from anabranch.experts.schema import first_not_finite
 from anabranch.experts.server.backend import ExpertBackend
@@ -167,15 +167,21 @@ class ExpertServer:
         self._server = Server(
             [
                 Verb(wire.INFO, self._info, quick=True),
-                Verb(wire.FORWARD, self._forward, check=self._check, allocate=place, quick=True),
-                Verb(
-                    wire.BACKWARD,
-                    self._backward,
-                    check=self._check,
-                    once=True,
-                    again=self._backward_again,
-                    allocate=place,
-                    quick=True,
+                *(
+                    Verb(name, self._forward, check=self._check, allocate=place, quick=True)
+                    for name in (wire.FORWARD, wire.FORWARD_EVAL)
+                ),
+                *(
+                    Verb(
+                        name,
+                        self._backward,
+                        check=self._check,
+                        once=True,
+                        again=self._backward_again,
+                        allocate=place,
+                        quick=True,
+                    )
+                    for name in (wire.BACKWARD, wire.BACKWARD_EVAL)
                 ),
             ],
             listen=listen,
@@ -341,7 +347,7 @@ class ExpertServer:
                 f"{header.target} has another schema than the caller believes; ask it for its info again"
             )
         rows = check_parts(header.tensors, wire.request_layout(backend.schema, header))
-        pool = backend.backward_pool if header.verb == wire.BACKWARD else backend.forward_pool
+        pool = backend.backward_pool if wire.is_backward(header.verb) else backend.forward_pool
         nbytes = 0
         for tensor in header.tensors:
             nbytes += tensor.nbytes
@@ -365,14 +371,42 @@ class ExpertServer:
 
         ticket = call.payload
         rows = _rows(inputs)
-        if rows == 0:
+        sizes, length = schema.measure(inputs)
+        if rows == 0 and schema.varies:
+            self._answer_nothing(call, backend, inputs, finish)
+        elif rows == 0:
             finish([None if spec is None else spec.zeros(0) for spec in schema.output_specs])
         else:
             # A request that is split has no single graph.
             ticket = ticket if rows <= min(backend.kept.budget, backend.forward_pool.max_batch_size) else b""
-            self._put_aside(
-                backend, backend.forward_pool, Task(inputs, rows, call.deadline, finish, call.drop, ticket=ticket)
-            )
+            task = Task(
+                inputs, rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes, length=length,
+                evaluating=wire.is_evaluation(call.verb),
+            )  # fmt: skip
+            self._put_aside(call, backend, backend.forward_pool, task)
+
+    def _answer_nothing(
+        self,
+        call: Call,
+        backend: ExpertBackend,
+        inputs: Sequence[Tensor | None],
+        finish: Callable[[Sequence[Tensor | None] | BaseException], None],
+    ) -> None:
+        """Answer a request of no rows, the sizes of whose outputs the module alone knows: found by a row of zeros."""
+        one = [
+            None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+            for tensor, spec in zip(inputs, backend.schema.inputs, strict=True)
+        ]
+
+        def finish_none(outcome: Sequence[Tensor | None] | BaseException) -> None:
+            if isinstance(outcome, BaseException):
+                finish(outcome)
+            else:
+                finish([None if tensor is None else tensor[:0] for tensor in outcome])
+
+        sizes, length = backend.schema.measure(one)
+        task = Task(one, 1, call.deadline, finish_none, call.drop, sizes=sizes, length=length, evaluating=True)
+        self._put_aside(call, backend, backend.forward_pool, task)
 
     def _backward(self, call: Call) -> None:
         backend = self._find(call.target)
@@ -388,14 +422,26 @@ class ExpertServer:
             call.reply(wire.to_wire(outcome, specs), payload=wire.pack_present(outcome))
 
         rows = _rows([*inputs, *gradients])
+        sizes, length = backend.schema.measure(inputs, gradients)
         if rows == 0:
-            finish([spec.zeros(0) if spec is not None and spec.requires_grad else None for spec in specs])
+            # Activations of no rows are never kept, so the inputs are there.
+            finish(
+                [
+                    tensor.clone() if tensor is not None and spec is not None and spec.requires_grad else None
+                    for tensor, spec in zip(inputs, specs, strict=True)
+                ]
+            )
         else:
-            task = Task([*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket)
-            self._put_aside(backend, backend.backward_pool, task)
+            task = Task(
+                [*inputs, *gradients], rows, call.deadline, finish, call.drop, ticket=ticket, sizes=sizes,
+                length=length, evaluating=wire.is_evaluation(call.verb),
+            )  # fmt: skip
+            self._put_aside(call, backend, backend.backward_pool, task)
 
-    def _put_aside(self, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
+    def _put_aside(self, call: Call, backend: ExpertBackend, pool: TaskPool, task: Task) -> None:
         """Queues the task once all requests that have come are read, so that they share a batch."""
+        task.caller = call.peer.name
+        task.priority = backend.prioritize(task.caller, task.rows, backward=pool is backend.backward_pool)
         if backend.copies is not None:
             task.inputs, task.copied = backend.copies.bring(task.inputs)
         aside: dict[TaskPool, list[Task]] | None = getattr(self._round, "tasks", None)
@@ -432,7 +478,7 @@ class ExpertServer:
         inputs: list[Tensor | None] = [None] * len(schema.inputs)
         count = 0
         if not ticket:
-            count = sum(len(wire_parts(spec, 0)) for spec in schema.inputs if spec is not None)
+            count = sum(count_parts(spec) for spec in schema.inputs if spec is not None)
             inputs = wire.from_wire(call.tensors[:count], schema.inputs)
         elif ticket not in backend.kept:
             raise ActivationsGone(f"{call.target} has not kept these activations; send the inputs again")

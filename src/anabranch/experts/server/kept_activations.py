@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from anabranch.experts.server.padding import fill
+
 __all__ = ["KeptActivations", "KeptBatch", "KeptRows", "ParameterCopy"]
 
 
@@ -74,7 +76,8 @@ class KeptBatch:
                 if gradient is not None:
                     if kept.start > position:
                         seed.append(output.new_zeros(kept.start - position, *output.shape[1:]))
-                    seed.append(gradient.to(output.device, output.dtype, non_blocking=True))
+                    placed = gradient.to(output.device, output.dtype, non_blocking=True)
+                    seed.append(fill(placed, output.shape[1:]))
                     position = kept.start + kept.rows
             if position < self.rows:
                 seed.append(output.new_zeros(self.rows - position, *output.shape[1:]))
@@ -93,11 +96,12 @@ class KeptBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptRows:
-    """One request's rows of a forward's graph."""
+    """One request's rows of a forward's graph, and its length if the graph is of padded requests."""
 
     batch: KeptBatch
     start: int
     rows: int
+    length: int = 0
 
 
 class KeptActivations:

@@ -24,7 +24,9 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, DeadlineExceeded
 from anabranch.events import report
+from anabranch.experts.server.fair_order import FairOrder
 from anabranch.experts.server.task_pool import Task, TaskPool
+from anabranch.experts.server.waiting_tasks import LEAST_URGENT
 from anabranch.transport.failures import note_failure
 
 __all__ = ["Runtime"]
@@ -41,14 +43,13 @@ class Runtime:
     >>> import torch
     >>> from anabranch.experts import Task
     >>> pool = TaskPool(lambda x: [2 * x])
-    >>> done = threading.Event()
     >>> with Runtime([pool]):
-    ...     pool.submit(Task([torch.ones(1)], 1, Deadline.after(5.0), lambda outputs: done.set()))
-    ...     done.wait(timeout=5.0)
-    True
+    ...     pool.submit(Task([torch.ones(1)], 1, Deadline.after(5.0))).result(timeout=5.0)
+    [tensor([2.])]
 
-    Among the pools with a batch due, the one whose oldest task has waited longest goes first. Leaving the block ends
-    the running batch and fails what still waits.
+    Among the pools with a batch due, the one with the most urgent task goes first: the task of the highest priority, of
+    these the one whose caller's turn it is (``fair_order.py``), of these the oldest. Leaving the block ends the running
+    batch and fails what still waits.
 
     Args:
         pools: all on one device.
@@ -68,8 +69,9 @@ class Runtime:
         self._changed = threading.Condition(self._lock)
         # Only the pools that have tasks: a device may have many experts, of which few are asked at a time.
         self._filled: dict[TaskPool, None] = {}
+        order = FairOrder()
         for pool in self._pools:
-            pool.share(self._lock, self._filled, self._changed)
+            pool.share(self._lock, self._filled, self._changed, order)
         self._answering = answering
         self._stopped = False
         self._threads = torch.get_num_threads()
@@ -240,9 +242,12 @@ class Runtime:
         return None
 
     def _most_urgent(self, now: float) -> TaskPool | None:
-        """Of the pools with a batch due the one whose oldest task has waited longest."""
-        found = None
+        """Of the pools with a batch due the one with the most urgent task."""
+        if len(self._filled) == 1:
+            for pool in self._filled:
+                return pool if pool.due_at() <= now else None
+        found, least = None, LEAST_URGENT
         for pool in self._filled:
-            if pool.due_at() <= now and (found is None or pool.oldest() < found.oldest()):
-                found = pool
+            if pool.due_at() <= now and (urgency := pool.urgency()) < least:
+                found, least = pool, urgency
         return found

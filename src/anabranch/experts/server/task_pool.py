@@ -3,10 +3,11 @@
 ::
 
     threads that read ─── submit ──> [ task | task | task ] ── take_batch ──> device thread: concatenate, run, split,
-                                      oldest first                                            answer each
+                                     in their order                                           answer each
 
 A batch is due when ``max_batch_size`` rows wait, when ``min_batch_size`` wait and the device is idle, or when the
 oldest has waited for ``timeout``. Tasks whose caller has gone or whose deadline has passed are dropped before compute.
+Which tasks may share a batch, and whose turn it is, is in ``waiting_tasks.py`` and ``fair_order.py``.
 Waiting tasks are bounded in rows and bytes; beyond that a task is ``Overloaded`` at once, which costs the caller less
 than waiting for a deadline that cannot be met.
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import RLock
@@ -29,6 +30,8 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, Overloaded, PeerLost
 from anabranch.events import report
 from anabranch.experts.server.device_copies import DeviceCopies
+from anabranch.experts.server.fair_order import FairOrder
+from anabranch.experts.server.waiting_tasks import Choice, Urgency, WaitingTasks
 from anabranch.transport.failures import ends_the_program, note_failure
 
 __all__ = [
@@ -50,6 +53,10 @@ class Unrepeatable(RuntimeError):
     """A batch failed after it had changed some state, so its tasks must not be run again one by one."""
 
 
+def _ignore(outcome: object) -> None:
+    """Finish a task whose outcome its future has."""
+
+
 class Task(msgspec.Struct, eq=False):
     """One request, or a part of one that was too large for a batch.
 
@@ -64,17 +71,32 @@ class Task(msgspec.Struct, eq=False):
         nbytes: bytes of the inputs.
         ticket: the name of the activations that ``process_tasks`` keeps for it, or has kept.
         copied: happens when the inputs are on the pool's device; ``None`` without a copy under way.
+        evaluating: run in eval mode; only tasks of one mode share a batch.
+        sizes: those dimensions of the inputs that tasks of one batch must have in common.
+        length: the size of the dimension that is padded to the longest of a batch; 0 for none.
+        caller: who asks; callers take turns. Empty: served in the order of arrival.
+        priority: tasks of a higher one run first.
     """
 
     inputs: Sequence[Tensor | None]
     rows: int
     deadline: Deadline
-    finish: Callable[[Sequence[Tensor | None] | BaseException], None]
+    finish: Callable[[Sequence[Tensor | None] | BaseException], None] = _ignore
     unwanted: Callable[[], bool] = lambda: False
     arrived: float = msgspec.field(default_factory=time.monotonic)
     ticket: bytes = b""
     copied: torch.cuda.Event | None = None
     nbytes: int = 0
+    evaluating: bool = False
+    sizes: tuple[int, ...] = ()
+    length: int = 0
+    caller: str = ""
+    priority: int = 0
+
+    @property
+    def group(self) -> tuple[bool, tuple[int, ...]]:
+        """The mode and sizes that the tasks of one batch have in common."""
+        return self.evaluating, self.sizes
 
     def __post_init__(self) -> None:
         for tensor in self.inputs:
@@ -104,12 +126,11 @@ class TaskPool:
     """The queue of one function of one expert.
 
     >>> pool = TaskPool(lambda x: [2 * x], name="ffn.0_forward")
-    >>> answers = []
-    >>> pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(5.0), answers.append))
-    >>> pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(5.0), answers.append))
+    >>> few = pool.submit(Task([torch.ones(1, 2)], 1, Deadline.after(5.0)))
+    >>> more = pool.submit(Task([torch.zeros(2, 2)], 2, Deadline.after(5.0)))
     >>> pool.run(pool.take_batch())
-    >>> [answer[0].shape for answer in answers], pool.statistics().batches
-    ([torch.Size([1, 2]), torch.Size([2, 2])], 1)
+    >>> few.result()[0].shape, more.result()[0].shape, pool.statistics().batches
+    (torch.Size([1, 2]), torch.Size([2, 2]), 1)
 
     Args:
         process: runs one batch.
@@ -155,27 +176,34 @@ class TaskPool:
         """Copies to and from the device on which ``process`` computes; ``None`` if it computes in main memory."""
         self.tasks_in_batch = 1
         """Number of tasks in the running batch, for ``process``."""
-        self._queue: deque[Task] = deque()
+        self._queue = WaitingTasks()
         self.share(RLock(), {})
-        self._rows = self._bytes = 0
         self._tasks = self._batches = self._rows_run = self._dropped = self._declined = 0
         # Seconds that batches of so many rows (by powers of two) have taken lately.
         self._took: dict[int, float] = {}
         self._closed = False
 
-    def share(self, lock: RLock, filled: dict[TaskPool, None], changed: threading.Condition | None = None) -> None:
+    def share(
+        self,
+        lock: RLock,
+        filled: dict[TaskPool, None],
+        changed: threading.Condition | None = None,
+        order: FairOrder | None = None,
+    ) -> None:
         """Set the state that the pool shares with the other pools of its runtime.
 
         Args:
             lock: held while a queue is read or changed.
             filled: the pools that have tasks, so that the others need not be searched.
             changed: over ``lock``; notified when a task arrives.
+            order: the turns of the callers.
         """
         if self._queue:
             filled[self] = None
         self.lock = lock
         self.changed = changed or threading.Condition(lock)
         self._filled = filled
+        self._order = order or FairOrder()
 
     def check_room(self, rows: int, nbytes: int) -> None:
         """Raise ``Overloaded`` if there is no room now for a request of so many rows and bytes."""
@@ -188,23 +216,30 @@ class TaskPool:
         if self._closed:
             raise PeerLost(f"{self.name} is closed")
         # An empty queue takes any request, else one beyond the bound would never be served.
-        if self._queue and (self._rows + rows > self.max_queue_rows or self._bytes + nbytes > self.max_queue_bytes):
+        waiting = self._queue
+        if waiting and (waiting.rows + rows > self.max_queue_rows or waiting.nbytes + nbytes > self.max_queue_bytes):
             self._declined += 1
             raise Overloaded(
-                f"{self.name}: {self._rows} rows and {self._bytes} bytes wait; {rows} rows more exceed "
+                f"{self.name}: {waiting.rows} rows and {waiting.nbytes} bytes wait; {rows} rows more exceed "
                 f"{self.max_queue_rows} rows or {self.max_queue_bytes} bytes"
             )
 
-    def submit(self, task: Task) -> None:
-        """Queues ``task``, split if it is larger than a batch.
+    def submit(self, task: Task) -> Future[Sequence[Tensor | None]]:
+        """Queue ``task``, split if it is larger than a batch.
+
+        Returns:
+            A future of the outputs; it fails as the batch does. Cancelling it takes the task back unless its batch has
+            begun, and a task that ``unwanted`` takes back cancels it. ``task.finish`` is called too.
 
         Raises:
             Overloaded: there is no room.
             PeerLost: the pool is closed.
         """
+        future = _future_of(task)
         with self.lock:
             self._put(task)
             self.changed.notify_all()
+        return future
 
     def submit_all(self, tasks: Iterable[Task]) -> None:
         """Queues tasks that may share a batch; fails those without room."""
@@ -226,35 +261,36 @@ class TaskPool:
     def _put(self, task: Task) -> None:
         if self._queue or self._closed:
             self._check_room(task.rows, task.nbytes)
+        if not self._filled:
+            self._order.forget()
         self._tasks += 1
-        self._rows += task.rows
-        self._bytes += task.nbytes
         self._filled[self] = None
-        if task.rows <= self.max_batch_size:
-            self._queue.append(task)
-        else:
-            self._queue.extend(_split(task, self.max_batch_size))
+        for part in [task] if task.rows <= self.max_batch_size else _split(task, self.max_batch_size):
+            self._queue.add(part, self._order)
 
     # --- called by the runtime, which holds ``changed`` meanwhile
 
     def due_at(self) -> float:
         """Return the ``time.monotonic`` moment at which an idle device should run a batch of this pool."""
-        if not self._queue:
-            return float("inf")
-        if self._rows >= self.min_batch_size:
-            return 0.0
-        return float("inf") if self.timeout is None else self._queue[0].arrived + self.timeout
+        return self._queue.due_at(self.min_batch_size, self.timeout)
 
-    def oldest(self) -> float:
-        """Arrival time of the oldest waiting task, infinity if none waits."""
-        return self._queue[0].arrived if self._queue else float("inf")
+    def urgency(self) -> Urgency:
+        """Return how urgent the next batch is: less is more urgent."""
+        return self._next()[1]
 
     def expected_seconds(self) -> float:
         """Seconds that the next batch will take, estimated from batches of its size or, without any, of larger ones."""
-        size = min(self._rows, self.max_batch_size).bit_length()
+        size = min(self._next()[2], self.max_batch_size).bit_length()
         return self._took.get(size) or min(
             (seconds for larger, seconds in self._took.items() if larger > size), default=float("inf")
         )
+
+    def _next(self) -> tuple[object, Urgency, int]:
+        late = float("inf")
+        if self.min_batch_size > 1:
+            late = float("-inf") if self.timeout is None else time.monotonic() - self.timeout
+        found = self._queue.first(self.min_batch_size, late)
+        return self._queue.first() if found[0] is None else found
 
     def note_seconds(self, rows: int, seconds: float) -> None:
         """Record the seconds that a batch took: raises the estimate at once, lowers it by averaging."""
@@ -262,25 +298,37 @@ class TaskPool:
         self._took[size] = max(seconds, (seconds + self._took.get(size, 0.0)) / 2)
 
     def take_batch(self) -> list[Task]:
-        """Return the oldest tasks, up to ``max_batch_size`` rows; drops those that are unwanted or past their
-        deadline.
+        """Return the most urgent task and those that may share its batch, in order, up to ``max_batch_size`` rows;
+        drops those that are unwanted or past their deadline.
+
+        A batch that is padded to its longest is at most half padding.
         """
         batch: list[Task] = []
         late: list[Task] = []
-        rows = 0
+        rows = longest = volume = 0
+
+        def choose(task: Task) -> Choice:
+            nonlocal rows, longest, volume
+            if rows + task.rows > self.max_batch_size:
+                return Choice.STOP
+            longer, larger = max(longest, task.length), volume + task.rows * task.length
+            if (rows + task.rows) * longer > 2 * larger:
+                return Choice.LEAVE
+            if task.unwanted():
+                self._dropped += 1
+            elif task.deadline.expired():
+                self._dropped += 1
+                late.append(task)
+            else:
+                batch.append(task)
+                rows, longest, volume = rows + task.rows, longer, larger
+            return Choice.TAKE
+
         with self.lock:
-            while self._queue and rows + self._queue[0].rows <= self.max_batch_size:
-                task = self._queue.popleft()
-                self._rows -= task.rows
-                self._bytes -= task.nbytes
-                if task.unwanted():
-                    self._dropped += 1
-                elif task.deadline.expired():
-                    self._dropped += 1
-                    late.append(task)
-                else:
-                    batch.append(task)
-                    rows += task.rows
+            if self._queue:
+                key, urgency, _ = self._next()
+                self._queue.take(key, choose)
+                self._order.serve(urgency[1])
             if not self._queue:
                 self._filled.pop(self, None)
         for task in late:
@@ -296,10 +344,8 @@ class TaskPool:
         """Refuses further tasks and fails those that wait."""
         with self.lock:
             self._closed = True
-            left = list(self._queue)
-            self._queue.clear()
+            left = self._queue.clear()
             self._filled.pop(self, None)
-            self._rows = self._bytes = 0
         for task in left:
             task.finish(PeerLost(f"{self.name} is closed"))
 
@@ -360,8 +406,8 @@ class TaskPool:
                 self._dropped,
                 self._declined,
                 len(self._queue),
-                self._rows,
-                self._bytes,
+                self._queue.rows,
+                self._queue.nbytes,
             )
 
 
@@ -376,6 +422,28 @@ def _finish(task: Task, outcome: Sequence[Tensor | None] | BaseException) -> Non
         task.finish(error)
 
 
+def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
+    """Return a future that ``task`` sets when it is finished, and that takes it back when it is cancelled."""
+    future: Future[Sequence[Tensor | None]] = Future()
+    finish, unwanted = task.finish, task.unwanted
+
+    def settle(outcome: Sequence[Tensor | None] | BaseException) -> None:
+        try:
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        except InvalidStateError:
+            report("experts.cancelled_late")
+        finish(outcome)
+
+    def is_unwanted() -> bool:
+        return future.cancelled() or (unwanted() and future.cancel())
+
+    task.finish, task.unwanted = settle, is_unwanted
+    return future
+
+
 def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> list[list[Tensor | None]]:
     """Return the outputs of each task of a batch."""
     sizes = [task.rows for task in batch]
@@ -383,10 +451,10 @@ def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> li
     return [[column[index] for column in columns] for index in range(len(batch))]
 
 
-def join_tasks(batch: Sequence[Task]) -> list[Tensor | None]:
-    """Return the inputs of a batch, each as one tensor."""
+def join_tasks(batch: Sequence[Task], inputs: Sequence[Sequence[Tensor | None]] | None = None) -> list[Tensor | None]:
+    """Return the inputs of a batch, each as one tensor; ``inputs`` instead of the tasks' own if given."""
     joined: list[Tensor | None] = []
-    for column in zip(*(task.inputs for task in batch), strict=True):
+    for column in zip(*(inputs or [task.inputs for task in batch]), strict=True):
         present = [tensor for tensor in column if tensor is not None]
         if not present:
             joined.append(None)
@@ -438,6 +506,11 @@ def _split(task: Task, size: int) -> list[Task]:
             unwanted,
             task.arrived,
             copied=task.copied,
+            evaluating=task.evaluating,
+            sizes=task.sizes,
+            length=task.length,
+            caller=task.caller,
+            priority=task.priority,
         )
         for index, start in enumerate(starts)
     ]

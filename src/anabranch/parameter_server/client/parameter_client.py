@@ -223,6 +223,11 @@ class ParameterClient:
         return len(self._endpoints)
 
     @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that has used the client: every request raises ``ForkedClient``."""
+        return self._client.forked
+
+    @property
     def compression(self) -> Compression | None:
         """The rounding of rows and their gradients on the way."""
         return self._compression

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Callable
 from typing import Literal
 
@@ -30,6 +32,8 @@ class RemoteEmbedding(nn.Module):
     tensor([[0.0000, 0.0000],
             [0.5000, 0.5000]])
     >>> users.close()
+
+    It can be copied and pickled: it holds the table's name, and reaches the servers where it is used.
 
     In the ``TrainStep`` of an executor the pushes of a step are ordered by its consistency. Only rows that were
     looked up move, as under ``torch.optim.SparseAdam``.
@@ -117,23 +121,38 @@ class RemoteEmbedding(nn.Module):
         return look_up_bags(self._reach, table, ids, offsets, per_sample_weights, mode=self.mode)
 
     def _reach(self) -> RowSource:
-        return self._link.source or self._alone()
+        link = self._link
+        if link.client is not None and link.client.forked and not link.client.in_process:
+            # A forked child of the process that connected.
+            link.client = link.source = None
+        return link.source or self._alone()
 
     def _alone(self) -> RowSource:
         if self._rule is None:
             raise ValueError(
                 f"RemoteEmbedding {self.name} has no optimizer; give it one with optimizer=, or run it in a TrainStep"
             )
-        client = self._link.own_client = ParameterClient()
-        client.init_table(self.spec, self._rule)
+        client = self._link.client or self._connect(self._rule)
         source = self._link.source = _Alone(self.name, client, self)
         return source
 
+    def _connect(self, rule: RowOptimizer) -> ParameterClient:
+        client = ParameterClient()
+        if client.in_process and self._link.lost:
+            client.close()
+            raise ValueError(
+                f"the rows of RemoteEmbedding {self.name} were in the memory of another process, which pickled it; "
+                "modules that go to other processes need a job with servers"
+            )
+        client.init_table(self.spec, rule)
+        self._link.client, self._link.owned = client, True
+        return client
+
     def close(self) -> None:
         """Close the client that the module made for itself, if any."""
-        client, self._link.own_client = self._link.own_client, None
-        self._link.source = None
-        if client is not None:
+        link = self._link
+        client, link.client, link.source = link.client, None, None
+        if client is not None and link.owned:
             client.close()
 
     def extra_repr(self) -> str:
@@ -142,11 +161,48 @@ class RemoteEmbedding(nn.Module):
 
 
 class _Link:
-    """The source that the module reads from; apart from the module, because connecting does not change the model."""
+    """The source that the module reads from; apart from the module, because connecting does not change the model.
 
-    def __init__(self) -> None:
+    Attributes:
+        source: where rows are read; an executor's, or of ``client``.
+        client: made by the module for itself, or by the one that it was copied from.
+        owned: the module made it, and so closes it.
+        lost: the rows were in the memory of another process.
+    """
+
+    def __init__(self, *, lost: bool = False) -> None:
         self.source: RowSource | None = None
-        self.own_client: ParameterClient | None = None
+        self.client: ParameterClient | None = None
+        self.owned = False
+        self.lost = lost
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Link:
+        """Return a link to the same table."""
+        copied = _Link(lost=self.lost)
+        copied.client = self.client
+        if self.client is None:
+            copied.source = self.source
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[[str | None], _Link], tuple[str | None]]:
+        if self.client is None or not self.client.in_process:
+            return _link_again, ("" if self.lost else None,)
+        token = uuid.uuid4().hex
+        _clients[token] = self.client
+        return _link_again, (token,)
+
+
+_clients: weakref.WeakValueDictionary[str, ParameterClient] = weakref.WeakValueDictionary()
+"""The clients whose table is in this process's memory, of modules that were pickled."""
+
+
+def _link_again(token: str | None) -> _Link:
+    """Return the link of an unpickled module: where its table was in this process's memory, to the same table."""
+    link = _Link()
+    if token is not None:
+        link.client = _clients.get(token)
+        link.lost = link.client is None
+    return link
 
 
 class _Alone:

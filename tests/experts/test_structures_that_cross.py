@@ -1,0 +1,291 @@
+"""Leading dimensions and containers: experts and mixtures take and return what the module here does."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from expert_modules import Feedforward, adam, served
+from torch import Tensor, nn
+
+from anabranch.errors import ProtocolError, SchemaError
+from anabranch.experts import (
+    Directory,
+    ExpertBackend,
+    RemoteExpert,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+    Schema,
+)
+from anabranch.tensors import TensorSpec
+from anabranch.transport import pack
+
+F64 = torch.float64
+SPEC = TensorSpec(4, dtype=F64)
+
+
+def double(module: nn.Module) -> nn.Module:
+    return module.double()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (0, 3), (2, 0, 5), (1, 1)])
+@pytest.mark.parametrize("keep", [0, 100])
+def test_leading_dimensions_are_those_of_the_module_here(shape: tuple[int, ...], keep: int) -> None:
+    here = double(Feedforward())
+    there = copy.deepcopy(here)
+    mine = adam(here)
+    with served(ExpertBackend("ffn.0", there, adam(there), args_schema=[SPEC], keep_activations=keep)) as server:
+        expert = RemoteExpert("ffn.0", server.endpoint)
+        for _ in range(2):
+            x = torch.randn(*shape, 4, dtype=F64)
+            near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
+            expected, answer = here(near), expert(far)
+            assert answer.shape == expected.shape
+            assert torch.allclose(answer, expected, rtol=1e-12)
+            weights = torch.randn_like(expected)
+            (expected * weights).sum().backward()
+            (answer * weights).sum().backward()
+            assert torch.allclose(far.grad, near.grad, rtol=1e-12)
+            if x.numel():
+                mine.step()
+            mine.zero_grad()
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-11)
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, *, mask: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        return x * mask[..., None] * by, mask
+
+
+def test_all_inputs_have_the_same_leading_dimensions() -> None:
+    schema = {"mask": TensorSpec(dtype=torch.bool), "by": TensorSpec(1)}
+    with served(ExpertBackend("m.0", Masked(), args_schema=[TensorSpec(4)], kwargs_schema=schema)) as server:
+        expert = RemoteExpert("m.0", server.endpoint)
+        x, mask, by = torch.randn(2, 3, 4), torch.rand(2, 3) > 0.5, torch.randn(2, 3, 1)
+        y, same = expert(x, mask=mask, by=by)
+        assert torch.equal(y, x * mask[..., None] * by)
+        assert torch.equal(same, mask)
+        with pytest.raises(SchemaError, match=r"args\.0 has \(2, 3\), kwargs\.by has \(2,\)"):
+            expert(x, mask=mask, by=by[:, 0])
+        with pytest.raises(SchemaError, match=r"rows \(dim 0\): args\.0 has 2, kwargs\.by has 3"):
+            expert(x[:, 0], mask=mask[:, 0], by=torch.ones(3, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (6,)])
+def test_a_mixture_chooses_experts_for_each_position_of_a_sequence(shape: tuple[int, ...]) -> None:
+    directory = Directory()
+    modules = [double(Feedforward()) for _ in range(3)]
+    backends = [ExpertBackend(f"f.{i}", copy.deepcopy(m), args_schema=[SPEC]) for i, m in enumerate(modules)]
+    with served(*backends, directory=directory):
+        mixture = RemoteMixtureOfExperts(4, [3], directory, "f", k_best=2).double()
+        x = torch.randn(*shape, 4, dtype=F64)
+        near, far = x.clone().requires_grad_(), x.clone().requires_grad_()
+        answer = mixture(far)
+        best, chosen = mixture.gate(near).topk(2, dim=-1)
+        every = torch.stack([module(near) for module in modules], dim=-2)
+        picked = every.gather(-2, chosen[..., None].expand(*chosen.shape, 4))
+        expected = (best.softmax(dim=-1)[..., None] * picked).sum(-2)
+        assert torch.allclose(answer, expected, rtol=1e-12)
+        answer.square().sum().backward()
+        of_gate = mixture.gate.weight.grad.clone()
+        mixture.zero_grad()
+        expected.square().sum().backward()
+        assert torch.allclose(far.grad, near.grad, rtol=1e-11)
+        assert torch.allclose(of_gate, mixture.gate.weight.grad, rtol=1e-11)
+        switch = RemoteSwitchMixtureOfExperts(4, [3], directory, "f").double().eval()
+        output, loss = switch(x)
+        probability, index = switch.gate(x).softmax(dim=-1).max(dim=-1)
+        known = probability[..., None] * every.gather(-2, index[..., None, None].expand(*index.shape, 1, 4))[..., 0, :]
+        assert torch.allclose(output, known, rtol=1e-12)
+        assert loss.shape == ()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: object
+
+
+@dataclass
+class Output(OrderedDict[str, object]):
+    """As Hugging Face's ModelOutput: a dataclass whose fields that are not ``None`` are items, too."""
+
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    more: object = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "logits", "more"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class Custom(Mapping[str, object]):
+    def __init__(self, items: Mapping[str, object]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> object:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Wraps(nn.Module):
+    """Returns what ``made`` makes of two tensors."""
+
+    def __init__(self, made: type) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.made = made
+
+    def forward(self, given: object) -> object:
+        a = given[0] if isinstance(given, tuple) else given["z"]  # type: ignore[index]
+        b = given[1] if isinstance(given, tuple) else given["a"]  # type: ignore[index]
+        return make(self.made, self.linear(a), b * 2.0)
+
+
+def make(made: type, first: object, second: object) -> object:
+    if made.__name__ == "Pair":
+        return Pair(first, [second, None])  # type: ignore[arg-type]
+    if made.__name__ == "Output":
+        return Output(hidden=first, more=(second, {"z": first, "a": second}))  # type: ignore[arg-type]
+    if made.__name__ == "defaultdict":
+        return defaultdict(None, z=first, a=second)
+    return made({"z": first, "a": second}) if made.__name__ != "tuple" else (first, second)
+
+
+def leaves(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in leaves(part)]
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, (tuple, list)) else []
+
+
+KINDS = [dict, OrderedDict, defaultdict, UserDict, Output, Custom, Pair, tuple]
+
+
+@pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
+@pytest.mark.parametrize("given", [dict, OrderedDict, UserDict, tuple, Pair], ids=lambda made: made.__name__)
+def test_containers_come_back_as_they_are_and_are_taken(made: type, given: type) -> None:
+    here = Wraps(made)
+    there = copy.deepcopy(here)
+    spec = TensorSpec(4)
+    declared = (spec, spec) if given in (tuple, Pair) else {"z": spec, "a": spec}
+    backend = ExpertBackend("w.0", there, adam(there), args_schema=[declared])
+    with served(backend) as server:
+        a, b = (torch.randn(2, 3, 4) for _ in range(2))
+        near, far = ([tensor.clone().requires_grad_() for tensor in (a, b)] for _ in range(2))
+        expected = here(Pair(*near) if given is Pair else make(given, *near))
+        answer = RemoteExpert("w.0", server.endpoint)(Pair(*far) if given is Pair else make(given, *far))
+        assert type(answer) is type(expected)
+        if isinstance(expected, Mapping):
+            assert list(answer) == list(expected)  # type: ignore[call-overload]
+        if isinstance(answer, Output):
+            assert answer.logits is None
+            assert answer.hidden is answer["hidden"]
+        if isinstance(answer, Pair):
+            assert isinstance(answer.rest, list)
+            assert answer.rest[1] is None
+        for known, came in zip(leaves(expected), leaves(answer), strict=True):
+            assert torch.allclose(known, came)
+        sum((leaf.square().sum() for leaf in leaves(answer)), torch.zeros(())).backward()
+        sum((leaf.square().sum() for leaf in leaves(expected)), torch.zeros(())).backward()
+        for one, other in zip(near, far, strict=True):
+            assert torch.allclose(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_mixture_returns_the_containers_of_its_experts_and_takes_any_mapping() -> None:
+    directory = Directory()
+    backends = [
+        ExpertBackend(f"w.{i}", Both(), args_schema=[TensorSpec(4)], kwargs_schema={"more": {"y": TensorSpec(4)}})
+        for i in range(2)
+    ]
+    with served(*backends, directory=directory):
+        mixture = RemoteMixtureOfExperts(4, [2], directory, "w", k_best=2)
+        x = torch.randn(2, 3, 4)
+        answer = mixture(x, more=UserDict(y=x))
+        assert type(answer) is Output
+        assert torch.allclose(answer.hidden, 2 * x)
+        assert isinstance(answer.more, Pair)
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor, more: Mapping[str, Tensor]) -> Output:
+        return Output(hidden=x + more["y"], more=Pair(x, None))
+
+
+def test_a_class_that_is_not_imported_here_becomes_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema((), {}, Output(hidden=SPEC, more=Pair(SPEC, OrderedDict(b=SPEC, a=SPEC))))  # type: ignore[arg-type]
+    packed = schema.packed
+    same = Schema.unpack(packed)
+    assert type(same.outputs) is Output
+    assert same.hash == schema.hash
+    monkeypatch.delitem(sys.modules, __name__)
+    plain = Schema.unpack(packed).outputs
+    assert type(plain) is dict
+    assert plain["more"]._fields == ("first", "rest")
+    assert type(plain["more"].rest) is OrderedDict
+    assert list(plain["more"].rest) == ["b", "a"]
+    assert __name__ not in sys.modules  # nothing is imported because a peer names it
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["named", "os", "system", ["a b"], [["none"]]],
+        ["named", "os", "system", ["_x", "class"], [["none"], ["none"]]],
+        ["mapping", "os", "system", ["a", "a"], [["none"], ["none"]]],
+        ["mapping", "os", "system", ["a"], [["none"], ["none"]]],
+        ["mapping", "os", "system", ["a"]],
+        ["named", "collections", "OrderedDict", ["1"], [["none"]]],
+    ],
+)
+def test_a_peer_cannot_name_what_is_no_container(node: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        Schema.unpack(pack([["tuple"], ["dict", {}], node]))
+    # A function, or a class of another kind, is not made.
+    assert type(Schema.unpack(pack([["tuple"], ["dict", {}], ["mapping", "os", "system", [], []]])).outputs) is dict
+
+
+class Odd(Mapping[str, object]):
+    """Cannot be made of its items."""
+
+    def __init__(self, first: object, second: object) -> None:
+        self._items = {"a": first, "b": second}
+
+    def __getitem__(self, key: str) -> object:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return 2
+
+
+class ReturnsOdd(nn.Module):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> object:
+        return {"odd": Odd(x, x), "keys": {1: x}, "set": {"a", "b"}}[self.value]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("odd", "Odd cannot be made again"), ("keys", "text keys"), ("set", "returned set")]
+)
+def test_what_cannot_come_back_is_refused_where_it_is_served(value: str, says: str) -> None:
+    with pytest.raises(SchemaError, match=says):
+        ExpertBackend("odd.0", ReturnsOdd(value), args_schema=[TensorSpec(4)])
