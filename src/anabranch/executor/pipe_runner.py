@@ -135,14 +135,10 @@ class _ScheduleEngine:
             optimizer.step()
 
     def _run(self, batch: Structure) -> Shared:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ValueError(
-                f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
-                + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-            )
-        x, target = batch
+        args, inputs, target = _apart(batch)
         shared = self._pipe.step_together(
-            x,
+            args,
+            inputs,
             target,
             loss=cast(Loss, self._step.loss),
             reduction=self._step.reduction,
@@ -151,6 +147,21 @@ class _ScheduleEngine:
         )
         self.asked_to_stop = self.asked_to_stop or any(shared.words)
         return shared
+
+
+def _apart(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
+    """Return a batch's positional inputs, keyword inputs and target."""
+    if isinstance(batch, Mapping):
+        inputs = {str(name): value for name, value in batch.items()}
+        target = inputs.pop("target", None)
+        return (), inputs, target
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ValueError(
+            f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            + '; several inputs come before the target, keyword inputs in a dict, the target under "target"'
+        )
+    return tuple(batch[:-1]), {}, batch[-1]
 
 
 def _check_fetch(fetch: Fetch) -> None:

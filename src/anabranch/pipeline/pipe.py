@@ -7,7 +7,6 @@ input; stages, schedules and messages are in the files beside it.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,14 +24,22 @@ from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
+from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, scatter
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.stage.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
+from anabranch.pipeline.stage.partition import (
+    Layer,
+    Route,
+    flatten_layers,
+    keywords_of,
+    route_skips,
+    shared_skips,
+    split_layers,
+)
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
@@ -46,6 +53,8 @@ Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
+
+_NOT_GIVEN: Structure = object()
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
@@ -204,25 +213,68 @@ class Pipe(nn.Module):
         """The layers of this process: all of them, or those of this rank's stages under their own names."""
         return self.__dict__["_module"]  # type: ignore[no-any-return]
 
+    def __len__(self) -> int:
+        """The number of layers of this process: all of them, or those of this rank's stages."""
+        return sum(self.balance) if self.process_group is None else len(self._layers_here())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer of this process; the layers inside nested ``nn.Sequential`` count, as in ``balance``.
+
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), [1, 2])
+        >>> pipe[-1], len(pipe), pipe.balance
+        (Linear(in_features=4, out_features=2, bias=True), 3, [1, 2])
+
+        Raises:
+            IndexError: there are fewer layers here.
+        """
+        return self._layers_here()[index].module
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers of this process, in the order they run."""
+        return (layer.module for layer in self._layers_here())
+
+    def _layers_here(self) -> list[Layer]:
+        return [layer for j in self._here for layer in self._stages[j].layers]
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each stage, on all ranks."""
+        return [len(stage.layers) for stage in self._stages]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage of this process."""
+        return [self._stages[j].device for j in self._here]
+
     @property
     def output_rank(self) -> int:
         """The rank, in the process group, of the last stage; 0 in one process."""
         return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
 
-    def forward(self, x: Structure, **inputs: Structure) -> Structure:
-        """Return the module's output for ``x``, differentiable; its backward runs the schedule's backward half.
+    def forward(self, *args: Structure, **inputs: Structure) -> Structure:
+        """Return the module's output, differentiable; its backward runs the schedule's backward half.
+
+        >>> class Scale(nn.Module):
+        ...     def forward(self, x, factor=None):
+        ...         return x * factor
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 3, 4), Scale()), [1, 1], chunks=2)
+        >>> pipe(torch.ones(6, 2), torch.ones(6, 3), factor=2.0).shape
+        torch.Size([6, 4])
 
         Args:
-            x: tensors in any nesting that agree in rows (dim 0).
-            inputs: keyword inputs, each for all layers whose ``forward`` has a parameter of that name; cut into
-                microbatches like ``x``.
+            args: positional inputs of the first layer: tensors in any nesting, cut into microbatches along their rows
+                (dim 0), on which they agree. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk``
+                wraps go to every microbatch. Read on the first stage's rank.
+            inputs: keyword inputs, each for all layers whose ``forward`` has a parameter of that name; cut like
+                ``args``. Across ranks every rank passes those that its layers take, the first one all of them.
 
         Raises:
-            ValueError: tensors that disagree in rows, or a keyword that no layer takes.
+            TypeError: a keyword that no layer takes.
+            ValueError: tensors that disagree in rows, or none to cut.
             BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
         with self._engine.turn("forward", self.calls) as turn:
-            call = self._call(turn, x, inputs, head=None)
+            call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
                 return open_portal(call, turn)
             output, _ = call.forward(turn)
@@ -232,40 +284,55 @@ class Pipe(nn.Module):
 
     def step(
         self,
-        x: Structure,
-        target: Structure = None,
-        *,
+        *args: Structure,
+        target: Structure = _NOT_GIVEN,
         loss: Loss,
         reduction: Reduction = "mean",
         **inputs: Structure,
     ) -> StepResult:
         """One scheduled forward and backward; gradients accumulate as by ``loss(...).backward()``.
 
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 3, 1), nn.Tanh()), [1, 1], chunks=2)
+        >>> x, y, target = torch.ones(6, 2), torch.ones(6, 3), torch.ones(6, 1)
+        >>> pipe.step(x, y, target, loss=nn.functional.mse_loss).output.shape
+        torch.Size([6, 1])
+
         Args:
-            x: as for calling the pipe.
-            target: the loss's argument beside the output, cut into microbatches along its rows.
+            args: positional inputs, as for calling the pipe, and the target last, unless ``target=`` names it.
+            target: the loss's argument beside the output, cut into microbatches as inputs are; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
 
         Raises:
-            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of ``x``.
+            TypeError: as for calling the pipe, or positional arguments that leave open which is the target.
+            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
         with self._engine.turn("step", self.calls) as turn:
-            call, outputs, grads = self._step(turn, x, inputs, (loss, target, reduction, True))
+            args, target = _apart(args, target, inputs)
+            call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
         return StepResult(call.loss(), outputs)
 
     def step_together(
-        self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
+        self,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        target: Structure,
+        *,
+        loss: Loss,
+        reduction: Reduction,
+        rows: int,
+        word: object,
     ) -> Shared:
         """``step`` for callers that act together: every rank learns the loss, and the words of the other callers.
 
         Args:
-            x: as for ``step``.
+            args: positional inputs, as for ``step``.
+            inputs: keyword inputs, as for ``step``.
             target: as for ``step``.
             loss: as for ``step``.
             reduction: as for ``step``.
@@ -277,7 +344,7 @@ class Pipe(nn.Module):
             BaseException: as for ``step``.
         """
         with self._engine.turn("step", self.calls) as turn:
-            call, _, grads = self._step(turn, x, {}, (loss, target, reduction, False), rows)
+            call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:
@@ -289,11 +356,16 @@ class Pipe(nn.Module):
         return Shared(mine, rows, [said[1] for _, said in heard])
 
     def _step(
-        self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
+        self,
+        turn: Turn,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        head: _HeadParts,
+        rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
-        call = self._call(turn, x, inputs, head=head, expected_rows=rows)
+        call = self._call(turn, args, inputs, head=head, expected_rows=rows)
         if call.records:
             return call, *call.step(turn)
         return call, call.outputs(turn), []
@@ -310,14 +382,14 @@ class Pipe(nn.Module):
     def _call(
         self,
         turn: Turn,
-        x: Structure,
+        args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         head: _HeadParts | None,
         expected_rows: int | None = None,
     ) -> PipeCall:
         _check_choices(self.chunks, self.checkpoint)
         modes = ThreadModes.take()
-        facts = turn.agree(lambda: self._facts(x, inputs, modes))
+        facts = turn.agree(lambda: self._facts(args, inputs, modes))
         self.calls = facts.step + 1
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
@@ -325,7 +397,8 @@ class Pipe(nn.Module):
                 f"the first stage's batch has {rows} rows, this rank's {expected_rows}; the ranks of a pipeline take "
                 "the same batch"
             )
-        self._check_inputs(facts, inputs, rows)
+        args = args if 0 in self._here else ()
+        self._check_inputs(facts, args, inputs, rows)
         recompute = _recomputed(self.checkpoint, len(self._stages), m)
         plan = Plan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
         if plan.records != facts.records:
@@ -334,9 +407,9 @@ class Pipe(nn.Module):
         runs = {}
         for stage in (self._stages[j] for j in self._here):
             at_end = _make_head(head, facts.sizes, rows, stage) if head and stage.index == last else None
-            runs[stage.index] = StageRun(_with_keywords(stage, inputs), plan, at_end)
+            runs[stage.index] = StageRun(_with_keywords(stage, inputs, len(args)), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
-        given = Inputs(x if 0 in self._here else None, inputs, facts.sizes)
+        given = Inputs(args, inputs, facts.sizes)
         return PipeCall(
             self._engine,
             runs,
@@ -348,25 +421,27 @@ class Pipe(nn.Module):
             anchor=self._anchor,
         )
 
-    def _facts(self, x: Structure, inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
-        sizes = microbatch_sizes(count_batch_rows(x, "the batch"), operator.index(self.chunks))
+    def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
+        sizes = microbatch_sizes(_batch_rows(args, inputs), operator.index(self.chunks))
         return Facts(self.calls, self.seed % 2**64, sizes, modes.grad and not modes.inference, sorted(inputs))
 
-    def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
-        taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
+    def _check_inputs(
+        self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
+    ) -> None:
+        names = {*facts.keywords, *inputs}
+        layers = [layer for stage in self._stages for layer in stage.layers]
+        taken = {layer.name: keywords_of(layer, names, 1 if i else len(args)) for i, layer in enumerate(layers)}
         for name in inputs:
             if not any(name in names for names in taken.values()):
-                raise ValueError(
-                    f"no layer's forward has a parameter named {name!r}; layers take keyword inputs by name"
+                raise TypeError(
+                    f"no layer's forward has a parameter named {name!r} to pass it by name; the first layer, "
+                    f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             _check_rows(inputs[name], rows, f"the keyword input {name!r}")
         for layer in (layer for j in self._here for layer in self._stages[j].layers):
             for name in taken[layer.name]:
                 if name not in inputs:
                     raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
-
-    def _layers(self) -> list[Layer]:
-        return [layer for stage in self._stages for layer in stage.layers]
 
     def _lowered(self, m: int, recompute: frozenset[tuple[int, int]]) -> Lowered:
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
@@ -684,8 +759,9 @@ def _recomputed(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, 
     return frozenset((j, i) for j in range(n) for i in range(last))
 
 
-def _with_keywords(stage: Stage, inputs: Iterable[str]) -> Stage:
-    keywords = {layer.name: _keywords_of(layer.module, inputs) for layer in stage.layers} if inputs else {}
+def _with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
+    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
+    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
     names = dict.fromkeys(name for taken in keywords.values() for name in taken)
     if not names:
         return stage
@@ -693,12 +769,31 @@ def _with_keywords(stage: Stage, inputs: Iterable[str]) -> Stage:
     return dataclasses.replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
 
 
-def _keywords_of(module: nn.Module, inputs: Iterable[str]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(module.forward).parameters)[1:]
-    return tuple(name for name in inputs if name in parameters)
+def _batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) -> int:
+    """Return the rows of the batch; keyword inputs are held against those of the positional ones later."""
+    if has_rows(args) or not any(map(has_rows, inputs.values())):
+        return count_batch_rows(args[0] if len(args) == 1 else args or dict(inputs), "the batch")
+    return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
+
+
+def _apart(
+    args: tuple[Structure, ...], target: Structure, inputs: Mapping[str, Structure]
+) -> tuple[tuple[Structure, ...], Structure]:
+    """Return the positional inputs of a step and its target."""
+    if target is not _NOT_GIVEN:
+        return args, target
+    if len(args) > 1:
+        return args[:-1], args[-1]
+    if not args and inputs:
+        return (), None
+    raise TypeError(
+        "step(x, target, loss=...) takes the inputs and the target last; for a loss without one say target=None"
+    )
 
 
 def _check_rows(value: Structure, rows: int, what: str) -> None:
+    if not has_rows(value):
+        return
     found = count_batch_rows(value, what)
     if found != rows:
         raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
@@ -706,8 +801,10 @@ def _check_rows(value: Structure, rows: int, what: str) -> None:
 
 def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage) -> Head:
     loss, target, reduction, keeps_output = parts
-    if target is not None:
-        _check_rows(target, rows, "the target")
-    on_device = map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, target)
+    _check_rows(target, rows, "the target")
+    on_device = [
+        map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
+        for part in scatter(target, sizes)
+    ]
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, scatter(on_device, sizes), weights, keeps_output)
+    return Head(loss, on_device, weights, keeps_output)

@@ -22,7 +22,7 @@ from torch import Tensor
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.microbatch import gather
+from anabranch.pipeline.microbatch import gather, open_whole
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
@@ -32,15 +32,19 @@ __all__ = ["Inputs", "Outcome", "PipeCall", "Turn", "TurnEngine", "deliver", "op
 
 
 class Inputs:
-    """The caller's inputs: the batch for the first stage and keyword inputs, cut into microbatches."""
+    """The caller's inputs: the positional ones for the first layer and keyword inputs, cut into microbatches."""
 
-    def __init__(self, value: Structure, keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
+    def __init__(self, value: tuple[Structure, ...], keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self._given: dict[str | None, Structure] = {None: value}
-        self._given.update(keywords)
-        self._packets = {name: _cut_up(structure, sizes) for name, structure in self._given.items()}
-        leaves = (leaf for structure in self._given.values() for leaf in flatten(structure)[0])
-        self.leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        opened = {None: open_whole(value), **{name: open_whole(structure) for name, structure in keywords.items()}}
+        self._given: dict[str | None, list[tuple[object, bool]]] = {
+            name: list(zip(flatten(structure)[0], whole, strict=True)) for name, (structure, whole) in opened.items()
+        }
+        self._packets = {name: _cut_up(structure, whole, sizes) for name, (structure, whole) in opened.items()}
+        self.leaves = [
+            leaf for given in self._given.values() for leaf, _ in given
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]  # fmt: skip
 
     def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
         """For each microbatch the packets of ``routes``."""
@@ -51,22 +55,20 @@ class Inputs:
         route.
         """
         found = []
-        for name, structure in self._given.items():
-            for index, leaf in enumerate(flatten(structure)[0]):
+        for name, given in self._given.items():
+            for index, (leaf, whole) in enumerate(given):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     by_stage = [
                         [by_route[i][name][index] for i in range(len(self.sizes))]
                         for _, by_route in sorted(answers.items())
                         if name in by_route[0]
                     ]
-                    found.append(_sum([self._join(leaf, pieces) for pieces in by_stage]))
+                    found.append(_sum([_sum(pieces) if whole else self._join(leaf, pieces) for pieces in by_stage]))
         return found
 
     def _join(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
         if all(piece is None for piece in pieces):
             return None
-        if leaf.ndim == 0:
-            return _sum(pieces)
         whole = [
             leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
             for size, piece in zip(self.sizes, pieces, strict=True)
@@ -74,14 +76,14 @@ class Inputs:
         return torch.cat(whole)
 
 
-def _cut_up(structure: Structure, sizes: Sequence[int]) -> list[Packet]:
+def _cut_up(structure: Structure, whole: Sequence[bool], sizes: Sequence[int]) -> list[Packet]:
     leaves, treedef = flatten(structure)
     needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     rows = [
         torch.split(leaf.detach(), list(sizes))
-        if isinstance(leaf, Tensor) and leaf.ndim
+        if isinstance(leaf, Tensor) and not is_whole
         else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
-        for leaf in leaves
+        for leaf, is_whole in zip(leaves, whole, strict=True)
     ]
     return [Packet(treedef, [row[i] for row in rows], needs_grad) for i in range(len(sizes))]
 

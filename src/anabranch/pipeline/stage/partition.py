@@ -6,6 +6,7 @@ Layers keep their qualified names, so a state dict does not depend on the split.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
-__all__ = ["Layer", "Route", "Routes", "flatten_layers", "route_skips", "shared_skips", "split_layers"]
+__all__ = ["Layer", "Route", "Routes", "flatten_layers", "keywords_of", "route_skips", "shared_skips", "split_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,21 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     return [
         [layer for unit in units[end - size : end] for layer in unit] for end, size in zip(ends, balance, strict=True)
     ]
+
+
+def keywords_of(layer: Layer, given: Iterable[str], positional: int) -> tuple[str, ...]:
+    """Return those of the ``given`` keyword inputs that the layer's ``forward`` has a parameter for.
+
+    Its first ``positional`` parameters are taken: by the caller's positional inputs, or by the layer before.
+    """
+    try:
+        parameters = inspect.signature(layer.module.forward).parameters.values()
+    except (TypeError, ValueError):  # written in C, or scripted
+        return ()
+    in_order = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    free = {p.name for p in in_order[positional:] if p.kind is p.POSITIONAL_OR_KEYWORD}
+    free.update(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return tuple(name for name in given if name in free)
 
 
 Route = SkipName | str | None

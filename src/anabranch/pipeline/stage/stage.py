@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
+from anabranch.pipeline.stage.recomputing import recomputing
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure
@@ -189,7 +191,7 @@ class StageRun:
             )
         # Copied once more: another backward, with retain_graph, starts from them again.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
-        with self._buffers.replaced(here.buffers), self._recomputing():
+        with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
             self._run(i, inputs, here)
 
     @contextmanager
@@ -212,10 +214,11 @@ class StageRun:
             stack.enter_context(using_store(store))
             watch = Watch()
             value, keywords = self._enter_all(inputs, here, store, watch)
+            positional = cast("tuple[Structure, ...]", value) if self.stage.index == 0 else (value,)
             for layer in self.stage.layers:
-                value = layer.module(
-                    value, **{name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
-                )
+                named = {name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
+                value = layer.module(*positional, **named)
+                positional = (value,)
             watch.check(self.stage.index)
             if self.head is not None:
                 loss = self._loss(value, i)
