@@ -22,7 +22,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
-from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.links.packet_codec import Facts, InputKind
+from anabranch.pipeline.parts.kinds import learn, prepare
+from anabranch.pipeline.parts.split import Part, Source, SplitModel, join_parts
 from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, scatter
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
@@ -71,13 +73,14 @@ class StepResult:
 
     loss: Tensor | None
     _outputs: list[Structure]
+    _finish: Callable[[Structure], Structure]
 
     @property
     def output(self) -> Structure:
         if not self._outputs:
             return None
         self._outputs = [gather(self._outputs)]
-        return self._outputs[0]
+        return self._finish(self._outputs[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,8 @@ class Pipe(nn.Module):
         super().__init__()
         _check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
-        verify_skippables(module)
+        split_model = module if isinstance(module, SplitModel) else None
+        verify_skippables(nn.ModuleList(split_model.parts()) if split_model is not None else module)
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
@@ -179,6 +183,7 @@ class Pipe(nn.Module):
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = _place(split, rank_of, devices, self._here)
+        self.__dict__["_source"] = None if split_model is None else split_model.source
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -276,11 +281,27 @@ class Pipe(nn.Module):
         with self._engine.turn("forward", self.calls) as turn:
             call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
-                return open_portal(call, turn)
-            output, _ = call.forward(turn)
-            if self._everywhere:
-                return turn.spread(output, self.output_rank)
-            return output if call.has_output else torch.empty(0)
+                output = open_portal(call, turn)
+            else:
+                output, _ = call.forward(turn)
+                if self._everywhere:
+                    return self._finish(turn.spread(output, self.output_rank))
+            return self._finish(output) if call.has_output else output if call.differentiable else torch.empty(0)
+
+    def _finish(self, output: Structure) -> Structure:
+        """Return the model's output, from what the last stage returned."""
+        return output if self._source is None else self._source.output(output)
+
+    @property
+    def _source(self) -> Source | None:
+        return self.__dict__["_source"]  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the mode of the layers, and of a model that was split into them, whose code asks for it."""
+        if self._source is not None:
+            self._source.model.train(mode)
+        super().train(mode)
+        return self
 
     def step(
         self,
@@ -315,7 +336,7 @@ class Pipe(nn.Module):
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), outputs)
+        return StepResult(call.loss(), outputs, self._finish)
 
     def step_together(
         self,
@@ -391,6 +412,8 @@ class Pipe(nn.Module):
         modes = ThreadModes.take()
         facts = turn.agree(lambda: self._facts(args, inputs, modes))
         self.calls = facts.step + 1
+        if self._source is not None and 0 not in self._here:
+            learn(self._source, facts.kinds)
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
@@ -406,7 +429,7 @@ class Pipe(nn.Module):
         last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
-            at_end = _make_head(head, facts.sizes, rows, stage) if head and stage.index == last else None
+            at_end = _make_head(head, facts.sizes, rows, stage, self._finish) if head and stage.index == last else None
             runs[stage.index] = StageRun(_with_keywords(stage, inputs, len(args)), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
         given = Inputs(args, inputs, facts.sizes)
@@ -423,7 +446,13 @@ class Pipe(nn.Module):
 
     def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
         sizes = microbatch_sizes(_batch_rows(args, inputs), operator.index(self.chunks))
-        return Facts(self.calls, self.seed % 2**64, sizes, modes.grad and not modes.inference, sorted(inputs))
+        records = modes.grad and not modes.inference
+        kinds: list[InputKind] = []
+        if self._source is not None:
+            taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
+            named = {name: inputs[name] for name in taken}
+            kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
+        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds)
 
     def _check_inputs(
         self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
@@ -672,10 +701,13 @@ def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
 
-def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential:
+def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
+    layers = [layer for layers in stages for layer in layers]
+    if isinstance(module, SplitModel):
+        return join_parts([cast(Part, layer.module) for layer in layers])
     root = nn.Sequential().train(module.training)
-    for layer in (layer for layers in stages for layer in layers):
+    for layer in layers:
         *path, name = layer.name.split(".")
         parent: nn.Module = root
         for step in path:
@@ -799,7 +831,9 @@ def _check_rows(value: Structure, rows: int, what: str) -> None:
         raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
 
 
-def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage) -> Head:
+def _make_head(
+    parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
+) -> Head:
     loss, target, reduction, keeps_output = parts
     _check_rows(target, rows, "the target")
     on_device = [
@@ -807,4 +841,4 @@ def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage)
         for part in scatter(target, sizes)
     ]
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, on_device, weights, keeps_output)
+    return Head(loss, on_device, weights, keeps_output, finish)

@@ -83,12 +83,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets."""
+    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
+
+    ``finish`` makes the model's output of what the last layer returned.
+    """
 
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
     weights: Sequence[float]
     keeps_outputs: bool
+    finish: Callable[[Structure], Structure] = lambda output: output
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +270,7 @@ class StageRun:
 
     def _loss(self, output: Structure, i: int) -> Tensor:
         assert self.head is not None
-        loss = self.head.loss(output, self.head.targets[i])
+        loss = self.head.loss(self.head.finish(output), self.head.targets[i])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")
