@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import random
 import sys
 import threading
@@ -44,7 +45,7 @@ from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
 from anabranch.pipeline.parts.trees import build, take_apart
 from anabranch.pipeline.stage.skips import SkipStore, using_store
 
-__all__ = ["Traced", "Users", "trace", "users_by_fx"]
+__all__ = ["Traced", "Users", "WrongCut", "trace", "users_by_fx"]
 
 
 @dataclass(slots=True)
@@ -152,10 +153,7 @@ class _Recorder(TorchFunctionMode):
         try:
             return copied(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"{_line_of(error)} depends on the values of a tensor, which are not known before the parts run; put it "
-                "into a module of its own, or move the cut so that it lies inside one"
-            ) from error
+            raise CaptureError(f"{_line_of(error)} {_READS_VALUES}") from error
         except UnsupportedFakeTensorException as error:
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
 
@@ -212,6 +210,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth:
             return func(*args, **kwargs)
+        if func in _READS:
+            raise CaptureError(f"{_place()} {_READS_VALUES}")
         return self._record(func, lambda: func(*args, **kwargs), (args, kwargs))
 
     def _record(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
@@ -321,6 +321,10 @@ class _Recorder(TorchFunctionMode):
                 )
 
 
+class WrongCut(ValueError):
+    """A name at which no part can begin."""
+
+
 class _Cuts:
     """The part that runs, while modules are entered."""
 
@@ -332,16 +336,16 @@ class _Cuts:
         if path not in self._at:
             return
         if path in self._at[: self.part]:
-            raise ValueError(f"{path!r} is called twice, so no stage can begin there; name a module that is called once")
+            raise WrongCut(f"{path!r} is called twice, so no stage can begin there; name a module that is called once")
         if path != self._at[self.part]:
-            raise ValueError(
+            raise WrongCut(
                 f"at={self._at!r} are not in the order they run: {path!r} runs before {self._at[self.part]!r}"
             )
         self.part += 1
 
     def close(self) -> None:
         if self.part != len(self._at):
-            raise ValueError(f"{self._at[self.part]!r} is not called by the model's forward, so no stage begins there")
+            raise WrongCut(f"{self._at[self.part]!r} is not called by the model's forward, so no stage begins there")
 
 
 def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
@@ -352,8 +356,9 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
     """
     tracer = _Symbolic(at)
     try:
-        graph = tracer.trace(model)
-    except ValueError:
+        parameters = inspect.signature(model.forward).parameters.values()
+        graph = tracer.trace(model, {p.name: p.default for p in parameters if p.default is not p.empty})
+    except WrongCut:
         raise
     except Exception as error:
         raise CaptureError(
@@ -409,6 +414,14 @@ _CONSTANTS = (
     types.ModuleType,
 )
 """Types of arguments beside tensors and plain values that mean the same in every call."""
+
+_READS: frozenset[Callable[..., object]] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
+"""Functions that hand a tensor's values to code that is not PyTorch's."""
+
+_READS_VALUES = (
+    "depends on the values of a tensor, which are not known before the parts run; put it into a module of its own, or "
+    "move the cut so that it lies inside one"
+)
 
 _EFFECTS: frozenset[Callable[..., object]] = frozenset({Tensor.register_hook, torch._assert})
 """Functions that return no tensor and are called for what they do."""

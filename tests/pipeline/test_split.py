@@ -1,0 +1,373 @@
+"""Models cut at named submodules: the unsplit model's answers, or a refusal that names the line."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline_models import assert_same_gradients, close, reference
+from split_models import Images, Language
+from torch import Tensor, nn
+
+from anabranch import Executor, TrainStep, pop, skippable, stash
+from anabranch.errors import CaptureError
+from anabranch.pipeline import NoChunk, Pipe, split
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 2], [0, 3, 0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]])
+
+
+def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert close(one, other) if one.is_floating_point() else torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("at", [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]], ids=str)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_split_model_is_the_model(schedule: str, checkpoint: str, at: list[str]):
+    model = Language().double()
+    plain = reference(model)
+    parts = split(model, at)
+    assert list(parts.state_dict()) == list(plain.state_dict())
+    assert [parameter for part in parts for parameter in part.parameters()]
+    extra = [torch.rand(5, 1, 1, dtype=torch.float64), torch.rand(5, 3, 4, dtype=torch.float64)]
+    with Pipe(parts, [1, 1, 1], ["cpu"] * 3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        for chunks in (1, 3):
+            pipe.chunks = chunks
+            ours, theirs = ([tensor.clone().requires_grad_() for tensor in extra] for _ in range(2))
+            y = pipe(IDS, mask=MASK, extra=ours, scale=0.5)
+            y["logits"].square().sum().backward()
+            expected = plain(IDS, mask=MASK, extra=theirs, scale=0.5)
+            expected["logits"].square().sum().backward()
+            assert close(y["logits"], expected["logits"])
+            assert y["loss"] is None
+            assert_same_gradients(pipe, plain)
+            assert all(close(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+            result = pipe.step(IDS, labels=IDS, target=None, loss=lambda output, _: output["loss"].mean())
+            loss = plain(IDS, labels=IDS)["loss"]
+            loss.mean().backward()
+            assert close(result.loss, loss.mean())
+            assert close(result.output["loss"], loss)
+            assert_same_gradients(pipe, plain)
+            with torch.no_grad():
+                assert close(pipe(IDS[:1], scale=2.0)["logits"], plain(IDS[:1], scale=2.0)["logits"])
+    assert close(parts(IDS, MASK)["logits"], plain(IDS, MASK)["logits"]), "and without a pipe"
+
+
+def test_a_pipe_of_parts_trains_under_the_models_own_optimizer_and_names():
+    model = Language().double()
+    plain = reference(model)
+    optimizer, expected = torch.optim.Adam(model.parameters(), 0.1), torch.optim.Adam(plain.parameters(), 0.1)
+    with Pipe(split(model, ["h.1"]), [1, 1], chunks=2) as pipe:
+        for _ in range(2):
+            pipe.step(IDS, target=None, loss=lambda output, _: output["logits"].square().mean())
+            plain(IDS)["logits"].square().mean().backward()
+            for one in (optimizer, expected):
+                one.step()
+                one.zero_grad()
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        pipe.load_state_dict(plain.state_dict())
+    for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert close(one, other), name
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_batch_norm_and_changes_in_place_at_the_cut(checkpoint: str, deferred: bool):
+    model = Images().double()
+    plain = reference(model)
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    parts = split(model, ["body", "tail"])
+    chunks = 1 if deferred else 2
+    with Pipe(parts, [1, 1, 1], chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred) as pipe:
+        pipe(x.clone()).square().sum().backward()
+        sum(plain(part).square().sum() for part in x.chunk(chunks)).backward()
+        assert_same_gradients(pipe, plain)
+        if not deferred:
+            assert_same_buffers(pipe, plain)
+        else:
+            assert close(pipe.module.bn.running_mean, plain.bn.running_mean)
+        pipe.eval()
+        assert model.training is False
+        assert close(pipe(x), plain.eval()(x)) or deferred
+        pipe.train()
+        assert model.training
+
+
+def test_a_cut_inside_a_nested_sequential():
+    model = Images().double().eval()
+    plain = reference(model)
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    with Pipe(split(model, ["body.1", "tail.1"]), [1, 1, 1], chunks=3) as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_dropout_between_modules_follows_the_mode():
+    model = Language(dropout=0.5).double()
+    with Pipe(split(model, ["h.2"]), [1, 1], chunks=2, checkpoint="always") as pipe:
+        first, second = (pipe(IDS)["logits"] for _ in range(2))
+        assert not torch.equal(first, second)
+        first.sum().backward()
+        pipe.eval()
+        assert close(pipe(IDS)["logits"], copy.deepcopy(model)(IDS)["logits"])
+        pipe.train()
+        assert not torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"])
+        model.dropout = 0.0
+        assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
+
+
+def test_recomputation_draws_the_same_numbers_between_modules():
+    gradients = []
+    for checkpoint in ("always", "never"):
+        torch.manual_seed(0)
+        model = Language(dropout=0.5).double()
+        with Pipe(split(model, ["h.2"]), [1, 1], chunks=2, checkpoint=checkpoint, seed=1) as pipe:
+            pipe(IDS)["logits"].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_that_fx_cannot_trace_is_cut_by_an_example():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            if x.shape[0] > 100 or x.ndim == 3:
+                x = x.flatten(0, 1)
+            x = self.a(x)
+            return self.b(x if y is None else x + y)
+
+    model = Looks()
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ \(forward\).*example="):
+        split(model, ["b"])
+    x = torch.randn(4, 4)
+    for example in (x, (x,), {"x": x, "y": x}):
+        parts = split(model, ["b"], example=example)
+        with Pipe(parts, [1, 1], chunks=2) as pipe:
+            torch.testing.assert_close(pipe(x, x), model(x, x))
+            torch.testing.assert_close(pipe(y=NoChunk(x[:1]), x=x), model(x, x[:1]))
+        assert list(parts.state_dict()) == list(model.state_dict())
+
+
+def test_skips_and_keywords_beside_the_parts():
+    @skippable(stash=["long"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor):
+            yield stash("long", x.sin())
+            return x
+
+    @skippable(pop=["long"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor, factor: Tensor):
+            return x + (yield pop("long")) * factor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pop, self.stash, self.middle = Pop(), Stash(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+            return self.pop(self.middle(self.stash(x)), factor)
+
+    model = Model().double()
+    x, factor = torch.randn(2, 5, 3, dtype=torch.float64)
+    plain = reference(model)
+    with Pipe(split(model, ["middle", "pop"]), [1, 1, 1], chunks=2, checkpoint="always") as pipe:
+        pipe(x, factor=factor).sum().backward()
+    plain(x, factor).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_an_executor_trains_parts_from_batches_by_name():
+    model = Language().double()
+    plain = reference(model)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    with Pipe(split(model, ["h.1", "h.2"]), [1, 1, 1], chunks=2, schedule="1F1B") as pipe:
+        step = TrainStep(pipe, lambda y, _: y["loss"].mean(), torch.optim.SGD(pipe.parameters(), 0.1))
+        with Executor({"train": step}) as executor:
+            for _ in range(2):
+                got = executor.run("train", {"ids": IDS, "labels": IDS})["loss"]
+                optimizer.zero_grad()
+                loss = plain(IDS, labels=IDS)["loss"].mean()
+                loss.backward()
+                optimizer.step()
+                assert close(got, loss)
+
+
+# Refusals.
+
+
+class Frame(nn.Module):
+    """Two layers, and code between them that each test gives."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.kept = None
+        self.seen: list[Tensor] = []
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self, self.a(x)))
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def by_values(model, x):
+    return x if x.sum() > 0 else -x
+
+
+def by_rows(model, x):
+    return x[x > 0].expand(4, 4)
+
+
+def keeps(model, x):
+    model.kept = x
+    return x
+
+
+def appends(model, x):
+    model.seen.append(x)
+    return x
+
+
+def rebinds(model, x):
+    model.count = model.count + 1
+    return x
+
+
+def nothing(model, x):
+    return x
+
+
+def draws(model, x):
+    return x * random.random()
+
+
+def by_function(model, x):
+    return Twice.apply(x)
+
+
+def again(model, x):
+    return model.b(x)
+
+
+def shares(model, x):
+    return model.a(model.c(x))
+
+
+def of_numpy(model, x):
+    return torch.from_numpy(x.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (by_values, r"test_split.py:\d+ \(by_values\) depends on the values of a tensor"),
+        (by_rows, r"test_split.py:\d+ \(by_rows\) depends on the values of a tensor"),
+        (keeps, "sets its attribute 'kept'"),
+        (appends, "sets its attribute 'seen'"),
+        (rebinds, "sets its attribute 'count'"),
+        (draws, "draws random numbers from Python's"),
+        (by_function, r"test_split.py:\d+ .*torch.autograd.Function"),
+        (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_code_that_cannot_be_split_is_named(between, message: str):
+    with pytest.raises(CaptureError, match=message):
+        split(Frame(between), ["b"], example=torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "message"),
+    [
+        (Frame(again), ["b"], "'b' is called twice"),
+        (Frame(nothing), ["c"], "'c' is not called"),
+        (Language(), ["h"], "'h' is a ModuleList, which is never called"),
+        (Language(), ["h.9"], "no submodule 'h.9'"),
+        (Language(), ["h.2", "h.1"], "not in the order they run: 'h.1' runs before 'h.2'"),
+        (Language(), ["h.1", "h.1"], "names each submodule that begins a stage once"),
+        (Language(), [], "names each submodule that begins a stage once"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], message: str):
+    example = torch.zeros(4, 4) if isinstance(model, Frame) else None
+    with pytest.raises(ValueError, match=message):
+        split(model, at, example=example)
+
+
+def test_a_module_called_in_two_parts_is_refused():
+    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
+        split(Frame(shares), ["c"], example=torch.randn(4, 4))
+    with pytest.raises(TypeError, match="at='h.1' is no list"):
+        split(Language(), "h.1")
+
+
+def test_a_module_around_a_cut_has_no_hooks():
+    model = Language()
+    model.h[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"'h.1' has hooks"):
+        split(model, ["h.1.mlp"], example=IDS)
+    split(model, ["h.1"], example=IDS)
+
+
+def test_a_call_that_goes_another_way_than_the_example_is_refused():
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, late: bool = False) -> Tensor:
+            return self.a(self.b(x)) if late else self.b(self.a(x))
+
+    parts = split(Either(), ["b"], example=torch.zeros(1, 2))
+    with pytest.raises(CaptureError, match="'a' is called by part 1, but it lies in part 0"):
+        parts(torch.zeros(1, 2), late=True)
+
+
+def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            half = x[:, 1:3]
+            half = self.b(half)
+            half += 1.0
+            return x
+
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ \(forward\) changes in place one of 2 views"):
+        split(Views(), ["b"], example=torch.zeros(2, 4))(torch.zeros(2, 4))
+
+
+def test_a_copy_of_the_parts_is_a_model_of_its_own():
+    parts = split(Language().double(), ["h.1"])
+    other = copy.deepcopy(parts)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other(IDS)["logits"].any()
+    assert parts(IDS)["logits"].any()
+    assert Pipe(parts, "size", ["cpu", "cpu"], sample=IDS).balance == [1, 1]
