@@ -25,9 +25,9 @@ from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.parts.kinds import learn, prepare
 from anabranch.pipeline.parts.split import Part, Source, SplitModel, join_parts
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, scatter
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
+from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
@@ -45,7 +45,7 @@ from anabranch.pipeline.stage.partition import (
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
-from anabranch.tensors import Structure, map_structure
+from anabranch.tensors import Structure, flatten, map_structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
@@ -57,6 +57,9 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
 
 _NOT_GIVEN: Structure = object()
+
+_FIRST_INPUT = -2
+"""The number of the first keyword input whose gradient ranks share; the next ones are below. Parameters count from 0."""
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
@@ -197,7 +200,7 @@ class Pipe(nn.Module):
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
-        self._ties: list[tuple[nn.Parameter, list[int]]] = []
+        self._ties: list[Tie] = []
         self._engine: TurnEngine
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
@@ -441,8 +444,32 @@ class Pipe(nn.Module):
             given,
             plan.records,
             ties=self._ties,
+            shared=self._shared_inputs(facts, given),
             anchor=self._anchor,
         )
+
+    def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
+        """Return the keyword inputs here whose gradient comes from several ranks, numbered alike on all of them."""
+        found: list[SharedInput] = []
+        number = _FIRST_INPUT
+        for name in sorted(facts.keywords):
+            needs_grad = facts.trained.get(name, [])
+            ranks = {self._schedules.rank_of[0], *map(self._schedules.rank_of.__getitem__, self._stages_taking(name))}
+            places = given.places_of(name) if facts.records and len(ranks) > 1 and self._rank in ranks else []
+            if any(place is not None for place in places) or any(needs_grad and places):
+                if [place is not None for place in places] != needs_grad:
+                    raise ValueError(
+                        f"the keyword input {name!r} requires gradients elsewhere than on the first stage's rank; pass "
+                        "the same on every rank whose layers take it"
+                    )
+                found += [(number - i, place, sorted(ranks)) for i, place in enumerate(places) if place is not None]
+            number -= len(needs_grad)
+        return found
+
+    def _stages_taking(self, name: str) -> list[int]:
+        counts = [0, *[1] * sum(self.balance)]
+        layers = [(stage.index, layer) for stage in self._stages for layer in stage.layers]
+        return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
 
     def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
         sizes = microbatch_sizes(_batch_rows(args, inputs), operator.index(self.chunks))
@@ -452,7 +479,12 @@ class Pipe(nn.Module):
             taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
             named = {name: inputs[name] for name in taken}
             kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
-        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds)
+        needs_grad = {
+            name: [isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]]
+            for name, value in inputs.items()
+        }
+        trained = {name: needs for name, needs in needs_grad.items() if any(needs)}
+        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds, trained)
 
     def _check_inputs(
         self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
@@ -467,6 +499,8 @@ class Pipe(nn.Module):
                     f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             _check_rows(inputs[name], rows, f"the keyword input {name!r}")
+            if name not in facts.keywords:
+                raise ValueError(f"the keyword input {name!r} is missing on the first stage's rank: pass it there too")
         for layer in (layer for j in self._here for layer in self._stages[j].layers):
             for name in taken[layer.name]:
                 if name not in inputs:
@@ -485,7 +519,7 @@ class Pipe(nn.Module):
             The norm before, a tensor of no dimensions, the same on every rank.
         """
         with self._engine.turn("clip_grad_norm", self.calls) as turn:
-            elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
+            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
             here = [p for p in self.parameters() if p.grad is not None]
             values = {p: _values_of_gradient(p) for p in here}
             counted = [values[p] for p in here if id(p) not in elsewhere]
@@ -510,7 +544,7 @@ class Pipe(nn.Module):
         if self.process_group is None:
             return
         with self._engine.turn("align_ties", self.calls) as turn:
-            for index, (parameter, ranks) in enumerate(self._ties):
+            for index, parameter, ranks in self._ties:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
@@ -720,8 +754,10 @@ def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
 
 def _find_ties(
     split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine
-) -> list[tuple[nn.Parameter, list[int]]]:
-    """Return the parameters that this rank and others use, with those ranks; all get the first one's values."""
+) -> list[Tie]:
+    """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
+    ranks; all get the first one's values.
+    """
     ranks: dict[nn.Parameter, set[int]] = {}
     for j, layers in enumerate(split):
         for layer in layers:
@@ -733,7 +769,11 @@ def _find_ties(
         dist.broadcast(values, group=engine.group, group_src=users[0])
         if engine.rank in users:
             parameter.data.copy_(values)
-    return [(parameter, users) for parameter, users in tied if engine.rank in users and parameter.requires_grad]
+    return [
+        (index, parameter, users)
+        for index, (parameter, users) in enumerate(tied)
+        if engine.rank in users and parameter.requires_grad
+    ]
 
 
 def _place(

@@ -12,9 +12,10 @@ so that hooks, accumulation and graphs before ``x`` see what they would see of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +29,14 @@ from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Inputs", "Outcome", "PipeCall", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["Inputs", "Outcome", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+
+
+Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
+"""A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
+
+SharedInput: TypeAlias = tuple[int, int, Sequence[int]]
+"""An input whose gradient does: its number, its place among the inputs that require grad, and those ranks."""
 
 
 class Inputs:
@@ -45,6 +53,15 @@ class Inputs:
             leaf for given in self._given.values() for leaf, _ in given
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]  # fmt: skip
+
+    def places_of(self, name: str) -> list[int | None]:
+        """Return for each leaf of a keyword input its place in ``leaves``; ``None`` if it requires no gradient."""
+        counter = itertools.count()
+        places = {
+            key: [next(counter) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf, _ in given]
+            for key, given in self._given.items()
+        }
+        return places.get(name, [])
 
     def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
         """For each microbatch the packets of ``routes``."""
@@ -163,7 +180,8 @@ class PipeCall:
         step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: true if a backward may follow.
-        ties: parameters that other ranks train too, and the ranks that do.
+        ties: parameters that other ranks train too.
+        shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
     """
 
@@ -176,7 +194,8 @@ class PipeCall:
         inputs: Inputs,
         records: bool,
         *,
-        ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
+        ties: Sequence[Tie] = (),
+        shared: Sequence[SharedInput] = (),
         anchor: Tensor | None = None,
     ) -> None:
         self._engine = engine
@@ -186,6 +205,7 @@ class PipeCall:
         self.inputs = inputs
         self.records = records
         self._ties = ties
+        self._shared = shared
         self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
         self._parameters = list({id(parameter): parameter for parameter in trained}.values())
@@ -280,12 +300,15 @@ class PipeCall:
             for parameter, grad in run.take_gradients():
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: _sum(parts) for key, parts in gathered.items()}
-        for index, (parameter, ranks) in enumerate(self._ties):
-            grads[id(parameter)] = _sum(turn.share(index, grads.get(id(parameter)), ranks))
+        of_inputs = self.inputs.gradients(answers)
+        for number, place, ranks in self._shared:
+            of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
+        for number, parameter, ranks in self._ties:
+            grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter lies on one of its stages' devices.
         found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
-        return [*self.inputs.gradients(answers), *on_device, *(None for _ in self._anchor)]
+        return [*of_inputs, *on_device, *(None for _ in self._anchor)]
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})

@@ -46,7 +46,8 @@ InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool
 class Facts(msgspec.Struct, array_like=True, frozen=True):
     """Facts of a call that all ranks must know before they start, sent by the first stage's rank.
 
-    ``kinds`` are of the microbatches of a model that was split.
+    ``kinds`` are of the microbatches of a model that was split; ``trained`` tells which leaves of which keyword inputs
+    require gradients.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Facts(msgspec.Struct, array_like=True, frozen=True):
     records: bool
     keywords: list[str]
     kinds: list[InputKind] = []
+    trained: dict[str, list[bool]] = {}
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
