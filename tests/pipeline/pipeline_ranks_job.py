@@ -107,7 +107,7 @@ def exact(cases: str = "") -> dict:
         assert pipe.calls == 3 * len(sizes), "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **split_model(), **split_draws(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
+    return {"done": done, **keywords(), **split_model(), **split_draws(), **ties_of_some(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
 
 
 def sparse_gradients() -> dict:
@@ -176,6 +176,24 @@ class ChangeOne(nn.Module):
         y = parts["kept"] ** 2  # saved for backward
         parts["changed"].add_(1.0)
         return y + parts["changed"] + parts["turned"].imag
+
+
+def ties_of_some() -> dict:
+    """One weight is tied over the first and the last rank, another over the last two."""
+    if WORLD < 3:
+        return {}
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 * WORLD))).double()
+    model[2 * WORLD - 1].weight = model[0].weight
+    model[2 * WORLD - 2].weight = model[2 * WORLD - 3].weight
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    with make(model, balance=[2] * WORLD) as pipe:
+        step(pipe, x, target)
+        F.mse_loss(plain(x), target).backward()
+        same_gradients(pipe, plain)
+        pipe.align_ties()
+        same_gradients(pipe, plain)
+    return {}
 
 
 def split_model() -> dict:
