@@ -129,8 +129,10 @@ class _Recorder(TorchFunctionMode):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
+            copied, self._names = _without_memory(self._model, device, fake)
+            for path, module in list(copied.named_modules()):
+                module.__class__ = _listening(type(module), self, path)
             with fake:
-                copied = self._copy(device)
                 leaves = [_empty(leaf, device) if isinstance(leaf, TensorFacts) else leaf for leaf in signature.leaves]
             args, kwargs = cast(
                 "tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves))
@@ -158,30 +160,6 @@ class _Recorder(TorchFunctionMode):
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
 
     # The copy.
-
-    def _copy(self, device: torch.device) -> nn.Module:
-        memo: dict[int, object] = {}
-        for path, module in self._model.named_modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or id(tensor) in memo:
-                    continue
-                empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                memo[id(tensor)] = empty
-                self._names[id(empty)] = Held(path, name)
-        try:
-            copied = copy.deepcopy(self._model, memo)
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise CaptureError(f"{type(self._model).__name__} cannot be copied to be traced: {error}") from error
-        for path, module in self._model.named_modules():
-            twin = copied.get_submodule(path)
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    self._names[id(vars(twin)[name])] = Held(path, name)
-        for path, module in list(copied.named_modules()):
-            module.__class__ = _listening(type(module), self, path)
-        return copied
 
     def called(self, path: str, module: nn.Module, run: Callable[[], object], given: object) -> object:
         """Write down a call of a module, or open it."""
@@ -321,6 +299,32 @@ class _Recorder(TorchFunctionMode):
                 )
 
 
+def _without_memory(
+    model: nn.Module, device: torch.device, fake: FakeTensorMode
+) -> tuple[nn.Module, dict[int, Held]]:
+    """Return a copy of ``model`` whose parameters and buffers have no memory, and the names of all its tensors."""
+    memo: dict[int, object] = {}
+    names: dict[int, Held] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in memo:
+                continue
+            with fake:
+                empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = empty
+            names[id(empty)] = Held(path, name)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied to be traced: {error}") from error
+    for path, module in model.named_modules():
+        twin = vars(copied.get_submodule(path))
+        names.update((id(twin[name]), Held(path, name)) for name, kept in vars(module).items() if isinstance(kept, Tensor))
+    return copied, names
+
+
 class WrongCut(ValueError):
     """A name at which no part can begin."""
 
@@ -355,9 +359,11 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
         CaptureError: it cannot.
     """
     tracer = _Symbolic(at)
+    # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
+    copied, _ = _without_memory(model, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-        graph = tracer.trace(model, {p.name: p.default for p in parameters if p.default is not p.empty})
+        graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
     except WrongCut:
         raise
     except Exception as error:
