@@ -371,3 +371,86 @@ def test_a_copy_of_the_parts_is_a_model_of_its_own():
     assert not other(IDS)["logits"].any()
     assert parts(IDS)["logits"].any()
     assert Pipe(parts, "size", ["cpu", "cpu"], sample=IDS).balance == [1, 1]
+
+
+# Parts whose code is given.
+
+
+class Chooses(nn.Module):
+    """Goes the way that its values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.h = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return end(*self.h, self.b, start(self.a, x), scale=scale)
+
+
+def start(a: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    y = a(x)
+    return {"y": y if x.sum() > 0 else -y, "skip": x}
+
+
+def end(first: nn.Module, second: nn.Module, b: nn.Module, value: dict[str, Tensor], *, scale: Tensor | float) -> Tensor:
+    return b(second(first(value["y"]))) * scale + value["skip"]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_parts_by_modules_and_given_code(checkpoint: str):
+    model = Chooses().double()
+    plain = reference(model)
+    parts = split(model, glue=[(["a"], start), (["h.0", "h.1", "b"], end)])
+    assert list(parts.state_dict()) == list(plain.state_dict())
+    x = torch.randn(4, 4, dtype=torch.float64)
+    ours, theirs = (torch.rand(4, 1, dtype=torch.float64).fill_(2.0).requires_grad_() for _ in range(2))
+    with Pipe(parts, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        y = pipe(x, scale=ours)
+        y.square().sum().backward()
+        expected = torch.cat([plain(rows, factors) for rows, factors in zip(x.chunk(2), theirs.chunk(2), strict=True)])
+        expected.square().sum().backward()
+        assert close(y, expected)
+        assert close(ours.grad, theirs.grad)
+        assert_same_gradients(pipe, plain)
+        assert_same_buffers(pipe, plain)
+        pipe.eval()
+        assert close(parts(x, scale=3.0), plain.eval()(x, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("glue", "error", "message"),
+    [
+        ([(["a"], start), (["h.0", "h.1"], end)], ValueError, r"leaves out \['b.weight', 'b.bias'\]"),
+        ([(["a", "h"], start), (["h.1", "b"], end)], ValueError, "'h.1' in part 1 and 'h' in part 0"),
+        ([(["a", "h.2"], start)], ValueError, "no submodule 'h.2'"),
+        ([("a", start)], TypeError, "a list of pairs"),
+        ([], TypeError, "a list of pairs"),
+    ],
+)
+def test_given_code_that_does_not_fit_is_refused(glue, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        split(Chooses(), glue=glue)
+    with pytest.raises(ValueError, match="leave out at="):
+        split(Chooses(), ["b"], glue=glue)
+
+
+def test_a_module_that_chooses_by_values_is_named():
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.abs() > 0].view(x.shape)
+
+    model = Wraps(nn.Linear(4, 4), Selects(), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"the module 'between' at .*test_split.py:\d+ \(forward\).*glue="):
+        split(model, ["b"], example=torch.randn(4, 4))
+
+
+class Wraps(nn.Module):
+    def __init__(self, a: nn.Module, between: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.between, self.b = a, between, b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x)))

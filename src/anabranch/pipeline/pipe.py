@@ -24,7 +24,8 @@ from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.parts.kinds import learn, prepare
-from anabranch.pipeline.parts.split import Part, Source, SplitModel, join_parts
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
+from anabranch.pipeline.parts.split import Source, SplitModel
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.local_ranks import LocalEngine
 from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
@@ -170,8 +171,7 @@ class Pipe(nn.Module):
         super().__init__()
         _check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
-        split_model = module if isinstance(module, SplitModel) else None
-        verify_skippables(nn.ModuleList(split_model.parts()) if split_model is not None else module)
+        verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
@@ -186,7 +186,8 @@ class Pipe(nn.Module):
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = _place(split, rank_of, devices, self._here)
-        self.__dict__["_source"] = None if split_model is None else split_model.source
+        self.__dict__["_source"] = module.source if isinstance(module, SplitModel) else None
+        self.__dict__["_parted"] = module if isinstance(module, PartedModel) else None
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -281,7 +282,7 @@ class Pipe(nn.Module):
             ValueError: tensors that disagree in rows, or none to cut.
             BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
-        with self._engine.turn("forward", self.calls) as turn:
+        with self._turn("forward") as turn:
             call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
                 output = open_portal(call, turn)
@@ -301,8 +302,8 @@ class Pipe(nn.Module):
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of the layers, and of a model that was split into them, whose code asks for it."""
-        if self._source is not None:
-            self._source.model.train(mode)
+        if self.__dict__["_parted"] is not None:
+            self.__dict__["_parted"].train(mode)
         super().train(mode)
         return self
 
@@ -333,7 +334,7 @@ class Pipe(nn.Module):
             ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
-        with self._engine.turn("step", self.calls) as turn:
+        with self._turn("step") as turn:
             args, target = _apart(args, target, inputs)
             call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
@@ -367,7 +368,7 @@ class Pipe(nn.Module):
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
-        with self._engine.turn("step", self.calls) as turn:
+        with self._turn("step") as turn:
             call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
@@ -378,6 +379,16 @@ class Pipe(nn.Module):
             number, dtype = cast("tuple[float, str]", next(said[0] for _, said in heard if said[0] is not None))
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
         return Shared(mine, rows, [said[1] for _, said in heard])
+
+    @contextmanager
+    def _turn(self, operation: str) -> Iterator[Turn]:
+        """Take a turn that runs the layers forward."""
+        with self._engine.turn(operation, self.calls) as turn:
+            try:
+                yield turn
+            finally:
+                if self._source is not None:
+                    self._source.pinned = {}
 
     def _step(
         self,
@@ -738,8 +749,8 @@ def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
 def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
     layers = [layer for layers in stages for layer in layers]
-    if isinstance(module, SplitModel):
-        return join_parts([cast(Part, layer.module) for layer in layers])
+    if isinstance(module, PartedModel):
+        return join_parts([cast(ModelPart, layer.module) for layer in layers])
     root = nn.Sequential().train(module.training)
     for layer in layers:
         *path, name = layer.name.split(".")

@@ -32,7 +32,8 @@ def prepare(
     kinds: list[InputKind] = []
     for size in dict.fromkeys(sizes):
         inputs = _microbatch(args, kwargs, size, records)
-        program = source.prepare(signature_of(*inputs))
+        signature = signature_of(*inputs)
+        program = source.pinned[signature] = source.prepare(signature)
         if tells:
             kinds.append((program.key, *describe(inputs)))
     return kinds

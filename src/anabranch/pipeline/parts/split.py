@@ -27,14 +27,15 @@ from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
+from anabranch.pipeline.parts.glue import Glue, GluedModel
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, lies_in
 from anabranch.pipeline.parts.program import Held, Program
 from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
 from anabranch.pipeline.parts.trees import take_apart
 from anabranch.pipeline.stage.keywords import taken_by
-from anabranch.pipeline.stage.skips import declaration_of
 
-__all__ = ["Part", "Source", "SplitModel", "join_parts", "split"]
+__all__ = ["Example", "Part", "Source", "SplitModel", "split"]
 
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
@@ -42,7 +43,13 @@ Example = tuple[object, ...] | Mapping[str, object] | Tensor
 _MOST_PROGRAMS = 64
 
 
-def split(model: nn.Module, at: Sequence[str], *, example: Example | None = None) -> nn.Sequential:
+def split(
+    model: nn.Module,
+    at: Sequence[str] = (),
+    *,
+    example: Example | None = None,
+    glue: Sequence[Glue] | None = None,
+) -> nn.Sequential:
     """Return ``model`` as a ``nn.Sequential`` whose layers begin where the named modules are called.
 
     >>> class Model(nn.Module):
@@ -65,6 +72,16 @@ def split(model: nn.Module, at: Sequence[str], *, example: Example | None = None
     >>> y.shape
     torch.Size([4, 8])
 
+    Where the model's own code cannot be cut, give the code of each part, with the modules that it is for:
+
+    >>> def start(embed, first, ids):
+    ...     return torch.tanh(first(embed(ids)))
+    >>> def end(second, third, x, *, scale=1.0):
+    ...     return third(torch.tanh(second(x))) * scale
+    >>> parts = split(model, glue=[(["embed", "h.0"], start), (["h.1", "h.2"], end)])
+    >>> with Pipe(parts, balance=[1, 1], chunks=2) as pipe:
+    ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=2.0)
+
     Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own, and
     they may do what they like. The modules around a cut are opened: the code of their ``forward`` is run once on tensors
     without memory for each kind of inputs, and again when a mode or a plain value of the model changes. All values that
@@ -75,6 +92,9 @@ def split(model: nn.Module, at: Sequence[str], *, example: Example | None = None
         at: qualified names of submodules, in the order they run, each called once: a part begins with the call.
         example: inputs to find out by which part calls each module: a tuple of positional ones, or a mapping of
             keyword ones. Without it ``torch.fx`` traces the model, or a Hugging Face model's ``dummy_inputs`` serve.
+        glue: in place of ``at``, for each part the names of its modules and a function: of these modules and the
+            model's inputs for the first part, of its modules and the value of the part before for the others. Names
+            cover all parameters and buffers; the functions' keyword parameters are inputs by name.
 
     Returns:
         A ``nn.Sequential`` for ``Pipe``; called itself it is the model. Its names are the model's.
@@ -86,55 +106,25 @@ def split(model: nn.Module, at: Sequence[str], *, example: Example | None = None
 
     Source: ``torch.distributed.pipelining`` splits a graph by ``torch.export``, modules included.
     """
+    if glue is not None:
+        if at or example is not None:
+            raise ValueError("glue= has the code of all parts; leave out at= and example=")
+        return GluedModel(model, glue)
     return SplitModel(model, at, example)
 
 
-class SplitModel(nn.Sequential):
-    """A model in parts; see ``split``."""
+class SplitModel(PartedModel):
+    """A model in parts by its own code; see ``split``."""
 
-    def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None = None) -> None:
-        super().__init__()
-        self.__dict__["_source"] = source = Source(model, _checked(model, at), example)
-        for kind in ("_modules", "_parameters", "_buffers", "training"):
-            self.__dict__[kind] = model.__dict__[kind]
-        self.__dict__["_layers"] = [Part(source, index) for index in range(len(source.at) + 1)]
-        self.parts()
+    def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None) -> None:
+        self.__dict__["source"] = source = Source(model, _checked(model, at), example)
+        super().__init__(model, [Part(source, index) for index in range(len(source.at) + 1)])
 
-    @property
-    def source(self) -> Source:
-        """The model, and the programs made for it."""
-        return self.__dict__["_source"]  # type: ignore[no-any-return]
-
-    def parts(self) -> list[Part]:
-        """Return the parts, which hold the modules that the model has now."""
-        layers: list[Part] = self.__dict__["_layers"]
-        for part in layers:
-            part.gather()
-        return layers
+    source: Source
 
     def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
         """Run the parts one after the other."""
-        first, *others = self.parts()
-        value = first(*args, **kwargs)
-        for part in others:
-            value = part(value)
-        return self.source.output(value)
-
-    def train(self, mode: bool = True) -> SplitModel:
-        """Set the mode of the model."""
-        self.source.model.train(mode)
-        self.training = mode
-        return self
-
-    def __len__(self) -> int:
-        return len(self.__dict__["_layers"])
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.__dict__["_layers"])
-
-    def __getitem__(self, index: int) -> nn.Module:  # type: ignore[override]
-        layers: list[nn.Module] = self.__dict__["_layers"]
-        return layers[index]
+        return self.source.output(super().forward(*args, **kwargs))
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
@@ -162,11 +152,11 @@ class Source:
         self.held: list[list[Held]] = [[] for _ in range(len(at) + 1)]
         self._programs: OrderedDict[str, tuple[str, Program]] = OrderedDict()
         self._by_token: dict[str, Program] = {}
-        self._state: str | None = None
+        self.pinned: dict[Signature, Program] = {}
         self._assign(_example_of(model, example))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_programs": OrderedDict(), "_by_token": {}, "_state": None}
+        return {**self.__dict__, "_programs": OrderedDict(), "_by_token": {}, "pinned": {}}
 
     # Which part has what.
 
@@ -186,7 +176,7 @@ class Source:
         self._drop_nested()
         for tensor, parts in held.items():
             for part in parts:
-                if not any(_lies_in(tensor.module, unit) for unit in self.units[part]):
+                if not any(lies_in(tensor.module, unit) for unit in self.units[part]):
                     self.held[part].append(tensor)
         self._assign_the_rest()
 
@@ -195,7 +185,7 @@ class Source:
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         for unit, part in owned.items():
             for other, its_part in owned.items():
-                if unit != other and _lies_in(unit, other) and has_state(self.model.get_submodule(unit)):
+                if unit != other and lies_in(unit, other) and has_state(self.model.get_submodule(unit)):
                     if part != its_part:
                         raise CaptureError(
                             f"{unit!r} is called by part {part}, but {other!r}, which it lies in, by part {its_part}; "
@@ -223,11 +213,11 @@ class Source:
         owned = {unit: p for p, units in enumerate(self.units) for unit in units}
         taken = {tensor for tensors in self.held for tensor in tensors}
         for path, module in self.model.named_modules():
-            above = [owned[unit] for unit in owned if _lies_in(path, unit)]
+            above = [owned[unit] for unit in owned if lies_in(path, unit)]
             part = above[0] if above else part
             if above:
                 continue
-            inside = [unit for unit in owned if _lies_in(unit, path)]
+            inside = [unit for unit in owned if lies_in(unit, path)]
             if not inside and path and has_state(module):
                 owned[path] = part
                 self.units[part].append(path)
@@ -266,7 +256,7 @@ class Source:
             if not has_state(self.model.get_submodule(path)):
                 continue
             for part in parts:
-                if not any(_lies_in(path, unit) for unit in self.units[part]):
+                if not any(lies_in(path, unit) for unit in self.units[part]):
                     owner = next((p for p, units in enumerate(self.units) if path in units), None)
                     raise CaptureError(
                         f"with these inputs {path!r} is called by part {part}, but it lies in part {owner}; split the "
@@ -275,7 +265,7 @@ class Source:
         for tensor, parts in traced.users.held.items():
             for part in parts:
                 units = self.units[part]
-                if tensor not in self.held[part] and not any(_lies_in(tensor.module, unit) for unit in units):
+                if tensor not in self.held[part] and not any(lies_in(tensor.module, unit) for unit in units):
                     raise CaptureError(
                         f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, where it does not lie; "
                         "split the model with example= inputs of this kind"
@@ -297,7 +287,7 @@ class Source:
         return self.program(token).output(tensors)
 
 
-class Part(nn.Module):
+class Part(ModelPart):
     """The modules from one cut to the next, and the code between them."""
 
     def __init__(self, source: Source, index: int) -> None:
@@ -314,28 +304,14 @@ class Part(nn.Module):
 
     def gather(self) -> None:
         """Take up the modules and tensors that the model has now under this part's names."""
-        self._modules.clear()
-        model = self.source.model
-        self.__dict__["_holders"] = holders = {"": self}
-        self.__dict__["_parameters"], self.__dict__["_buffers"] = {}, {}
-        for unit in self.source.units[self.index]:
-            path, _, name = unit.rpartition(".")
-            _container(holders, path)._modules[name] = model.get_submodule(unit)
-        for tensor in self.source.held[self.index]:
-            module = model.get_submodule(tensor.module)
-            container = _container(holders, tensor.module)
-            for kind in ("_parameters", "_buffers"):
-                if not self._shares(tensor.module):
-                    # The module's own: what moves or replaces a tensor there does so here.
-                    container.__dict__[kind] = module.__dict__[kind]
-                elif tensor.name in module.__dict__[kind]:
-                    container.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
-        self.training = model.training
+        source = self.source
+        shared = {tensor.module for tensor in source.held[self.index] if self._shares(tensor.module)}
+        self.take_up(source.model, source.units[self.index], source.held[self.index], shared)
 
     def _shares(self, path: str) -> bool:
         """Return True if other parts too read tensors that the module keeps."""
         return sum(any(tensor.module == path for tensor in tensors) for tensors in self.source.held) > 1 or any(
-            _lies_in(path, unit) for units in self.source.units for unit in units
+            lies_in(path, unit) for units in self.source.units for unit in units
         )
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
@@ -350,12 +326,12 @@ class Part(nn.Module):
             program = source.program(token)
         else:
             signature = signature_of(args, kwargs)
-            program = source.prepare(signature)
+            program = source.pinned.get(signature) or source.prepare(signature)
             values = _tensors_of(args, kwargs)
         return program.token, *program.run(self.index, values, _Modules(source.model), self._held)
 
     def _held(self, tensor: Held) -> object:
-        holder = self.__dict__["_holders"].get(tensor.module)
+        holder = self.holders.get(tensor.module)
         for kind in ("_parameters", "_buffers"):
             if holder is not None and tensor.name in holder.__dict__[kind]:
                 return holder.__dict__[kind][tensor.name]
@@ -378,14 +354,6 @@ class _Modules(Mapping[str, nn.Module]):
         return sum(1 for _ in self)
 
 
-def _container(holders: dict[str, nn.Module], path: str) -> nn.Module:
-    """Return the module under ``path`` in a part's tree; an empty one is put there if there is none."""
-    if path not in holders:
-        above, _, name = path.rpartition(".")
-        holders[path] = _container(holders, above)._modules[name] = nn.Module()
-    return holders[path]
-
-
 def _tensors_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
     found: list[object] = []
     take_apart((args, dict(sorted(kwargs.items()))), found)
@@ -398,31 +366,6 @@ def _plain_modes() -> ThreadModes:
     return replace(modes, inference=False, grad=modes.grad and not modes.inference)
 
 
-def join_parts(parts: Sequence[Part]) -> nn.Module:
-    """Return the modules and tensors of some parts in one tree, under the model's names."""
-    if len(parts) == 1:
-        return parts[0]
-    root = nn.Module().train(parts[0].training)
-    for part in parts:
-        _put_into(root, part)
-    return root
-
-
-def _put_into(into: nn.Module, container: nn.Module) -> None:
-    for name, module in container._modules.items():
-        assert module is not None
-        there = into._modules.get(name)
-        if type(module) is not nn.Module:
-            into._modules[name] = module
-            continue
-        if there is None:
-            into._modules[name] = there = nn.Module()
-        if type(there) is nn.Module:
-            _put_into(there, module)
-    into._parameters.update(container._parameters)
-    into._buffers.update(container._buffers)
-
-
 _Key = TypeVar("_Key")
 
 
@@ -430,16 +373,6 @@ def _merge(into: dict[_Key, list[int]], found: Mapping[_Key, list[int]]) -> None
     for name, parts in found.items():
         known = into.setdefault(name, [])
         known += [part for part in parts if part not in known]
-
-
-def _lies_in(path: str, unit: str) -> bool:
-    return path == unit or path.startswith(f"{unit}.")
-
-
-def has_state(module: nn.Module) -> bool:
-    """Return True if two stages cannot run ``module`` at once."""
-    tensors = any(child._parameters or child._buffers for child in module.modules())
-    return tensors or any(declaration_of(child) is not None for child in module.modules())
 
 
 def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object, ...], dict[str, object]] | None:
@@ -452,8 +385,8 @@ def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object
         return example, {}
     if example is not None:
         raise TypeError(f"example= is a tensor, a tuple of inputs or a mapping by name, got a {type(example).__name__}")
-    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models
-    if isinstance(given, Mapping):
+    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model takes
+    if isinstance(given, Mapping) and len(taken_by(model.forward, given, 0)) == len(given):
         no_cache = {"use_cache": False} if taken_by(model.forward, ["use_cache"], 0) else {}
         return (), {**given, **no_cache}
     return None

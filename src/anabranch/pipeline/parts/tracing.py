@@ -170,7 +170,13 @@ class _Recorder(TorchFunctionMode):
             _refuse_hooks(path or type(self._model).__name__, module)
             return run()
         self._users.use(path, self._part)
-        return self._record(path, run, given)
+        try:
+            return self._record(path, run, given)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"the module {path!r} at {_line_of(error)} depends on the values of a tensor, so the shapes of its "
+                "results are not known before it runs; give split the code of the parts by glue="
+            ) from error
 
     @property
     def _part(self) -> int:

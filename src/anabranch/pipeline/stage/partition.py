@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from anabranch.pipeline.parts.split import Part, SplitModel
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
 from anabranch.pipeline.stage.keywords import taken_by
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
@@ -40,7 +40,7 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
         TypeError: ``module`` is not a ``nn.Sequential``, or overrides its ``forward``.
         ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
     """
-    if isinstance(module, SplitModel):
+    if isinstance(module, PartedModel):
         layers = [Layer(part.name, part) for part in module.parts()]
     elif isinstance(module, nn.Sequential) and _is_plain(module):
         layers = list(_open(module, ""))
@@ -113,11 +113,11 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
         raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")
     children = [name for name, _ in module.named_children()]
     units = [[layer] for layer in layers]
-    if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, SplitModel):
+    if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, PartedModel):
         units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
     if sum(balance) != len(units):
         inside = f"{len(children)} children" + (f" (with {len(layers)} layers inside)" if len(layers) != len(children) else "")
-        has = f"{len(layers)} parts" if isinstance(module, SplitModel) else inside
+        has = f"{len(layers)} parts" if isinstance(module, PartedModel) else inside
         raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has}")
     ends = list(accumulate(balance))
     return [
@@ -130,7 +130,7 @@ def keywords_of(layer: Layer, given: Iterable[str], positional: int) -> tuple[st
 
     Its first ``positional`` parameters are taken: by the caller's positional inputs, or by the layer before.
     """
-    if isinstance(layer.module, Part):
+    if isinstance(layer.module, ModelPart):
         return layer.module.takes(given, positional)
     return taken_by(layer.module.forward, given, positional)
 
