@@ -88,7 +88,10 @@ def test_gpt2_trains_with_dropout_of_its_own_in_every_microbatch():
 def test_a_cache_that_would_cross_a_cut_is_refused():
     model = llama()
     parts = split(model, ["model.layers.1"])
-    with Pipe(parts, [1, 1]) as pipe, pytest.raises(CaptureError, match=r"modeling_llama.*DynamicCache.*use_cache=False"):
+    with (
+        Pipe(parts, [1, 1]) as pipe,
+        pytest.raises(CaptureError, match=r"modeling_llama.*DynamicCache.*use_cache=False"),
+    ):
         pipe(torch.zeros(2, 4, dtype=torch.int64))
 
 

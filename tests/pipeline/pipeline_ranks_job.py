@@ -107,7 +107,16 @@ def exact(cases: str = "") -> dict:
         assert pipe.calls == 3 * len(sizes), "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **split_model(), **split_draws(), **ties_of_some(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
+    return {
+        "done": done,
+        **keywords(),
+        **split_model(),
+        **split_draws(),
+        **ties_of_some(),
+        **changes_in_place(),
+        **memory_serves_again(),
+        **sparse_gradients(),
+    }
 
 
 def sparse_gradients() -> dict:

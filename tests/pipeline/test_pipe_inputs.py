@@ -21,7 +21,9 @@ class Join(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
 
-    def forward(self, x: Tensor, others: Mapping[str, object], *, power: float = 1.0, name: str | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, others: Mapping[str, object], *, power: float = 1.0, name: str | None = None
+    ) -> Tensor:
         assert name in (None, "join")
         first, second = others["pair"]
         return x @ self.weight + first * second**power

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pipeline_models import assert_same_gradients, close, reference
 from split_models import Images, Language
 from torch import Tensor, nn
@@ -395,7 +394,9 @@ def start(a: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"y": y if x.sum() > 0 else -y, "skip": x}
 
 
-def end(first: nn.Module, second: nn.Module, b: nn.Module, value: dict[str, Tensor], *, scale: Tensor | float) -> Tensor:
+def end(
+    first: nn.Module, second: nn.Module, b: nn.Module, value: dict[str, Tensor], *, scale: Tensor | float
+) -> Tensor:
     return b(second(first(value["y"]))) * scale + value["skip"]
 
 

@@ -1,7 +1,7 @@
 """A batch cut into microbatches along its rows, and joined again.
 
-Rows are dim 0 of every tensor. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk`` wraps have none:
-each microbatch gets them whole.
+Rows are dim 0 of every tensor. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk`` wraps have
+none: each microbatch gets them whole.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
 from anabranch.pipeline.links.packet_codec import Facts, InputKind
+from anabranch.pipeline.local_ranks import LocalEngine
+from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.parts.kinds import learn, prepare
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
 from anabranch.pipeline.parts.split import Source, SplitModel
 from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
-from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
@@ -60,7 +60,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 _NOT_GIVEN: Structure = object()
 
 _FIRST_INPUT = -2
-"""The number of the first keyword input whose gradient ranks share; the next ones are below. Parameters count from 0."""
+"""The number of the first keyword input whose gradient ranks share; others are below it. Parameters count from 0."""
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
@@ -223,11 +223,11 @@ class Pipe(nn.Module):
         return self.__dict__["_module"]  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        """The number of layers of this process: all of them, or those of this rank's stages."""
-        return sum(self.balance) if self.process_group is None else len(self._layers_here())
+        """Return the number of layers of this process: of all of them, or of those of this rank's stages."""
+        return len(self._layers_here())
 
     def __getitem__(self, index: int) -> nn.Module:
-        """A layer of this process; the layers inside nested ``nn.Sequential`` count, as in ``balance``.
+        """Return a layer of this process; the layers inside nested ``nn.Sequential`` count, as in ``balance``.
 
         >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), [1, 2])
         >>> pipe[-1], len(pipe), pipe.balance
@@ -239,7 +239,7 @@ class Pipe(nn.Module):
         return self._layers_here()[index].module
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The layers of this process, in the order they run."""
+        """Return the layers of this process, in the order they run."""
         return (layer.module for layer in self._layers_here())
 
     def _layers_here(self) -> list[Layer]:
@@ -491,7 +491,9 @@ class Pipe(nn.Module):
             named = {name: inputs[name] for name in taken}
             kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
         needs_grad = {
-            name: [isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]]
+            name: [
+                isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]
+            ]
             for name, value in inputs.items()
         }
         trained = {name: needs for name, needs in needs_grad.items() if any(needs)}
@@ -763,9 +765,7 @@ def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     return root
 
 
-def _find_ties(
-    split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine
-) -> list[Tie]:
+def _find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine) -> list[Tie]:
     """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
     ranks; all get the first one's values.
     """

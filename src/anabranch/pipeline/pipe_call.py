@@ -44,7 +44,8 @@ class Inputs:
 
     def __init__(self, value: tuple[Structure, ...], keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        opened = {None: open_whole(value), **{name: open_whole(structure) for name, structure in keywords.items()}}
+        opened: dict[str | None, tuple[Structure, list[bool]]] = {None: open_whole(value)}
+        opened.update((name, open_whole(structure)) for name, structure in keywords.items())
         self._given: dict[str | None, list[tuple[object, bool]]] = {
             name: list(zip(flatten(structure)[0], whole, strict=True)) for name, (structure, whole) in opened.items()
         }

@@ -41,14 +41,12 @@ def prepare(
 
 def learn(source: Source, kinds: Sequence[InputKind]) -> None:
     """Make the programs that the first stage's rank has made."""
-    for key, *told in kinds:
-        args, kwargs = cast(_Inputs, described(*told))
+    for key, spec, shapes, needs_grad in kinds:
+        args, kwargs = cast(_Inputs, described(spec, shapes, needs_grad))
         source.prepare(signature_of(args, kwargs), key)
 
 
-def _microbatch(
-    args: tuple[Structure, ...], kwargs: Mapping[str, Structure], size: int, records: bool
-) -> _Inputs:
+def _microbatch(args: tuple[Structure, ...], kwargs: Mapping[str, Structure], size: int, records: bool) -> _Inputs:
     """Return inputs like those of a microbatch of ``size`` rows, without memory."""
     opened, whole = open_whole((args, dict(kwargs)))
     leaves, treedef = flatten(opened)

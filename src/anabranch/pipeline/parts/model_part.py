@@ -82,7 +82,7 @@ class PartedModel(nn.Sequential):
             part.gather()
         return layers
 
-    def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the parts one after the other, keyword inputs going to those that take them."""
         value: tuple[object, ...] = args
         for part in self.parts():

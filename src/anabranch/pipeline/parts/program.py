@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor
 
@@ -130,7 +131,8 @@ class Program:
             return held(leaf) if isinstance(leaf, Held) else leaf
 
         for instruction in self.parts[part]:
-            args, kwargs = build(instruction.tree, iter([look_up(leaf) for leaf in instruction.leaves]))  # type: ignore[misc]
+            given = build(instruction.tree, iter([look_up(leaf) for leaf in instruction.leaves]))
+            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", given)
             target = modules[instruction.target] if isinstance(instruction.target, str) else instruction.target
             with nullcontext() if instruction.modes is None else instruction.modes.entered():
                 _keep(instruction, target(*args, **kwargs), slots)

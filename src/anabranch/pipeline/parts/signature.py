@@ -56,8 +56,8 @@ def _facts(leaf: object) -> object:
     if is_plain(leaf) or isinstance(leaf, torch.dtype):
         return leaf
     raise TypeError(
-        f"a {type(leaf).__name__} cannot be an input of a model that was split; pass tensors, numbers, strings and None, "
-        "nested in dict, list, tuple and dataclass"
+        f"a {type(leaf).__name__} cannot be an input of a model that was split; pass tensors, numbers, strings and "
+        "None, nested in dict, list, tuple and dataclass"
     )
 
 

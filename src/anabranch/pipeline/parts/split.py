@@ -82,10 +82,10 @@ def split(
     >>> with Pipe(parts, balance=[1, 1], chunks=2) as pipe:
     ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=2.0)
 
-    Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own, and
-    they may do what they like. The modules around a cut are opened: the code of their ``forward`` is run once on tensors
-    without memory for each kind of inputs, and again when a mode or a plain value of the model changes. All values that
-    later parts need are handed on, and gradients come back the same way.
+    Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own.
+    The modules around a cut are opened: the code of their ``forward`` is run once on tensors without memory for each
+    kind of inputs, and again when a mode or a plain value of the model changes. All values that later parts need are
+    handed on, and gradients come back the same way.
 
     Args:
         model: any module. It stays usable, and shares its modules, parameters and buffers with the parts.
@@ -122,7 +122,7 @@ class SplitModel(PartedModel):
 
     source: Source
 
-    def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the parts one after the other."""
         return self.source.output(super().forward(*args, **kwargs))
 
@@ -136,7 +136,9 @@ def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
             near = [one for one in named if one.endswith(f".{name}")] or [one for one in named if one][:8]
             raise ValueError(f"{type(model).__name__} has no submodule {name!r} to cut at; it has {near}")
         if type(named[name]).forward is nn.Module.forward:
-            raise ValueError(f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items")
+            raise ValueError(
+                f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items"
+            )
     if len(set(at)) < len(at) or not at:
         raise ValueError(f"at={at!r} names each submodule that begins a stage once, and at least one")
     return list(at)
@@ -169,8 +171,8 @@ class Source:
         for path, parts in parts_of.items():
             if len(parts) > 1 and has_state(self.model.get_submodule(path)):
                 raise CaptureError(
-                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can lie in one; call it in "
-                    "one part, or make two modules that share their parameters"
+                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can lie in one; call it "
+                    "in one part, or make two modules that share their parameters"
                 )
             self.units[parts[0]].append(path)
         self._drop_nested()
@@ -267,8 +269,8 @@ class Source:
                 units = self.units[part]
                 if tensor not in self.held[part] and not any(lies_in(tensor.module, unit) for unit in units):
                     raise CaptureError(
-                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, where it does not lie; "
-                        "split the model with example= inputs of this kind"
+                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, where it does not "
+                        "lie; split the model with example= inputs of this kind"
                     )
 
     def program(self, token: object) -> Program:

@@ -8,8 +8,8 @@ called as it is when the program runs, so its mode, hooks, buffers and random nu
       h.3                      a cut begins here
         h.3.attn, h.3.mlp      not seen
 
-What such a run cannot see is refused, with the line of the model's code: a choice by a tensor's values, a state that the
-code leaves on its modules, a random number that is not PyTorch's, a tensor that comes from nowhere.
+What such a run cannot see is refused, with the line of the model's code: a choice by a tensor's values, a state that
+the code leaves on its modules, a random number that is not PyTorch's, a tensor that comes from nowhere.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ class _Recorder(TorchFunctionMode):
                 module.__class__ = _listening(type(module), self, path)
             with fake:
                 leaves = [_empty(leaf, device) if isinstance(leaf, TensorFacts) else leaf for leaf in signature.leaves]
-            args, kwargs = cast(
-                "tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves))
-            )
+            args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
             inputs = tuple(self._put(leaf).index for leaf in leaves if isinstance(leaf, Tensor))
             before = self._states(copied)
             with fake, self:
@@ -252,8 +250,8 @@ class _Recorder(TorchFunctionMode):
             return leaf
         hint = "; say use_cache=False" if "Cache" in type(leaf).__name__ else ""
         raise CaptureError(
-            f"{_place()} gives a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass tensors, "
-            "numbers, strings and containers of them between the modules around a cut"
+            f"{_place()} gives a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass "
+            "tensors, numbers, strings and containers of them between the modules around a cut"
         )
 
     def _constant(self, tensor: Tensor, what: str) -> Tensor:
@@ -292,8 +290,8 @@ class _Recorder(TorchFunctionMode):
             if was != now or (old is not new and not is_plain(old)):
                 where = path or type(self._model).__name__
                 raise CaptureError(
-                    f"the forward of {where!r} sets its attribute {name!r}, which parts of it could not share; keep it in "
-                    "a module inside, change a buffer in place, or return it"
+                    f"the forward of {where!r} sets its attribute {name!r}, which parts of it could not share; keep "
+                    "it in a module inside, change a buffer in place, or return it"
                 )
 
     def _check_gradients(self) -> None:
@@ -305,9 +303,7 @@ class _Recorder(TorchFunctionMode):
                 )
 
 
-def _without_memory(
-    model: nn.Module, device: torch.device, fake: FakeTensorMode
-) -> tuple[nn.Module, dict[int, Held]]:
+def _without_memory(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> tuple[nn.Module, dict[int, Held]]:
     """Return a copy of ``model`` whose parameters and buffers have no memory, and the names of all its tensors."""
     memo: dict[int, object] = {}
     names: dict[int, Held] = {}
@@ -327,7 +323,9 @@ def _without_memory(
         raise CaptureError(f"{type(model).__name__} cannot be copied to be traced: {error}") from error
     for path, module in model.named_modules():
         twin = vars(copied.get_submodule(path))
-        names.update((id(twin[name]), Held(path, name)) for name, kept in vars(module).items() if isinstance(kept, Tensor))
+        names.update(
+            (id(twin[name]), Held(path, name)) for name, kept in vars(module).items() if isinstance(kept, Tensor)
+        )
     return copied, names
 
 
@@ -440,7 +438,7 @@ _EFFECTS: frozenset[Callable[..., object]] = frozenset({Tensor.register_hook, to
 
 
 def _around(cut: str) -> Iterator[str]:
-    """The names of the modules that a cut lies in, the model's own first."""
+    """Return the names of the modules that a cut lies in, the model's own first."""
     names = cut.split(".")
     return (".".join(names[:n]) for n in range(len(names)))
 
@@ -458,7 +456,7 @@ def _listening(cls: type[nn.Module], recorder: _Recorder, path: str) -> type[nn.
         return recorder.called(path, self, lambda: cls.__call__(self, *args, **kwargs), (args, kwargs))
 
     names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return cast("type[nn.Module]", type(cls)(cls.__name__, (cls,), names))
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(names))
 
 
 def _refuse_hooks(path: str, module: nn.Module) -> None:
@@ -479,8 +477,8 @@ def _none_drawn_elsewhere() -> Iterator[None]:
     after = (random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else None)
     if before != after:
         raise CaptureError(
-            "the model draws random numbers from Python's or NumPy's generator between its modules, which would be drawn "
-            "once for all batches; draw with torch.rand"
+            "the model draws random numbers from Python's or NumPy's generator between its modules, which would be "
+            "drawn once for all batches; draw with torch.rand"
         )
 
 
@@ -521,7 +519,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def _place() -> str:
-    """The innermost line of code that is neither PyTorch's nor ours."""
+    """Return the innermost line of code that is neither PyTorch's nor ours."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OURS, "<")):
         frame = frame.f_back

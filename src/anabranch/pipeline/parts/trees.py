@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,14 +46,15 @@ def build(tree: Tree | None, leaves: Iterator[object]) -> object:
     kind = tree.kind
     if kind is slice:
         return slice(*contents)
+    make = cast("Callable[..., object]", kind)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return kind(*contents)
+        return make(*contents)
     if issubclass(kind, tuple | list):
-        return kind(contents)
+        return make(contents)
     named = dict(zip(tree.names, contents, strict=True))
     if dataclasses.is_dataclass(kind):
-        return kind(**named)
-    return defaultdict(None, named) if kind is defaultdict else kind(named)
+        return make(**{str(name): item for name, item in named.items()})
+    return defaultdict(None, named) if kind is defaultdict else make(named)
 
 
 def _contents(value: object) -> tuple[tuple[object, ...], list[object]] | None:
@@ -63,16 +65,15 @@ def _contents(value: object) -> tuple[tuple[object, ...], list[object]] | None:
     if isinstance(value, slice):
         return (), [value.start, value.stop, value.step]
     if kind in (list, tuple) or (isinstance(value, tuple) and _is_named(kind)):
-        return (), list(value)  # type: ignore[call-overload]
+        return (), list(cast("Sequence[object]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         if all(field.init for field in fields):
             return tuple(field.name for field in fields), [getattr(value, field.name) for field in fields]
         return None
-    if kind in (dict, OrderedDict, defaultdict):
-        return tuple(value), list(value.values())  # type: ignore[call-overload, attr-defined]
-    if isinstance(value, UserDict):
-        return tuple(value.data), list(value.data.values())
+    if kind in (dict, OrderedDict, defaultdict) or isinstance(value, UserDict):
+        named = cast("Mapping[object, object]", value)
+        return tuple(named), list(named.values())
     return None
 
 

@@ -116,7 +116,9 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, PartedModel):
         units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
     if sum(balance) != len(units):
-        inside = f"{len(children)} children" + (f" (with {len(layers)} layers inside)" if len(layers) != len(children) else "")
+        inside = f"{len(children)} children" + (
+            f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
+        )
         has = f"{len(layers)} parts" if isinstance(module, PartedModel) else inside
         raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has}")
     ends = list(accumulate(balance))
