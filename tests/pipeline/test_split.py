@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import pytest
@@ -119,6 +120,44 @@ def test_dropout_between_modules_follows_the_mode():
         assert not torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"])
         model.dropout = 0.0
         assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
+
+
+def test_what_the_model_keeps_may_change_between_calls():
+    class Settings:
+        factor = 1.0
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.settings, self.function, self.shift = Settings(), torch.sin, torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.function(self.a(x)) * self.settings.factor + self.shift)
+
+    model = Model()
+    x = torch.randn(4, 3)
+    changes = [
+        lambda: setattr(model.settings, "factor", 3.0),
+        lambda: setattr(model, "shift", torch.full((3,), 2.0)),
+        lambda: model.shift.mul_(2.0),
+        lambda: setattr(model, "function", lambda y: y + 1),
+        lambda: setattr(model, "function", lambda y: y + 2),
+        lambda: setattr(model, "function", functools.partial(torch.add, other=1.0)),
+        lambda: setattr(model, "function", functools.partial(torch.add, other=2.0)),
+        lambda: model.b.register_forward_hook(lambda module, args, output: output * 2),
+        lambda: setattr(model, "a", nn.Linear(3, 3)),
+    ]
+    parts = split(model, ["b"])
+    for number, change in enumerate(changes):
+        change()
+        torch.testing.assert_close(parts(x), model(x), msg=str(number))
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        model.settings.factor = 4.0
+        torch.testing.assert_close(pipe(x), model(x))
+        model.register_forward_hook(lambda *_: None)
+        with pytest.raises(CaptureError, match="'Model' has hooks"):
+            pipe(x)
 
 
 def test_recomputation_draws_the_same_numbers_between_modules():

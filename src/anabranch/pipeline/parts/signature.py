@@ -6,7 +6,9 @@ the inputs, and of the model its modes and the plain values that its modules kee
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,6 +71,8 @@ def state_of(model: nn.Module, modes: ThreadModes) -> str:
         for name, value in vars(module).items():
             if name not in _KEPT_BY_TORCH:
                 text.append(f"{path}.{name}={_seen(value, 0, seen)}")
+            elif value and name.endswith("_hooks"):
+                text.append(f"{path}.{name}={len(value)}")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 text.append(f"{path}.{name}:{tuple(tensor.shape)}{tensor.dtype}{tensor.requires_grad}")
@@ -96,15 +100,33 @@ def _seen(value: object, depth: int, seen: set[int]) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         items = [_seen(item, depth + 1, seen) for item in value]
         return str(items if isinstance(value, list | tuple) else sorted(items))
-    if hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    kept = getattr(value, "__dict__", None)
-    if not isinstance(kept, dict):
-        return str(value) if isinstance(value, torch.dtype | torch.device) else type(value).__name__
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
     if id(value) in seen:
         return "seen"
     seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        return value.__qualname__ + _seen(_of_function(value), depth + 1, seen)
+    if isinstance(value, functools.partial):
+        return _seen([value.func, value.args, value.keywords], depth + 1, seen)
+    if isinstance(value, types.MethodType):
+        return _seen([value.__func__, value.__self__], depth + 1, seen)
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    kept = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if name[:2] != "__"}
+    kept |= getattr(value, "__dict__", {})
     return type(value).__name__ + _seen(kept, depth + 1, seen)
+
+
+def _of_function(function: types.FunctionType) -> list[object]:
+    """Return what a function does: its code, its defaults and the values that it closes over."""
+    code = function.__code__
+    constants = [constant for constant in code.co_consts if is_plain(constant)]
+    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    return [code.co_code, code.co_names, constants, function.__defaults__, function.__kwdefaults__, closed]
+
+
+_EMPTY = types.CellType()
 
 
 def key_of(signature: Signature, state: str) -> str:
