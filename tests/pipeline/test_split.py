@@ -25,9 +25,18 @@ def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
         assert close(one, other) if one.is_floating_point() else torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("at", [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]], ids=str)
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+CUTS = [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]]
+WAYS = [("GPipe", "always"), ("1F1B", "always"), ("1F1B", "never"), ("GPipe", "never")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "at"),
+    [
+        *((*way, at) for way, at in zip(WAYS, [*CUTS, CUTS[0]], strict=True)),
+        *(pytest.param(*way, at, marks=pytest.mark.slow) for way in WAYS for at in CUTS),
+    ],
+    ids=str,
+)
 def test_a_split_model_is_the_model(schedule: str, checkpoint: str, at: list[str]):
     model = Language().double()
     plain = reference(model)

@@ -3,3 +3,5 @@
 Not a compiler: every module that lies between two cuts runs as it is. Open ``split.py`` for the users' function, then
 ``tracing.py``, which records the code between those modules, and ``program.py``, which runs it.
 """
+
+__all__: list[str] = []

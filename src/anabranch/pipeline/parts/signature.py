@@ -24,7 +24,7 @@ __all__ = ["Signature", "TensorFacts", "key_of", "seen_in", "signature_of", "sta
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is known of a tensor before it has values."""
+    """Facts of a tensor that are known before it has values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

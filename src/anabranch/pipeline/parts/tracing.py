@@ -72,7 +72,7 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a trace found: the model's code, and who uses what in it."""
+    """Results of a trace: the model's code, and the parts that use what the model has."""
 
     program: Program
     users: Users
@@ -99,7 +99,8 @@ def trace(
     # In a thread of its own, where no mode of the caller's is on.
     thread = threading.Thread(target=run, name="anabranch-split")
     thread.start()
-    thread.join()
+    while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
+        thread.join(0.5)
     if error:
         raise error[0]
     return result[0]
