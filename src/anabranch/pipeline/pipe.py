@@ -323,19 +323,20 @@ class Pipe(nn.Module):
         torch.Size([6, 1])
 
         Args:
-            args: positional inputs, as for calling the pipe, and the target last, unless ``target=`` names it.
+            args: positional inputs, as for calling the pipe, and if there are several the target last, unless
+                ``target=`` names it.
             target: the loss's argument beside the output, cut into microbatches as inputs are; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
 
         Raises:
-            TypeError: as for calling the pipe, or positional arguments that leave open which is the target.
+            TypeError: as for calling the pipe.
             ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
         with self._turn("step") as turn:
-            args, target = _apart(args, target, inputs)
+            args, target = _apart(args, target)
             call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
@@ -859,19 +860,13 @@ def _batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) ->
     return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
 
 
-def _apart(
-    args: tuple[Structure, ...], target: Structure, inputs: Mapping[str, Structure]
-) -> tuple[tuple[Structure, ...], Structure]:
+def _apart(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[Structure, ...], Structure]:
     """Return the positional inputs of a step and its target."""
     if target is not _NOT_GIVEN:
         return args, target
     if len(args) > 1:
         return args[:-1], args[-1]
-    if not args and inputs:
-        return (), None
-    raise TypeError(
-        "step(x, target, loss=...) takes the inputs and the target last; for a loss without one say target=None"
-    )
+    return args, None
 
 
 def _check_rows(value: Structure, rows: int, what: str) -> None:
