@@ -77,14 +77,16 @@ class StepResult:
 
     loss: Tensor | None
     _outputs: list[Structure]
-    _finish: Callable[[Structure], Structure]
+    _finish: Callable[[Structure], Structure] | None
 
     @property
     def output(self) -> Structure:
         if not self._outputs:
             return None
-        self._outputs = [gather(self._outputs)]
-        return self._finish(self._outputs[0])
+        if self._finish is not None:
+            self._outputs = [self._finish(gather(self._outputs))]
+            self._finish = None
+        return self._outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
