@@ -203,6 +203,61 @@ def test_a_model_that_fx_cannot_trace_is_cut_by_an_example():
             torch.testing.assert_close(pipe(x, x), model(x, x))
             torch.testing.assert_close(pipe(y=NoChunk(x[:1]), x=x), model(x, x[:1]))
         assert list(parts.state_dict()) == list(model.state_dict())
+        assert {name for part in parts for name in part.state_dict()} == {*model.state_dict()}, "unused ones too"
+
+
+def test_modes_between_modules_are_those_of_the_model():
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                kept = self.a(x) * 2
+            with torch.autocast("cpu", enabled=False):
+                return self.c(kept.float() @ torch.eye(3) + self.b(x).float())
+
+    model = Guarded()
+    plain = reference(model)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Pipe(split(model, ["c"], example=x), [1, 1], chunks=2) as pipe:
+        y, expected = pipe(x), plain(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert model.a.weight.grad is None
+    torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, between its modules."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.late = nn.Linear(3, 3), nn.Linear(3, 3), late
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.calls.add_(1)
+        x = self.b(x * 1.0)
+        return x * self.calls if self.late else x
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 3)], ids=["fx", "example"])
+def test_a_buffer_between_modules_is_changed_once_a_microbatch(example: Tensor | None):
+    model = Counting()
+    parts = split(model, ["b"], example=example)
+    assert model.calls == 0, "tracing leaves the model alone"
+    with Pipe(parts, [1, 1], chunks=3, checkpoint="always") as pipe:
+        pipe(torch.randn(3, 3)).sum().backward()
+    assert model.calls == 3
+
+
+def test_a_buffer_that_one_part_changes_is_not_read_in_another():
+    with pytest.raises(CaptureError, match=r"calls is changed in place, and the parts \[0, 1\] use it"):
+        split(Counting(late=True), ["b"], example=torch.zeros(2, 3))
 
 
 def test_skips_and_keywords_beside_the_parts():
@@ -384,12 +439,15 @@ def test_a_call_that_goes_another_way_than_the_example_is_refused():
             super().__init__()
             self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
 
-        def forward(self, x: Tensor, late: bool = False) -> Tensor:
-            return self.a(self.b(x)) if late else self.b(self.a(x))
+        def forward(self, x: Tensor, late: bool = False, weight: bool = False) -> Tensor:
+            x = self.a(self.b(x)) if late else self.b(self.a(x))
+            return x @ self.a.weight if weight else x
 
     parts = split(Either(), ["b"], example=torch.zeros(1, 2))
     with pytest.raises(CaptureError, match="'a' is called by part 1, but it lies in part 0"):
         parts(torch.zeros(1, 2), late=True)
+    with pytest.raises(CaptureError, match=r"a.weight is read by part 1, where it does not lie"):
+        parts(torch.zeros(1, 2), weight=True)
 
 
 def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():

@@ -57,6 +57,9 @@ Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
 
+_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
+"""Attributes of a pipe, whatever the names in its module."""
+
 _NOT_GIVEN: Structure = object()
 
 _FIRST_INPUT = -2
@@ -211,6 +214,13 @@ class Pipe(nn.Module):
             likeness = _likeness(split, self._schedules)
             self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
             self._ties = _find_ties(split, rank_of, ranks)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Past nn.Module's, which would take these for a child or tensor of the module that has such a name.
+        if name in _SETTINGS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)  # type: ignore[arg-type]
 
     def _adopt(self, module: nn.Module) -> None:
         # The children are the module's own, under the same names, so that names do not mention the pipe. Set past

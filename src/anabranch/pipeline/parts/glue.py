@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, lies_in
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
+from anabranch.pipeline.parts.names import lies_in
 from anabranch.pipeline.stage.keywords import taken_by
 
 __all__ = ["Glue", "GluedModel"]

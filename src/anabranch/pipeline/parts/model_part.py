@@ -14,7 +14,7 @@ from torch import nn
 from anabranch.pipeline.parts.program import Held
 from anabranch.pipeline.stage.skips import declaration_of
 
-__all__ = ["ModelPart", "PartedModel", "has_state", "join_parts", "lies_in"]
+__all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]
 
 
 class ModelPart(nn.Module):
@@ -138,11 +138,6 @@ def _put_into(into: nn.Module, container: nn.Module) -> None:
             _put_into(there, module)
     into._parameters.update(container._parameters)
     into._buffers.update(container._buffers)
-
-
-def lies_in(path: str, unit: str) -> bool:
-    """Return True if the module named ``path`` is ``unit`` or inside it."""
-    return path == unit or path.startswith(f"{unit}.")
 
 
 def has_state(module: nn.Module) -> bool:

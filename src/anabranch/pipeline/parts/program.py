@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from anabranch.autodiff.thread_modes import ThreadModes
@@ -91,6 +92,7 @@ class Program:
         carried: for each part but the last the slots handed to the next.
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``Held`` or a constant.
+        device: where it was traced; a part on another device puts its own in place of it.
     """
 
     key: str
@@ -98,6 +100,7 @@ class Program:
     parts: tuple[tuple[Instruction, ...], ...]
     out_tree: Tree | None
     out_leaves: tuple[object, ...]
+    device: torch.device
     carried: tuple[tuple[int, ...], ...] = field(init=False)
     token: str = field(init=False)
 
@@ -123,12 +126,15 @@ class Program:
     ) -> tuple[object, ...]:
         """Run one part on the values that it gets; returns those for the next, or the tensors of the output."""
         last = part == len(self.parts) - 1
+        here = next((value.device for value in values if isinstance(value, Tensor)), self.device)
         slots = dict(zip(self.carried[part - 1] if part else self.inputs, values, strict=True))
 
         def look_up(leaf: object) -> object:
             if isinstance(leaf, Slot):
                 return slots[leaf.index]
-            return held(leaf) if isinstance(leaf, Held) else leaf
+            if isinstance(leaf, Held):
+                return held(leaf)
+            return here if isinstance(leaf, torch.device) and leaf == self.device else leaf
 
         for instruction in self.parts[part]:
             given = build(instruction.tree, iter([look_up(leaf) for leaf in instruction.leaves]))

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.glue import Glue, GluedModel
-from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state, lies_in
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
+from anabranch.pipeline.parts.names import lies_in
 from anabranch.pipeline.parts.program import Held, Program
 from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
 from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
@@ -40,7 +41,7 @@ __all__ = ["Example", "Part", "Source", "SplitModel", "split"]
 Example = tuple[object, ...] | Mapping[str, object] | Tensor
 """Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
 
-_MOST_PROGRAMS = 64
+_MOST_PROGRAMS = 256
 
 
 def split(

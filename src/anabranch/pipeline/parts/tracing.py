@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
+from anabranch.pipeline.parts.names import lies_in
 from anabranch.pipeline.parts.program import Held, Instruction, Program, Slot, is_plain
 from anabranch.pipeline.parts.signature import Signature, TensorFacts, seen_in
 from anabranch.pipeline.parts.trees import build, take_apart
@@ -131,6 +132,12 @@ class _Recorder(TorchFunctionMode):
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
             copied, self._names = _without_memory(self._model, device, fake)
+            kept = [
+                (Held(path, name), tensor, tensor._version)
+                for path, module in copied.named_modules()
+                for name, tensor in (*module._parameters.items(), *module._buffers.items())
+                if tensor is not None
+            ]
             for path, module in list(copied.named_modules()):
                 module.__class__ = _listening(type(module), self, path)
             with fake:
@@ -146,8 +153,9 @@ class _Recorder(TorchFunctionMode):
         tree = take_apart(output, found)
         out_leaves = tuple(self._named(leaf, "the model's output") for leaf in found)
         self._check_gradients()
-        program = Program(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves)
+        program = Program(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves, device)
         self._storages.check(program.carried, self._at)
+        self._check_changed({held: tensor for held, tensor, version in kept if tensor._version != version}, program)
         return Traced(program, self._users)
 
     def _called(self, copied: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -240,13 +248,11 @@ class _Recorder(TorchFunctionMode):
     def _named(self, leaf: object, what: str) -> object:
         """Return the place of a tensor, or the constant itself."""
         if isinstance(leaf, Tensor):
-            if id(leaf) in self._slots:
-                return self._slots[id(leaf)]
             held = self._names.get(id(leaf))
-            if held is None:
-                return self._constant(leaf, what)
-            self._users.use(held, self._part)
-            return held
+            if held is not None:
+                self._users.use(held, self._part)
+                return held
+            return self._slots[id(leaf)] if id(leaf) in self._slots else self._constant(leaf, what)
         if is_plain(leaf) or isinstance(leaf, _CONSTANTS):
             return leaf
         hint = "; say use_cache=False" if "Cache" in type(leaf).__name__ else ""
@@ -293,6 +299,19 @@ class _Recorder(TorchFunctionMode):
                 raise CaptureError(
                     f"the forward of {where!r} sets its attribute {name!r}, which parts of it could not share; keep "
                     "it in a module inside, change a buffer in place, or return it"
+                )
+
+    def _check_changed(self, changed: Mapping[Held, Tensor], program: Program) -> None:
+        for held, tensor in changed.items():
+            parts = set(self._users.held.get(held, ()))
+            for path, users in self._users.modules.items():
+                parts.update(users if lies_in(held.module, path) else ())
+            for part, slots in enumerate(program.carried):
+                parts.update((part, part + 1) if self._storages.has(tensor, slots) else ())
+            if len(parts) > 1:
+                raise CaptureError(
+                    f"{held.module}.{held.name} is changed in place, and the parts {sorted(parts)} use it, which run "
+                    "other microbatches meanwhile; use it in one part only, or hand on a copy"
                 )
 
     def _check_gradients(self) -> None:
@@ -495,6 +514,10 @@ class _Storages:
 
     def change(self, tensor: Tensor, part: int, place: str) -> None:
         self._changed.setdefault(_storage(tensor), []).append((part, place))
+
+    def has(self, tensor: Tensor, slots: Sequence[int]) -> bool:
+        """Return True if one of the slots shares memory with ``tensor``."""
+        return any(self._of[slot] == _storage(tensor) for slot in slots)
 
     def check(self, carried: Sequence[Sequence[int]], at: Sequence[str]) -> None:
         for part, slots in enumerate(carried):
