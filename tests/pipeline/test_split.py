@@ -230,6 +230,34 @@ def test_modes_between_modules_are_those_of_the_model():
     torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad)
 
 
+def test_code_that_asks_for_a_mode_is_traced_for_each():
+    def doubles(model, x):
+        x = x * 2 if torch.is_grad_enabled() else x
+        return x * 3 if torch.is_autocast_enabled("cpu") else x
+
+    model = Frame(doubles)
+    x = torch.randn(4, 4)
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model(x))
+        with torch.inference_mode():
+            torch.testing.assert_close(pipe(x), model(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_deferred_batch_norm_sees_the_whole_batch():
+    model = Wraps(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    plain = reference(model)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with Pipe(split(model, ["between"]), [1, 1], chunks=3, deferred_batch_norm=True, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+        assert list(pipe.state_dict()) == list(plain.state_dict())
+    plain(x)
+    assert_same_buffers(model, plain)
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer, between its modules."""
 
