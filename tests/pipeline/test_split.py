@@ -11,6 +11,7 @@ import torch
 from pipeline_models import assert_same_gradients, close, reference
 from split_models import Images, Language
 from torch import Tensor, nn
+from torch.utils import checkpoint as recomputation
 
 from anabranch import Executor, TrainStep, pop, skippable, stash
 from anabranch.errors import CaptureError
@@ -213,8 +214,8 @@ def test_modes_between_modules_are_those_of_the_model():
             self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                kept = self.a(x) * 2
+            with torch.no_grad():  # where a view of a parameter requires gradients all the same
+                kept = self.a(x) * 2 + self.b.weight.T[:1]
             with torch.autocast("cpu", enabled=False):
                 return self.c(kept.float() @ torch.eye(3) + self.b(x).float())
 
@@ -404,6 +405,14 @@ def shares(model, x):
     return model.a(model.c(x))
 
 
+def by_checkpoint(model, x):
+    return recomputation.checkpoint(model.c, x, use_reentrant=True)
+
+
+def by_vmap(model, x):
+    return torch.vmap(torch.sin)(x)
+
+
 def of_numpy(model, x):
     return torch.from_numpy(x.detach().numpy())
 
@@ -418,6 +427,8 @@ def of_numpy(model, x):
         (rebinds, "sets its attribute 'count'"),
         (draws, "draws random numbers from Python's"),
         (by_function, r"test_split.py:\d+ .*torch.autograd.Function"),
+        (by_checkpoint, r"torch.autograd.Function"),
+        (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a transform of torch.func"),
         (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -459,6 +470,14 @@ def test_a_module_around_a_cut_has_no_hooks():
     with pytest.raises(CaptureError, match=r"'h.1' has hooks"):
         split(model, ["h.1.mlp"], example=IDS)
     split(model, ["h.1"], example=IDS)
+
+
+def test_a_module_reached_by_a_closure_is_refused():
+    model = Frame(lambda model, x: x)
+    original = model.a
+    model.between = lambda _, x: original(x)
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ .*closure"):
+        split(model, ["b"], example=torch.randn(4, 4))
 
 
 def test_a_call_that_goes_another_way_than_the_example_is_refused():

@@ -117,6 +117,7 @@ class _Recorder(TorchFunctionMode):
         self._modes = modes
         self._opened = {name for cut in at for name in _around(cut)}
         self._cuts = _Cuts(at)
+        self._originals = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._depth = 0
         self._slots: dict[int, Slot] = {}
         self._alive: list[object] = []
@@ -232,7 +233,7 @@ class _Recorder(TorchFunctionMode):
         modes = ThreadModes.take()
         for tensor in (*changed, *(leaf for leaf in found if isinstance(leaf, Tensor))):
             self._given_without_gradient.pop(id(tensor), None)
-            if not modes.grad and not isinstance(target, str):
+            if not modes.grad and not tensor.requires_grad:
                 self._given_without_gradient[id(tensor)] = _place()
         differing = modes if modes != self._modes else None
         self._parts[self._part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, _place()))
@@ -267,6 +268,13 @@ class _Recorder(TorchFunctionMode):
                 f"{_place()} gives {what} a tensor that no function of PyTorch and no module's result gave it; make it "
                 "with torch.tensor and the like, return it from the module, or move the cut so that this code lies "
                 "inside a module"
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise CaptureError(f"{_place()} runs inside a transform of torch.func; put that into a module of its own")
+        if id(tensor) in self._originals:
+            raise CaptureError(
+                f"{_place()} reaches a module of the model by another way than its attributes (a closure, say), so "
+                "that a copy of the model does too; call it as self.<name>"
             )
         if tensor.requires_grad:
             raise CaptureError(f"{_place()} trains a tensor that is no parameter of the model; register it as one")
