@@ -259,6 +259,42 @@ def test_deferred_batch_norm_sees_the_whole_batch():
     assert_same_buffers(model, plain)
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Returned(Reversed):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+class Changed(Reversed):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("function", [Reversed, Returned, Changed])
+def test_functions_with_a_backward_of_their_own(function: type[torch.autograd.Function]):
+    model = Frame(lambda model, x: function.apply(x)).double()
+    plain = reference(model)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    before = torch.autograd.Function.__dict__["apply"]
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(model, plain)
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer, between its modules."""
 
@@ -337,12 +373,18 @@ def test_an_executor_trains_parts_from_batches_by_name():
 # Refusals.
 
 
+class Calls(nn.Module):
+    def forward(self, x: Tensor, function) -> Tensor:
+        return function(x)
+
+
 class Frame(nn.Module):
     """Two layers, and code between them that each test gives."""
 
     def __init__(self, between) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = Calls()
         self.register_buffer("count", torch.zeros(()))
         self.kept = None
         self.seen: list[Tensor] = []
@@ -350,16 +392,6 @@ class Frame(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.between(self, self.a(x)))
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
 
 
 def by_values(model, x):
@@ -393,10 +425,6 @@ def draws(model, x):
     return x * random.random()
 
 
-def by_function(model, x):
-    return Twice.apply(x)
-
-
 def again(model, x):
     return model.b(x)
 
@@ -407,6 +435,10 @@ def shares(model, x):
 
 def by_checkpoint(model, x):
     return recomputation.checkpoint(model.c, x, use_reentrant=True)
+
+
+def by_closure(model, x):
+    return model.calls(x, lambda y: model.c(y))
 
 
 def by_vmap(model, x):
@@ -426,8 +458,8 @@ def of_numpy(model, x):
         (appends, "sets its attribute 'seen'"),
         (rebinds, "sets its attribute 'count'"),
         (draws, "draws random numbers from Python's"),
-        (by_function, r"test_split.py:\d+ .*torch.autograd.Function"),
-        (by_checkpoint, r"torch.autograd.Function"),
+        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) gives a Linear to apply"),
+        (by_closure, r"test_split.py:\d+ \(by_closure\) gives a function to"),
         (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a transform of torch.func"),
         (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
     ],

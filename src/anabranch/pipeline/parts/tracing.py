@@ -124,7 +124,6 @@ class _Recorder(TorchFunctionMode):
         self._count = 0
         self._names: dict[int, Held] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(at) + 1)]
-        self._given_without_gradient: dict[int, str] = {}
         self._storages = _Storages()
         self._users = Users()
 
@@ -146,14 +145,13 @@ class _Recorder(TorchFunctionMode):
             args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", build(signature.tree, iter(leaves)))
             inputs = tuple(self._put(leaf).index for leaf in leaves if isinstance(leaf, Tensor))
             before = self._states(copied)
-            with fake, self:
+            with fake, _seeing_functions(self), self:
                 output = self._called(copied, args, kwargs)
             self._check_states(before, self._states(copied))
         self._cuts.close()
         found: list[object] = []
         tree = take_apart(output, found)
         out_leaves = tuple(self._named(leaf, "the model's output") for leaf in found)
-        self._check_gradients()
         program = Program(key, inputs, tuple(map(tuple, self._parts)), tree, out_leaves, device)
         self._storages.check(program.carried, self._at)
         self._check_changed({held: tensor for held, tensor, version in kept if tensor._version != version}, program)
@@ -207,11 +205,17 @@ class _Recorder(TorchFunctionMode):
         return self._record(func, lambda: func(*args, **kwargs), (args, kwargs))
 
     def _record(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
+        if self._depth:
+            return run()
         self._depth += 1
         try:
             return self._write_down(target, run, given)
         finally:
             self._depth -= 1
+
+    def applied(self, function: type[torch.autograd.Function], run: Callable[[], object], given: object) -> object:
+        """Write down a call of a function with a backward of its own."""
+        return self._record(_apply.__get__(None, function), run, given)
 
     def _write_down(self, target: str | Callable[..., object], run: Callable[[], object], given: object) -> object:
         leaves: list[object] = []
@@ -231,10 +235,6 @@ class _Recorder(TorchFunctionMode):
             self._storages.change(tensor, self._part, _place())
         out_leaves = tuple(self._put(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found)
         modes = ThreadModes.take()
-        for tensor in (*changed, *(leaf for leaf in found if isinstance(leaf, Tensor))):
-            self._given_without_gradient.pop(id(tensor), None)
-            if not modes.grad and not tensor.requires_grad:
-                self._given_without_gradient[id(tensor)] = _place()
         differing = modes if modes != self._modes else None
         self._parts[self._part].append(Instruction(target, tree, named, out_tree, out_leaves, differing, _place()))
         return result
@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
                 self._users.use(held, self._part)
                 return held
             return self._slots[id(leaf)] if id(leaf) in self._slots else self._constant(leaf, what)
-        if is_plain(leaf) or isinstance(leaf, _CONSTANTS):
+        if is_plain(leaf) or (isinstance(leaf, _CONSTANTS) and not _holds_something(leaf)):
             return leaf
         hint = "; say use_cache=False" if "Cache" in type(leaf).__name__ else ""
         raise CaptureError(
@@ -320,14 +320,6 @@ class _Recorder(TorchFunctionMode):
                 raise CaptureError(
                     f"{held.module}.{held.name} is changed in place, and the parts {sorted(parts)} use it, which run "
                     "other microbatches meanwhile; use it in one part only, or hand on a copy"
-                )
-
-    def _check_gradients(self) -> None:
-        for tensor in self._alive:
-            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) in self._given_without_gradient:
-                raise CaptureError(
-                    f"{self._given_without_gradient[id(tensor)]} runs inside a torch.autograd.Function, whose backward "
-                    "the parts would not know; call it in a module of its own"
                 )
 
 
@@ -463,6 +455,53 @@ _READS_VALUES = (
 
 _EFFECTS: frozenset[Callable[..., object]] = frozenset({Tensor.register_hook, torch._assert})
 """Functions that return no tensor and are called for what they do."""
+
+
+def _holds_something(function: object) -> bool:
+    """Return True for a function bound to an object, or closing over one: of the copy, when the copy's code made it."""
+    cells = getattr(function, "__closure__", None) or ()
+    defaults = getattr(function, "__defaults__", None) or ()
+    of = getattr(function, "__self__", None)
+    return not (
+        all(is_plain(cell.cell_contents) for cell in cells)
+        and all(map(is_plain, defaults))
+        and isinstance(of, types.ModuleType | None)
+    )
+
+
+class _Active(threading.local):
+    recorder: _Recorder | None = None
+
+
+_active = _Active()
+_watching = threading.Lock()
+_watchers = 0
+_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def _seen_apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
+    def run() -> object:
+        return _apply.__get__(None, cls)(*args, **kwargs)
+
+    return run() if _active.recorder is None else _active.recorder.applied(cls, run, (args, kwargs))
+
+
+@contextmanager
+def _seeing_functions(recorder: _Recorder) -> Iterator[None]:
+    """Let ``recorder`` write down this thread's calls of ``torch.autograd.Function``: no mode sees them."""
+    global _watchers
+    with _watching:
+        _watchers += 1
+        torch.autograd.Function.apply = classmethod(_seen_apply)  # type: ignore[assignment, method-assign]
+    _active.recorder = recorder
+    try:
+        yield
+    finally:
+        _active.recorder = None
+        with _watching:
+            _watchers -= 1
+            if not _watchers:
+                torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
 
 
 def _around(cut: str) -> Iterator[str]:
