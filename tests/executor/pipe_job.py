@@ -246,7 +246,7 @@ def mistakes() -> dict:
     executor = piped.executor
     refused(ValueError, "'loss' and 'grad_norm' only", lambda: executor.run("train", (x, target), fetch=["0"]))
     refused(ValueError, "one microbatch at a time", lambda: executor.run("validate", (x, target), fetch=["0"]))
-    refused(ValueError, "takes batches (x, target)", lambda: executor.run("train", {"x": x}))
+    refused(ValueError, "takes batches (x, target)", lambda: executor.run("train", [x]))
     kind = ValueError if piped.stage else ab.PipelineError
     refused(
         kind, "the ranks of a pipeline take the same batch", lambda: executor.run("train", (x[piped.stage :], None))

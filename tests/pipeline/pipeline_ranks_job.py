@@ -23,11 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pipeline_models import LAYERS, changing_model, close, reference, skipping_model, tied_table
 from safetensors.torch import load_file, save_file
+from split_models import Language
 from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.events import on_fault_point
-from anabranch.pipeline import make_schedule
+from anabranch.pipeline import make_schedule, split
 from anabranch.pipeline.links.gloo_channel import GlooChannel
 from anabranch.pipeline.links.shared_memory_channel import SharedMemoryChannel
 from anabranch.pipeline.ranks import RankEngine
@@ -106,7 +107,16 @@ def exact(cases: str = "") -> dict:
         assert pipe.calls == 3 * len(sizes), "every rank counts"
         lines = pipe.describe().splitlines()[2:]
         assert all(line.count(" ms") == 2 for line in lines), "every rank knows all times"
-    return {"done": done, **keywords(), **changes_in_place(), **memory_serves_again(), **sparse_gradients()}
+    return {
+        "done": done,
+        **keywords(),
+        **split_model(),
+        **split_draws(),
+        **ties_of_some(),
+        **changes_in_place(),
+        **memory_serves_again(),
+        **sparse_gradients(),
+    }
 
 
 def sparse_gradients() -> dict:
@@ -140,14 +150,17 @@ class Scale(nn.Module):
 
 
 def keywords() -> dict:
-    """A keyword input reaches the layers that name it on every rank, and its gradient there is that rank's share."""
+    """A keyword input reaches the layers that name it on every rank, and has its whole gradient on each."""
     model = nn.Sequential(*(layer for _ in range(2 * WORLD) for layer in (nn.Linear(3, 3), Scale()))).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     ours, theirs = (torch.linspace(1, 2, 5, dtype=torch.float64)[:, None].requires_grad_() for _ in range(2))
     with make(model, balance=[4] * WORLD, chunks=3) as pipe:
         pipe(x, factor=ours).sum().backward()
         total = ours.grad.clone()
-        dist.all_reduce(total)
+        if WORLD > 1:
+            where = raised_by(lambda: pipe(x, factor=ours if WORLD - 1 == RANK else ours.detach()))
+            assert isinstance(where, ValueError if WORLD - 1 == RANK else ab.PipelineError), where
+            assert "requires gradients elsewhere" in str(where)
         without = raised_by(lambda: pipe(x, **({} if WORLD - 1 == RANK else {"factor": ours})))
         if WORLD > 1:
             expected = ValueError if WORLD - 1 == RANK else ab.PipelineError
@@ -172,6 +185,89 @@ class ChangeOne(nn.Module):
         y = parts["kept"] ** 2  # saved for backward
         parts["changed"].add_(1.0)
         return y + parts["changed"] + parts["turned"].imag
+
+
+def ties_of_some() -> dict:
+    """One weight is tied over the first and the last rank, another over the last two."""
+    if WORLD < 3:
+        return {}
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 * WORLD))).double()
+    model[2 * WORLD - 1].weight = model[0].weight
+    model[2 * WORLD - 2].weight = model[2 * WORLD - 3].weight
+    plain = reference(model)
+    x, target = torch.randn(2, 4, 3, dtype=torch.float64)
+    with make(model, balance=[2] * WORLD) as pipe:
+        step(pipe, x, target)
+        F.mse_loss(plain(x), target).backward()
+        same_gradients(pipe, plain)
+        pipe.align_ties()
+        same_gradients(pipe, plain)
+    return {}
+
+
+def split_model() -> dict:
+    """A model that is no nn.Sequential, embeddings tied over the ranks, a mask and a skip that cross all cuts."""
+    torch.manual_seed(1)
+    model = Language(layers=2 * WORLD, dropout=0.0).double()
+    plain = reference(model)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 2]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]])
+    for schedule, checkpoint in (("GPipe", "never"), ("1F1B", "always"), ("Interleaved1F1B", "except_last")):
+        stages = len(balance_for(schedule))
+        parts = split(model, [f"h.{i}" for i in range(2 * WORLD - stages + 1, 2 * WORLD)])
+        with make(parts, schedule, checkpoint=checkpoint, balance=[1] * stages, chunks=3) as pipe:
+            assert sorted({*pipe.state_dict(), *pipe.elsewhere}) == sorted(plain.state_dict())
+            for chunks in (1, 3):
+                pipe.chunks = chunks
+                first = (ids,) if RANK == 0 else ()
+                named = {"mask": mask, "labels": ids} if RANK == 0 else {}
+                result = pipe.step(*first, target=None, loss=lambda y, _: y["loss"].mean(), **named)
+                expected = plain(ids, mask, labels=ids)
+                expected["loss"].mean().backward()
+                assert result.loss is None or close(result.loss, expected["loss"].mean())
+                assert result.loss is None or close(result.output["logits"], expected["logits"])
+                same_gradients(pipe, plain)
+                y = pipe(*first, **named)
+                expected = plain(ids, mask, labels=ids)
+                expected["loss"].sum().backward()
+                (y["loss"] if isinstance(y, dict) else y).sum().backward()
+                same_gradients(pipe, plain)
+                pipe.eval()
+                with torch.no_grad(), pipe.output_everywhere():
+                    assert close(pipe(*first)["logits"], plain(ids)["logits"])
+                pipe.train()
+            for module in (model, plain):
+                module.zero_grad()
+    return modes_differ(model, ids)
+
+
+def modes_differ(model: nn.Module, ids: Tensor) -> dict:
+    """A rank whose model would take another way says so."""
+    if WORLD > 1:
+        model.dropout = 0.5 if RANK == WORLD - 1 else 0.0
+        at = [f"h.{i}" for i in range(1, WORLD)]
+        with make(split(model, at), balance=[1] * WORLD) as pipe:
+            caught = raised_by(lambda: pipe(ids))
+        assert isinstance(caught, ab.CaptureError if RANK == WORLD - 1 else ab.PipelineError), caught
+        assert "the models of the ranks differ" in str(caught)
+    return {}
+
+
+def split_draws() -> dict:
+    """Dropout between modules draws over the ranks what it draws in one process."""
+    torch.manual_seed(3)
+    model = Language(dropout=0.5).double()
+    alone = reference(model)
+    at = [f"h.{i}" for i in range(1, WORLD)]
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    with (
+        make(split(model, at), balance=[1] * WORLD, chunks=2, seed=5) as pipe,
+        ab.Pipe(split(alone, at), [1] * WORLD, chunks=2, schedule="1F1B", seed=5) as other,
+    ):
+        for one in (pipe, other):
+            one.step(ids, target=None, loss=lambda y, _: y["logits"].square().mean())
+    same_gradients(pipe, alone)
+    return {}
 
 
 def changes_in_place() -> dict:

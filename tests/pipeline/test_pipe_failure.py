@@ -270,7 +270,7 @@ def test_a_keyword_that_no_layer_takes_is_refused():
     module, x, _ = model_and_batch()
     with (
         Pipe(module, [2, 2]) as pipe,
-        pytest.raises(ValueError, match="no layer's forward has a parameter named 'mask'"),
+        pytest.raises(TypeError, match="no layer's forward has a parameter named 'mask'"),
     ):
         pipe(x, mask=x)
 

@@ -147,16 +147,12 @@ class _ScheduleEngine:
             optimizer.step()
 
     def _run(self, batch: Structure) -> Shared:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ValueError(
-                f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
-                + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-            )
-        x, target = batch
+        args, inputs, target = _apart(batch)
         dtype = self._step.autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype):
             shared = self._pipe.step_together(
-                x,
+                args,
+                inputs,
                 target,
                 loss=cast(Loss, self._step.loss),
                 reduction=self._step.reduction,
@@ -174,6 +170,21 @@ def _nonfinite(pipe: Pipe) -> list[str]:
     here = {parameter: name for parameter, name in pipe.first_names().items() if parameter.grad is not None}
     found = nonfinite_names((name, cast(Tensor, parameter.grad)) for parameter, name in here.items())
     return found or ([] if pipe.process_group is None else ["parameters on another rank"])
+
+
+def _apart(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:
+    """Return a batch's positional inputs, keyword inputs and target."""
+    if isinstance(batch, Mapping):
+        inputs = {str(name): value for name, value in batch.items()}
+        target = inputs.pop("target", None)
+        return (), inputs, target
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise ValueError(
+            f"a TrainStep of a Pipe takes batches (x, target), got {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            + '; several inputs come before the target, keyword inputs in a dict, the target under "target"'
+        )
+    return tuple(batch[:-1]), {}, batch[-1]
 
 
 def _check_fetch(fetch: Fetch) -> None:

@@ -44,7 +44,8 @@ class TrainStep:
         model: the module whose parameters are trained.
         loss: ``loss(model, batch)`` returns a scalar tensor, or that and a dict of tensors to hand back, or a mapping
             with ``"loss"`` (its other tensors are handed back), or an object with ``.loss``. For a ``Pipe``
-            it is ``loss(output, target)``, a scalar, and batches are pairs ``(x, target)``.
+            it is ``loss(output, target)``, a scalar, and batches are ``(x, target)``, ``(x, y, target)``, or a mapping
+            of keyword inputs with the target under ``"target"``.
         optimizer: one, or several over disjoint parameters of ``model``.
         reduction: ``"mean"`` when the loss is a mean over the batch's rows: workers and accumulated batches weigh by
             their rows; ``"sum"`` when it is a sum: their gradients add up.

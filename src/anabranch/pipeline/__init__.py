@@ -1,11 +1,13 @@
 """A sequential model split into stages that run at once, with tensors that jump over stages, and exact gradients.
 
-Not a tensor-parallel or data-parallel library, and it does not split arbitrary graphs: it splits a ``nn.Sequential``,
-whose long connections are skips. Open ``pipe.py`` for the users' class, then ``action_runner.py``, the loop over a
-rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward and backward, ``links`` carry tensors
-between stages.
+Not a tensor-parallel or data-parallel library. It cuts a ``nn.Sequential`` between its layers, whose long connections
+are skips; ``split`` makes one of other models. Open ``pipe.py`` for the users' class, then ``action_runner.py``, the
+loop over a rank's actions. ``schedule`` orders the actions, ``stage`` runs one stage forward and backward, ``links``
+carry tensors between stages, ``parts`` makes layers of a model that is no sequence.
 """
 
+from anabranch.pipeline.microbatch import NoChunk
+from anabranch.pipeline.parts.split import split
 from anabranch.pipeline.pipe import Pipe, StepResult
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.schedule.drawing import draw, save_picture
@@ -13,6 +15,7 @@ from anabranch.pipeline.schedule.orders import make_schedule
 from anabranch.pipeline.schedule.schedule import Schedule
 from anabranch.pipeline.schedule.simulator import Interval, Simulation, simulate
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
+from anabranch.pipeline.stage.recomputing import is_recomputing
 from anabranch.pipeline.stage.skips import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "Interval",
     "Kind",
     "Namespace",
+    "NoChunk",
     "Pipe",
     "Schedule",
     "Simulation",
@@ -27,11 +31,13 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "draw",
+    "is_recomputing",
     "make_schedule",
     "pop",
     "save_picture",
     "simulate",
     "skippable",
+    "split",
     "stash",
     "verify_skippables",
 ]

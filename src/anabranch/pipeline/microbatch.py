@@ -1,4 +1,8 @@
-"""A batch cut into microbatches along its rows, and joined again."""
+"""A batch cut into microbatches along its rows, and joined again.
+
+Rows are dim 0 of every tensor. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk`` wraps have
+none: each microbatch gets them whole.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,66 @@ from torch import Tensor
 
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
-__all__ = ["count_batch_rows", "gather", "microbatch_sizes", "scatter"]
+__all__ = ["NoChunk", "count_batch_rows", "gather", "has_rows", "microbatch_sizes", "open_whole", "scatter"]
+
+
+class NoChunk:
+    """A value that a pipe does not cut: every microbatch gets it whole.
+
+    >>> from anabranch.pipeline import Pipe
+    >>> class Masked(torch.nn.Module):
+    ...     def forward(self, x, mask=None):
+    ...         return x * mask
+    >>> pipe = Pipe(torch.nn.Sequential(torch.nn.Identity(), Masked()), [1, 1], chunks=2)
+    >>> pipe(torch.ones(4, 3), mask=NoChunk(torch.tensor([1.0, 0.0, 1.0]))).sum()
+    tensor(8.)
+
+    The gradient of a tensor in it is the sum over the microbatches, as in the unsplit module. It may stand for an
+    input, or for a part of a nested one.
+
+    Args:
+        value: tensors of any shape in any nesting.
+
+    Attributes:
+        value: the value wrapped.
+
+    Source: ``NoChunk`` of ``torch.distributed.pipeline.sync``, in early versions of PyTorch 2.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Structure) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.value!r})"
+
+
+def open_whole(batch: Structure) -> tuple[Structure, list[bool]]:
+    """Return ``batch`` without its ``NoChunk``, and for each leaf of that whether it goes whole to every microbatch."""
+    leaves, treedef = flatten(batch)
+    opened: list[object] = []
+    whole: list[bool] = []
+    for leaf in leaves:
+        inside = leaf
+        while isinstance(inside, NoChunk):
+            inside, _ = open_whole(inside.value)
+        opened.append(inside)
+        whole += [True] * len(flatten(inside)[0]) if inside is not leaf else [not _is_cut(leaf)]
+    return unflatten(treedef, opened), whole
+
+
+def _is_cut(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def has_rows(batch: Structure) -> bool:
+    """Return True if there is a tensor in ``batch`` to cut."""
+    return any(_is_cut(leaf) for leaf in flatten(batch)[0])
 
 
 def count_batch_rows(batch: Structure, what: str) -> int:
-    """Return the rows (dim 0) on which all tensors of ``batch`` agree; tensors of no dimensions are ignored.
+    """Return the rows (dim 0) on which all tensors of ``batch`` agree; those that are not cut are ignored.
 
     Raises:
         ValueError: they disagree, or none has rows; names each with its shape. ``what`` is the batch's name there.
@@ -39,15 +98,16 @@ def microbatch_sizes(rows: int, chunks: int) -> list[int]:
 
 
 def scatter(batch: Structure, sizes: Sequence[int]) -> list[Structure]:
-    """``batch`` cut along its rows; values other than tensors, and tensors of no dimensions, go to every microbatch.
+    """``batch`` cut along its rows; ``NoChunk``, other values and tensors of no dimensions go to every microbatch.
 
     >>> [part["x"].tolist() for part in scatter({"x": torch.arange(3)}, [2, 1])]
     [[0, 1], [2]]
     """
+    batch, whole = open_whole(batch)
     leaves, treedef = flatten(batch)
     cut = [
-        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.ndim else [leaf] * len(sizes)
-        for leaf in leaves
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and not is_whole else [leaf] * len(sizes)
+        for leaf, is_whole in zip(leaves, whole, strict=True)
     ]
     return [unflatten(treedef, list(parts)) for parts in zip(*cut, strict=True)] if leaves else [batch] * len(sizes)
 

@@ -7,7 +7,6 @@ input; stages, schedules and messages are in the files beside it.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,20 +22,31 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import PipelineError
 from anabranch.pipeline.description import describe
-from anabranch.pipeline.links.packet_codec import Facts
+from anabranch.pipeline.links.packet_codec import Facts, InputKind
 from anabranch.pipeline.local_ranks import LocalEngine
-from anabranch.pipeline.microbatch import count_batch_rows, gather, microbatch_sizes, scatter
-from anabranch.pipeline.pipe_call import Inputs, PipeCall, Turn, TurnEngine, deliver, open_portal
+from anabranch.pipeline.microbatch import count_batch_rows, gather, has_rows, microbatch_sizes, open_whole, scatter
+from anabranch.pipeline.parts.kinds import learn, prepare
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, join_parts
+from anabranch.pipeline.parts.split import Source, SplitModel
+from anabranch.pipeline.pipe_call import Inputs, PipeCall, SharedInput, Tie, Turn, TurnEngine, deliver, open_portal
 from anabranch.pipeline.ranks import RankEngine
 from anabranch.pipeline.schedule.orders import SCHEDULES, default_ranks, make_schedule
 from anabranch.pipeline.schedule.schedule import Lowered, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
-from anabranch.pipeline.stage.partition import Layer, Route, flatten_layers, route_skips, shared_skips, split_layers
+from anabranch.pipeline.stage.partition import (
+    Layer,
+    Route,
+    flatten_layers,
+    keywords_of,
+    route_skips,
+    shared_skips,
+    split_layers,
+)
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import OUTSIDE, Head, Plan, Stage, StageRun
-from anabranch.tensors import Structure, map_structure
+from anabranch.tensors import Structure, flatten, map_structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["Checkpoint", "Loss", "Pipe", "Reduction", "Shared", "StepResult"]
@@ -46,6 +56,14 @@ Checkpoint: TypeAlias = Literal["except_last", "always", "never"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 """Reduction of the loss over the rows of a batch."""
+
+_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "process_group", "seed", "submodules"})
+"""Attributes of a pipe, whatever the names in its module."""
+
+_NOT_GIVEN: Structure = object()
+
+_FIRST_INPUT = -2
+"""The number of the first keyword input whose gradient ranks share; others are below it. Parameters count from 0."""
 
 Loss: TypeAlias = Callable[[Structure, Structure], Tensor]
 """A function from output and target to one number."""
@@ -62,12 +80,15 @@ class StepResult:
 
     loss: Tensor | None
     _outputs: list[Structure]
+    _finish: Callable[[Structure], Structure] | None
 
     @property
     def output(self) -> Structure:
         if not self._outputs:
             return None
-        self._outputs = [gather(self._outputs)]
+        if self._finish is not None:
+            self._outputs = [self._finish(gather(self._outputs))]
+            self._finish = None
         return self._outputs[0]
 
 
@@ -155,7 +176,7 @@ class Pipe(nn.Module):
         super().__init__()
         _check_choices(chunks, checkpoint)
         layers = flatten_layers(module)
-        verify_skippables(module)
+        verify_skippables(nn.ModuleList(module.parts()) if isinstance(module, PartedModel) else module)
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
@@ -170,6 +191,8 @@ class Pipe(nn.Module):
         self._ranks: int = 1 if process_group is None else dist.get_world_size(process_group)
         self._here = [j for j in range(len(split)) if process_group is None or rank_of[j] == self._rank]
         self._stages = _place(split, rank_of, devices, self._here)
+        self.__dict__["_source"] = module.source if isinstance(module, SplitModel) else None
+        self.__dict__["_parted"] = module if isinstance(module, PartedModel) else None
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self.chunks = chunks
@@ -183,7 +206,7 @@ class Pipe(nn.Module):
         self._first_names: dict[Tensor, str] = {parameter: first_names[parameter] for parameter in self.parameters()}
         self.calls = 0
         self._anchor = None if process_group is None else torch.empty(0, requires_grad=True)
-        self._ties: list[tuple[nn.Parameter, list[int]]] = []
+        self._ties: list[Tie] = []
         self._engine: TurnEngine
         if process_group is None:
             self._engine = LocalEngine(rank_of, timeout)
@@ -191,6 +214,13 @@ class Pipe(nn.Module):
             likeness = _likeness(split, self._schedules)
             self._engine = ranks = RankEngine(process_group, rank_of, timeout, heartbeat, shared_memory, likeness)
             self._ties = _find_ties(split, rank_of, ranks)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Past nn.Module's, which would take these for a child or tensor of the module that has such a name.
+        if name in _SETTINGS:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)  # type: ignore[arg-type]
 
     def _adopt(self, module: nn.Module) -> None:
         # The children are the module's own, under the same names, so that names do not mention the pipe. Set past
@@ -204,68 +234,143 @@ class Pipe(nn.Module):
         """The layers of this process: all of them, or those of this rank's stages under their own names."""
         return self.__dict__["_module"]  # type: ignore[no-any-return]
 
+    def __len__(self) -> int:
+        """Return the number of layers of this process: of all of them, or of those of this rank's stages."""
+        return len(self._layers_here())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return a layer of this process; the layers inside nested ``nn.Sequential`` count, as in ``balance``.
+
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), [1, 2])
+        >>> pipe[-1], len(pipe), pipe.balance
+        (Linear(in_features=4, out_features=2, bias=True), 3, [1, 2])
+
+        Raises:
+            IndexError: there are fewer layers here.
+        """
+        return self._layers_here()[index].module
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Return the layers of this process, in the order they run."""
+        return (layer.module for layer in self._layers_here())
+
+    def _layers_here(self) -> list[Layer]:
+        return [layer for j in self._here for layer in self._stages[j].layers]
+
+    @property
+    def balance(self) -> list[int]:
+        """The number of layers in each stage, on all ranks."""
+        return [len(stage.layers) for stage in self._stages]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage of this process."""
+        return [self._stages[j].device for j in self._here]
+
     @property
     def output_rank(self) -> int:
         """The rank, in the process group, of the last stage; 0 in one process."""
         return 0 if self._ranks == 1 else self._schedules.rank_of[-1]
 
-    def forward(self, x: Structure, **inputs: Structure) -> Structure:
-        """Return the module's output for ``x``, differentiable; its backward runs the schedule's backward half.
+    def forward(self, *args: Structure, **inputs: Structure) -> Structure:
+        """Return the module's output, differentiable; its backward runs the schedule's backward half.
+
+        >>> class Scale(nn.Module):
+        ...     def forward(self, x, factor=None):
+        ...         return x * factor
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 3, 4), Scale()), [1, 1], chunks=2)
+        >>> pipe(torch.ones(6, 2), torch.ones(6, 3), factor=2.0).shape
+        torch.Size([6, 4])
 
         Args:
-            x: tensors in any nesting that agree in rows (dim 0).
-            inputs: keyword inputs, each for all layers whose ``forward`` has a parameter of that name; cut into
-                microbatches like ``x``.
+            args: positional inputs of the first layer: tensors in any nesting, cut into microbatches along their rows
+                (dim 0), on which they agree. Numbers, strings, ``None``, tensors of no dimensions and what ``NoChunk``
+                wraps go to every microbatch. Read on the first stage's rank.
+            inputs: keyword inputs, each for all layers whose ``forward`` has a parameter of that name; cut like
+                ``args``. Across ranks every rank passes those that its layers take, the first one all of them.
 
         Raises:
-            ValueError: tensors that disagree in rows, or a keyword that no layer takes.
+            TypeError: a keyword that no layer takes.
+            ValueError: tensors that disagree in rows, or none to cut.
             BaseException: any exception of a stage, with a note of stage, microbatch and phase.
         """
-        with self._engine.turn("forward", self.calls) as turn:
-            call = self._call(turn, x, inputs, head=None)
+        with self._turn("forward") as turn:
+            call = self._call(turn, args, inputs, head=None)
             if call.differentiable:
-                return open_portal(call, turn)
-            output, _ = call.forward(turn)
-            if self._everywhere:
-                return turn.spread(output, self.output_rank)
-            return output if call.has_output else torch.empty(0)
+                output = open_portal(call, turn)
+            else:
+                output, _ = call.forward(turn)
+                if self._everywhere:
+                    return self._finish(turn.spread(output, self.output_rank))
+            return self._finish(output) if call.has_output else output if call.differentiable else torch.empty(0)
+
+    def _finish(self, output: Structure) -> Structure:
+        """Return the model's output, from what the last stage returned."""
+        return output if self._source is None else self._source.output(output)
+
+    @property
+    def _source(self) -> Source | None:
+        return self.__dict__["_source"]  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the mode of the layers, and of a model that was split into them, whose code asks for it."""
+        if self.__dict__["_parted"] is not None:
+            self.__dict__["_parted"].train(mode)
+        super().train(mode)
+        return self
 
     def step(
         self,
-        x: Structure,
-        target: Structure = None,
-        *,
+        *args: Structure,
+        target: Structure = _NOT_GIVEN,
         loss: Loss,
         reduction: Reduction = "mean",
         **inputs: Structure,
     ) -> StepResult:
         """One scheduled forward and backward; gradients accumulate as by ``loss(...).backward()``.
 
+        >>> pipe = Pipe(nn.Sequential(nn.Bilinear(2, 3, 1), nn.Tanh()), [1, 1], chunks=2)
+        >>> x, y, target = torch.ones(6, 2), torch.ones(6, 3), torch.ones(6, 1)
+        >>> pipe.step(x, y, target, loss=nn.functional.mse_loss).output.shape
+        torch.Size([6, 1])
+
         Args:
-            x: as for calling the pipe.
-            target: the loss's argument beside the output, cut into microbatches along its rows.
+            args: positional inputs, as for calling the pipe, and if there are several the target last, unless
+                ``target=`` names it.
+            target: the loss's argument beside the output, cut into microbatches as inputs are; may be ``None``.
             loss: from output and target to one number. A module's parameters are trained too.
             reduction: ``"mean"`` if that number is a mean over rows (microbatches weigh by theirs), or ``"sum"``.
             inputs: keyword inputs, as for calling the pipe.
 
         Raises:
-            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of ``x``.
+            TypeError: as for calling the pipe.
+            ValueError: as for calling the pipe, or if the rows of ``target`` differ from those of the inputs.
             BaseException: any exception of a stage; no gradient has accumulated then.
         """
-        with self._engine.turn("step", self.calls) as turn:
-            call, outputs, grads = self._step(turn, x, inputs, (loss, target, reduction, True))
+        with self._turn("step") as turn:
+            args, target = _apart(args, target)
+            call, outputs, grads = self._step(turn, args, inputs, (loss, target, reduction, True))
         # Only after every rank has done its part: a step that fails on any rank leaves no gradient.
         if call.records:
             deliver(call.leaves, grads)
-        return StepResult(call.loss(), outputs)
+        return StepResult(call.loss(), outputs, self._finish)
 
     def step_together(
-        self, x: Structure, target: Structure, *, loss: Loss, reduction: Reduction, rows: int, word: object
+        self,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        target: Structure,
+        *,
+        loss: Loss,
+        reduction: Reduction,
+        rows: int,
+        word: object,
     ) -> Shared:
         """``step`` for callers that act together: every rank learns the loss, and the words of the other callers.
 
         Args:
-            x: as for ``step``.
+            args: positional inputs, as for ``step``.
+            inputs: keyword inputs, as for ``step``.
             target: as for ``step``.
             loss: as for ``step``.
             reduction: as for ``step``.
@@ -276,8 +381,8 @@ class Pipe(nn.Module):
             ValueError: as for ``step``, or ranks that disagree in rows.
             BaseException: as for ``step``.
         """
-        with self._engine.turn("step", self.calls) as turn:
-            call, _, grads = self._step(turn, x, {}, (loss, target, reduction, False), rows)
+        with self._turn("step") as turn:
+            call, _, grads = self._step(turn, args, inputs, (loss, target, reduction, False), rows)
             mine = call.loss()
             turn.say([None if mine is None else [mine.item(), dtype_name(mine.dtype)], word])
         if call.records:
@@ -288,12 +393,27 @@ class Pipe(nn.Module):
             mine = torch.tensor(number, dtype=dtype_named(dtype), device=self._stages[self._here[-1]].device)
         return Shared(mine, rows, [said[1] for _, said in heard])
 
+    @contextmanager
+    def _turn(self, operation: str) -> Iterator[Turn]:
+        """Take a turn that runs the layers forward."""
+        with self._engine.turn(operation, self.calls) as turn:
+            try:
+                yield turn
+            finally:
+                if self._source is not None:
+                    self._source.pinned = {}
+
     def _step(
-        self, turn: Turn, x: Structure, inputs: Mapping[str, Structure], head: _HeadParts, rows: int | None = None
+        self,
+        turn: Turn,
+        args: tuple[Structure, ...],
+        inputs: Mapping[str, Structure],
+        head: _HeadParts,
+        rows: int | None = None,
     ) -> tuple[PipeCall, list[Structure], list[Tensor | None]]:
         if head[2] not in ("mean", "sum"):
             raise ValueError(f"reduction is 'mean' or 'sum', got {head[2]!r}")
-        call = self._call(turn, x, inputs, head=head, expected_rows=rows)
+        call = self._call(turn, args, inputs, head=head, expected_rows=rows)
         if call.records:
             return call, *call.step(turn)
         return call, call.outputs(turn), []
@@ -310,22 +430,25 @@ class Pipe(nn.Module):
     def _call(
         self,
         turn: Turn,
-        x: Structure,
+        args: tuple[Structure, ...],
         inputs: Mapping[str, Structure],
         head: _HeadParts | None,
         expected_rows: int | None = None,
     ) -> PipeCall:
         _check_choices(self.chunks, self.checkpoint)
         modes = ThreadModes.take()
-        facts = turn.agree(lambda: self._facts(x, inputs, modes))
+        facts = turn.agree(lambda: self._facts(args, inputs, modes))
         self.calls = facts.step + 1
+        if self._source is not None and 0 not in self._here:
+            learn(self._source, facts.kinds)
         rows, m = sum(facts.sizes), len(facts.sizes)
         if expected_rows not in (None, rows):
             raise ValueError(
                 f"the first stage's batch has {rows} rows, this rank's {expected_rows}; the ranks of a pipeline take "
                 "the same batch"
             )
-        self._check_inputs(facts, inputs, rows)
+        args = args if 0 in self._here else ()
+        self._check_inputs(facts, args, inputs, rows)
         recompute = _recomputed(self.checkpoint, len(self._stages), m)
         plan = Plan(modes, facts.seed, facts.step, m, recompute, self._schedules.splits_backward)
         if plan.records != facts.records:
@@ -333,10 +456,10 @@ class Pipe(nn.Module):
         last = len(self._stages) - 1
         runs = {}
         for stage in (self._stages[j] for j in self._here):
-            at_end = _make_head(head, facts.sizes, rows, stage) if head and stage.index == last else None
-            runs[stage.index] = StageRun(_with_keywords(stage, inputs), plan, at_end)
+            at_end = _make_head(head, facts.sizes, rows, stage, self._finish) if head and stage.index == last else None
+            runs[stage.index] = StageRun(_with_keywords(stage, inputs, len(args)), plan, at_end)
         lowered = self._lowered(m, recompute if plan.records else frozenset())
-        given = Inputs(x if 0 in self._here else None, inputs, facts.sizes)
+        given = Inputs(args, inputs, facts.sizes)
         return PipeCall(
             self._engine,
             runs,
@@ -345,28 +468,69 @@ class Pipe(nn.Module):
             given,
             plan.records,
             ties=self._ties,
+            shared=self._shared_inputs(facts, given),
             anchor=self._anchor,
         )
 
-    def _facts(self, x: Structure, inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
-        sizes = microbatch_sizes(count_batch_rows(x, "the batch"), operator.index(self.chunks))
-        return Facts(self.calls, self.seed % 2**64, sizes, modes.grad and not modes.inference, sorted(inputs))
+    def _shared_inputs(self, facts: Facts, given: Inputs) -> list[SharedInput]:
+        """Return the keyword inputs here whose gradient comes from several ranks, numbered alike on all of them."""
+        found: list[SharedInput] = []
+        number = _FIRST_INPUT
+        for name in sorted(facts.keywords):
+            needs_grad = facts.trained.get(name, [])
+            ranks = {self._schedules.rank_of[0], *map(self._schedules.rank_of.__getitem__, self._stages_taking(name))}
+            places = given.places_of(name) if facts.records and len(ranks) > 1 and self._rank in ranks else []
+            if any(place is not None for place in places) or any(needs_grad and places):
+                if [place is not None for place in places] != needs_grad:
+                    raise ValueError(
+                        f"the keyword input {name!r} requires gradients elsewhere than on the first stage's rank; pass "
+                        "the same on every rank whose layers take it"
+                    )
+                found += [(number - i, place, sorted(ranks)) for i, place in enumerate(places) if place is not None]
+            number -= len(needs_grad)
+        return found
 
-    def _check_inputs(self, facts: Facts, inputs: Mapping[str, Structure], rows: int) -> None:
-        taken = {layer.name: _keywords_of(layer.module, {*facts.keywords, *inputs}) for layer in self._layers()}
+    def _stages_taking(self, name: str) -> list[int]:
+        counts = [0, *[1] * sum(self.balance)]
+        layers = [(stage.index, layer) for stage in self._stages for layer in stage.layers]
+        return [j for n, (j, layer) in zip(counts, layers, strict=False) if keywords_of(layer, [name], n)]
+
+    def _facts(self, args: tuple[Structure, ...], inputs: Mapping[str, Structure], modes: ThreadModes) -> Facts:
+        sizes = microbatch_sizes(_batch_rows(args, inputs), operator.index(self.chunks))
+        records = modes.grad and not modes.inference
+        kinds: list[InputKind] = []
+        if self._source is not None:
+            taken = keywords_of(self._stages[0].layers[0], inputs, len(args))
+            named = {name: inputs[name] for name in taken}
+            kinds = prepare(self._source, args, named, sizes, records=records, tells=self.process_group is not None)
+        needs_grad = {
+            name: [
+                isinstance(leaf, Tensor) and leaf.requires_grad and records for leaf in flatten(open_whole(value)[0])[0]
+            ]
+            for name, value in inputs.items()
+        }
+        trained = {name: needs for name, needs in needs_grad.items() if any(needs)}
+        return Facts(self.calls, self.seed % 2**64, sizes, records, sorted(inputs), kinds, trained)
+
+    def _check_inputs(
+        self, facts: Facts, args: tuple[Structure, ...], inputs: Mapping[str, Structure], rows: int
+    ) -> None:
+        names = {*facts.keywords, *inputs}
+        layers = [layer for stage in self._stages for layer in stage.layers]
+        taken = {layer.name: keywords_of(layer, names, 1 if i else len(args)) for i, layer in enumerate(layers)}
         for name in inputs:
             if not any(name in names for names in taken.values()):
-                raise ValueError(
-                    f"no layer's forward has a parameter named {name!r}; layers take keyword inputs by name"
+                raise TypeError(
+                    f"no layer's forward has a parameter named {name!r} to pass it by name; the first layer, "
+                    f"{type(layers[0].module).__name__}, got {len(args)} inputs by position"
                 )
             _check_rows(inputs[name], rows, f"the keyword input {name!r}")
+            if name not in facts.keywords:
+                raise ValueError(f"the keyword input {name!r} is missing on the first stage's rank: pass it there too")
         for layer in (layer for j in self._here for layer in self._stages[j].layers):
             for name in taken[layer.name]:
                 if name not in inputs:
                     raise ValueError(f"layer {layer.name!r} takes the keyword input {name!r}: pass it on its rank too")
-
-    def _layers(self) -> list[Layer]:
-        return [layer for stage in self._stages for layer in stage.layers]
 
     def _lowered(self, m: int, recompute: frozenset[tuple[int, int]]) -> Lowered:
         skips = [(stage.index, target) for stage in self._stages for target in stage.targets if target != OUTSIDE]
@@ -391,7 +555,7 @@ class Pipe(nn.Module):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all stages' gradients, as of one vector, the same on every rank; every rank calls it."""
         with self._engine.turn("clip_grad_norm", self.calls) as turn:
-            elsewhere = {id(parameter) for parameter, ranks in self._ties if ranks[0] != self._rank}
+            elsewhere = {id(parameter) for _, parameter, ranks in self._ties if ranks[0] != self._rank}
             here = [p for p in self.parameters() if p.grad is not None]
             values = {p: _values_of_gradient(p) for p in here}
             counted = [values[p] for p in here if id(p) not in elsewhere]
@@ -412,7 +576,7 @@ class Pipe(nn.Module):
         if self.process_group is None:
             return
         with self._engine.turn("align_ties", self.calls) as turn:
-            for index, (parameter, ranks) in enumerate(self._ties):
+            for index, parameter, ranks in self._ties:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
@@ -603,10 +767,13 @@ def _likeness(split: Sequence[Sequence[Layer]], schedules: _Schedules) -> str:
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.given}"
 
 
-def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential:
+def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Module:
     """Return the layers of ``stages`` in nested ``nn.Sequential`` like those they come from, so that names stay."""
+    layers = [layer for layers in stages for layer in layers]
+    if isinstance(module, PartedModel):
+        return join_parts([cast(ModelPart, layer.module) for layer in layers])
     root = nn.Sequential().train(module.training)
-    for layer in (layer for layers in stages for layer in layers):
+    for layer in layers:
         *path, name = layer.name.split(".")
         parent: nn.Module = root
         for step in path:
@@ -617,10 +784,10 @@ def _part(module: nn.Module, stages: Sequence[Sequence[Layer]]) -> nn.Sequential
     return root
 
 
-def _find_ties(
-    split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine
-) -> list[tuple[nn.Parameter, list[int]]]:
-    """Return the parameters that this rank and others use, with those ranks; all get the first one's values."""
+def _find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], engine: RankEngine) -> list[Tie]:
+    """Return the parameters that this rank and others use, with a number of each, the same on all ranks, and those
+    ranks; all get the first one's values.
+    """
     ranks: dict[nn.Parameter, set[int]] = {}
     for j, layers in enumerate(split):
         for layer in layers:
@@ -632,7 +799,11 @@ def _find_ties(
         dist.broadcast(values, group=engine.group, group_src=users[0])
         if engine.rank in users:
             parameter.data.copy_(values)
-    return [(parameter, users) for parameter, users in tied if engine.rank in users and parameter.requires_grad]
+    return [
+        (index, parameter, users)
+        for index, (parameter, users) in enumerate(tied)
+        if engine.rank in users and parameter.requires_grad
+    ]
 
 
 def _place(
@@ -690,8 +861,9 @@ def _recomputed(checkpoint: Checkpoint, n: int, m: int) -> frozenset[tuple[int, 
     return frozenset((j, i) for j in range(n) for i in range(last))
 
 
-def _with_keywords(stage: Stage, inputs: Iterable[str]) -> Stage:
-    keywords = {layer.name: _keywords_of(layer.module, inputs) for layer in stage.layers} if inputs else {}
+def _with_keywords(stage: Stage, inputs: Iterable[str], args: int) -> Stage:
+    counts = [args if stage.index == 0 else 1, *[1] * len(stage.layers)]
+    keywords = {layer.name: keywords_of(layer, inputs, n) for layer, n in zip(stage.layers, counts, strict=False)}
     names = dict.fromkeys(name for taken in keywords.values() for name in taken)
     if not names:
         return stage
@@ -699,21 +871,38 @@ def _with_keywords(stage: Stage, inputs: Iterable[str]) -> Stage:
     return dataclasses.replace(stage, sources={**stage.sources, OUTSIDE: outside}, keywords=keywords)
 
 
-def _keywords_of(module: nn.Module, inputs: Iterable[str]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(module.forward).parameters)[1:]
-    return tuple(name for name in inputs if name in parameters)
+def _batch_rows(args: tuple[Structure, ...], inputs: Mapping[str, Structure]) -> int:
+    """Return the rows of the batch; keyword inputs are held against those of the positional ones later."""
+    if has_rows(args) or not any(map(has_rows, inputs.values())):
+        return count_batch_rows(args[0] if len(args) == 1 else args or dict(inputs), "the batch")
+    return next(count_batch_rows(x, f"the keyword input {name!r}") for name, x in inputs.items() if has_rows(x))
+
+
+def _apart(args: tuple[Structure, ...], target: Structure) -> tuple[tuple[Structure, ...], Structure]:
+    """Return the positional inputs of a step and its target."""
+    if target is not _NOT_GIVEN:
+        return args, target
+    if len(args) > 1:
+        return args[:-1], args[-1]
+    return args, None
 
 
 def _check_rows(value: Structure, rows: int, what: str) -> None:
+    if not has_rows(value):
+        return
     found = count_batch_rows(value, what)
     if found != rows:
         raise ValueError(f"{what} has {found} rows, the batch {rows}; they are cut into the same microbatches")
 
 
-def _make_head(parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage) -> Head:
+def _make_head(
+    parts: _HeadParts, sizes: Sequence[int], rows: int, stage: Stage, finish: Callable[[Structure], Structure]
+) -> Head:
     loss, target, reduction, keeps_output = parts
-    if target is not None:
-        _check_rows(target, rows, "the target")
-    on_device = map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, target)
+    _check_rows(target, rows, "the target")
+    on_device = [
+        map_structure(lambda leaf: leaf.to(stage.device) if isinstance(leaf, Tensor) else leaf, part)
+        for part in scatter(target, sizes)
+    ]
     weights = [size / rows if reduction == "mean" and rows else 1.0 for size in sizes]
-    return Head(loss, scatter(on_device, sizes), weights, keeps_output)
+    return Head(loss, on_device, weights, keeps_output, finish)

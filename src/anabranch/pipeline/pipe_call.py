@@ -12,9 +12,10 @@ so that hooks, accumulation and graphs before ``x`` see what they would see of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,25 +23,46 @@ from torch import Tensor
 from anabranch.pipeline.description import Observed
 from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.links.packet_codec import Facts
-from anabranch.pipeline.microbatch import gather
+from anabranch.pipeline.microbatch import gather, open_whole
 from anabranch.pipeline.schedule.actions import Action, Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
 from anabranch.tensors import Structure, flatten, unflatten
 
-__all__ = ["Inputs", "Outcome", "PipeCall", "Turn", "TurnEngine", "deliver", "open_portal"]
+__all__ = ["Inputs", "Outcome", "PipeCall", "SharedInput", "Tie", "Turn", "TurnEngine", "deliver", "open_portal"]
+
+
+Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
+"""A parameter whose gradient comes from several ranks: a number, the same on all of them, itself, and those ranks."""
+
+SharedInput: TypeAlias = tuple[int, int, Sequence[int]]
+"""An input whose gradient does: its number, its place among the inputs that require grad, and those ranks."""
 
 
 class Inputs:
-    """The caller's inputs: the batch for the first stage and keyword inputs, cut into microbatches."""
+    """The caller's inputs: the positional ones for the first layer and keyword inputs, cut into microbatches."""
 
-    def __init__(self, value: Structure, keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
+    def __init__(self, value: tuple[Structure, ...], keywords: Mapping[str, Structure], sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
-        self._given: dict[str | None, Structure] = {None: value}
-        self._given.update(keywords)
-        self._packets = {name: _cut_up(structure, sizes) for name, structure in self._given.items()}
-        leaves = (leaf for structure in self._given.values() for leaf in flatten(structure)[0])
-        self.leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        opened: dict[str | None, tuple[Structure, list[bool]]] = {None: open_whole(value)}
+        opened.update((name, open_whole(structure)) for name, structure in keywords.items())
+        self._given: dict[str | None, list[tuple[object, bool]]] = {
+            name: list(zip(flatten(structure)[0], whole, strict=True)) for name, (structure, whole) in opened.items()
+        }
+        self._packets = {name: _cut_up(structure, whole, sizes) for name, (structure, whole) in opened.items()}
+        self.leaves = [
+            leaf for given in self._given.values() for leaf, _ in given
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]  # fmt: skip
+
+    def places_of(self, name: str) -> list[int | None]:
+        """Return for each leaf of a keyword input its place in ``leaves``; ``None`` if it requires no gradient."""
+        counter = itertools.count()
+        places = {
+            key: [next(counter) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf, _ in given]
+            for key, given in self._given.items()
+        }
+        return places.get(name, [])
 
     def messages(self, routes: Sequence[str | None]) -> list[list[Packet]]:
         """For each microbatch the packets of ``routes``."""
@@ -51,22 +73,20 @@ class Inputs:
         route.
         """
         found = []
-        for name, structure in self._given.items():
-            for index, leaf in enumerate(flatten(structure)[0]):
+        for name, given in self._given.items():
+            for index, (leaf, whole) in enumerate(given):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     by_stage = [
                         [by_route[i][name][index] for i in range(len(self.sizes))]
                         for _, by_route in sorted(answers.items())
                         if name in by_route[0]
                     ]
-                    found.append(_sum([self._join(leaf, pieces) for pieces in by_stage]))
+                    found.append(_sum([_sum(pieces) if whole else self._join(leaf, pieces) for pieces in by_stage]))
         return found
 
     def _join(self, leaf: Tensor, pieces: Sequence[Tensor | None]) -> Tensor | None:
         if all(piece is None for piece in pieces):
             return None
-        if leaf.ndim == 0:
-            return _sum(pieces)
         whole = [
             leaf.new_zeros(size, *leaf.shape[1:]) if piece is None else piece.to(leaf.device)
             for size, piece in zip(self.sizes, pieces, strict=True)
@@ -74,14 +94,14 @@ class Inputs:
         return torch.cat(whole)
 
 
-def _cut_up(structure: Structure, sizes: Sequence[int]) -> list[Packet]:
+def _cut_up(structure: Structure, whole: Sequence[bool], sizes: Sequence[int]) -> list[Packet]:
     leaves, treedef = flatten(structure)
     needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     rows = [
         torch.split(leaf.detach(), list(sizes))
-        if isinstance(leaf, Tensor) and leaf.ndim
+        if isinstance(leaf, Tensor) and not is_whole
         else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * len(sizes)
-        for leaf in leaves
+        for leaf, is_whole in zip(leaves, whole, strict=True)
     ]
     return [Packet(treedef, [row[i] for row in rows], needs_grad) for i in range(len(sizes))]
 
@@ -161,7 +181,8 @@ class PipeCall:
         step: the call's number.
         inputs: the caller's; only those parts that these stages take are used.
         records: true if a backward may follow.
-        ties: parameters that other ranks train too, and the ranks that do.
+        ties: parameters that other ranks train too.
+        shared: inputs that other ranks have too.
         anchor: a leaf that makes the call differentiable on a rank without inputs or parameters that require grad.
     """
 
@@ -174,7 +195,8 @@ class PipeCall:
         inputs: Inputs,
         records: bool,
         *,
-        ties: Sequence[tuple[Tensor, Sequence[int]]] = (),
+        ties: Sequence[Tie] = (),
+        shared: Sequence[SharedInput] = (),
         anchor: Tensor | None = None,
     ) -> None:
         self._engine = engine
@@ -184,6 +206,7 @@ class PipeCall:
         self.inputs = inputs
         self.records = records
         self._ties = ties
+        self._shared = shared
         self._anchor = [] if anchor is None else [anchor]
         trained = (slot for _, run in sorted(runs.items()) for slot in run.parameters())
         self._parameters = list({id(parameter): parameter for parameter in trained}.values())
@@ -278,12 +301,15 @@ class PipeCall:
             for parameter, grad in run.take_gradients():
                 gathered.setdefault(id(parameter), []).append(grad)
         grads = {key: _sum(parts) for key, parts in gathered.items()}
-        for index, (parameter, ranks) in enumerate(self._ties):
-            grads[id(parameter)] = _sum(turn.share(index, grads.get(id(parameter)), ranks))
+        of_inputs = self.inputs.gradients(answers)
+        for number, place, ranks in self._shared:
+            of_inputs[place] = _sum(turn.share(number, of_inputs[place], ranks))
+        for number, parameter, ranks in self._ties:
+            grads[id(parameter)] = _sum(turn.share(number, grads.get(id(parameter)), ranks))
         # A tied parameter lies on one of its stages' devices.
         found = [(parameter, grads.get(id(parameter))) for parameter in self._parameters]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in found]
-        return [*self.inputs.gradients(answers), *on_device, *(None for _ in self._anchor)]
+        return [*of_inputs, *on_device, *(None for _ in self._anchor)]
 
 
 _FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})

@@ -17,9 +17,21 @@ from anabranch.pipeline.links.exchange import Message
 from anabranch.pipeline.schedule.actions import Kind
 from anabranch.pipeline.stage.packet import Gradients, Packet
 from anabranch.tensors import Structure, flatten
-from anabranch.tensors.dtypes import dtype_name
+from anabranch.tensors.dtypes import dtype_name, dtype_named
 
-__all__ = ["Facts", "Fault", "Header", "bytes_of", "decode_header", "encode_header", "pack", "unpack"]
+__all__ = [
+    "Facts",
+    "Fault",
+    "Header",
+    "InputKind",
+    "bytes_of",
+    "decode_header",
+    "describe",
+    "described",
+    "encode_header",
+    "pack",
+    "unpack",
+]
 
 HEADER_BYTES = 1024
 """Size of every header; a longer one goes on in a second message, whose size it gives."""
@@ -27,14 +39,24 @@ HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
+InputKind: TypeAlias = tuple[str, object, list[tuple[str, list[int]]], list[bool]]
+"""A key, and what ``describe`` gives of inputs."""
+
+
 class Facts(msgspec.Struct, array_like=True, frozen=True):
-    """Facts of a call that all ranks must know before they start, sent by the first stage's rank."""
+    """Facts of a call that all ranks must know before they start, sent by the first stage's rank.
+
+    ``kinds`` are of the microbatches of a model that was split; ``trained`` tells which leaves of which keyword inputs
+    require gradients.
+    """
 
     step: int
     seed: int
     sizes: list[int]
     records: bool
     keywords: list[str]
+    kinds: list[InputKind] = []
+    trained: dict[str, list[bool]] = {}
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
@@ -107,6 +129,27 @@ def pack(message: Message) -> tuple[_Spec, list[tuple[str, list[int]]], list[Ten
     ]
     described = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
     return specs, described, bytes_of(tensors)
+
+
+def describe(value: Structure) -> tuple[_Spec, list[tuple[str, list[int]]], list[bool]]:
+    """Return plain values that tell of ``value`` all but what its tensors hold.
+
+    Raises:
+        TypeError: a value that is meaningless outside this process; names its type.
+    """
+    tensors: list[Tensor] = []
+    spec = _encode(value, tensors)
+    shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+    return spec, shapes, [tensor.requires_grad for tensor in tensors]
+
+
+def described(spec: _Spec, shapes: Sequence[tuple[str, list[int]]], needs_grad: Sequence[bool]) -> Structure:
+    """Return the value that ``describe`` told of, its tensors without memory."""
+    tensors = [
+        torch.empty(shape, dtype=dtype_named(dtype), device="meta", requires_grad=needs)
+        for (dtype, shape), needs in zip(shapes, needs_grad, strict=True)
+    ]
+    return _decode(spec, tensors)
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:

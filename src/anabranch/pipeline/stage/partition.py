@@ -14,9 +14,11 @@ from itertools import accumulate
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel
+from anabranch.pipeline.stage.keywords import taken_by
 from anabranch.pipeline.stage.skips import SkipName, declaration_of
 
-__all__ = ["Layer", "Route", "Routes", "flatten_layers", "route_skips", "shared_skips", "split_layers"]
+__all__ = ["Layer", "Route", "Routes", "flatten_layers", "keywords_of", "route_skips", "shared_skips", "split_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,16 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
         TypeError: ``module`` is not a ``nn.Sequential``, or overrides its ``forward``.
         ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
     """
-    if not isinstance(module, nn.Sequential) or not _is_plain(module):
+    if isinstance(module, PartedModel):
+        layers = [Layer(part.name, part) for part in module.parts()]
+    elif isinstance(module, nn.Sequential) and _is_plain(module):
+        layers = list(_open(module, ""))
+    else:
         raise TypeError(
             f"a pipeline splits a nn.Sequential, got {type(module).__name__}; make its layers the children of a "
-            "nn.Sequential with neither a forward nor hooks of its own (long skips by stash and pop)"
+            "nn.Sequential with neither a forward nor hooks of its own (long skips by stash and pop), or cut it with "
+            "anabranch.pipeline.split"
         )
-    layers = list(_open(module, ""))
     if not layers:
         raise ValueError("the nn.Sequential is empty; there is nothing to split")
     _refuse_duplicates(layers)
@@ -107,17 +113,28 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
         raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")
     children = [name for name, _ in module.named_children()]
     units = [[layer] for layer in layers]
-    if sum(balance) != len(layers) and sum(balance) == len(children):
+    if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, PartedModel):
         units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
     if sum(balance) != len(units):
-        inside = f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
-        raise ValueError(
-            f"balance={balance!r} sums to {sum(balance)}, but the module has {len(children)} children{inside}"
+        inside = f"{len(children)} children" + (
+            f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
         )
+        has = f"{len(layers)} parts" if isinstance(module, PartedModel) else inside
+        raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has}")
     ends = list(accumulate(balance))
     return [
         [layer for unit in units[end - size : end] for layer in unit] for end, size in zip(ends, balance, strict=True)
     ]
+
+
+def keywords_of(layer: Layer, given: Iterable[str], positional: int) -> tuple[str, ...]:
+    """Return those of the ``given`` keyword inputs that the layer's ``forward`` has a parameter for.
+
+    Its first ``positional`` parameters are taken: by the caller's positional inputs, or by the layer before.
+    """
+    if isinstance(layer.module, ModelPart):
+        return layer.module.takes(given, positional)
+    return taken_by(layer.module.forward, given, positional)
 
 
 Route = SkipName | str | None

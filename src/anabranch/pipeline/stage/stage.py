@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from anabranch.pipeline.stage.doubled import Watch, mark_doubled
 from anabranch.pipeline.stage.packet import Gradients, Packet, cut, enter
 from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
+from anabranch.pipeline.stage.recomputing import recomputing
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
 from anabranch.tensors import Structure
@@ -81,12 +83,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets."""
+    """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
+
+    ``finish`` makes the model's output of what the last layer returned.
+    """
 
     loss: Callable[[Structure, Structure], Structure]
     targets: Sequence[Structure]
     weights: Sequence[float]
     keeps_outputs: bool
+    finish: Callable[[Structure], Structure] = lambda output: output
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,7 @@ class StageRun:
             )
         # Copied once more: another backward, with retain_graph, starts from them again.
         inputs = _clone_all(here.inputs) if self.stage.habits.changes_inputs else here.inputs
-        with self._buffers.replaced(here.buffers), self._recomputing():
+        with self._buffers.replaced(here.buffers), self._recomputing(), recomputing():
             self._run(i, inputs, here)
 
     @contextmanager
@@ -212,10 +218,11 @@ class StageRun:
             stack.enter_context(using_store(store))
             watch = Watch()
             value, keywords = self._enter_all(inputs, here, store, watch)
+            positional = cast("tuple[Structure, ...]", value) if self.stage.index == 0 else (value,)
             for layer in self.stage.layers:
-                value = layer.module(
-                    value, **{name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
-                )
+                named = {name: keywords[name] for name in self.stage.keywords.get(layer.name, ())}
+                value = layer.module(*positional, **named)
+                positional = (value,)
             watch.check(self.stage.index)
             if self.head is not None:
                 loss = self._loss(value, i)
@@ -263,7 +270,7 @@ class StageRun:
 
     def _loss(self, output: Structure, i: int) -> Tensor:
         assert self.head is not None
-        loss = self.head.loss(output, self.head.targets[i])
+        loss = self.head.loss(self.head.finish(output), self.head.targets[i])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number a microbatch, got {shape}; end it with .mean() or .sum()")

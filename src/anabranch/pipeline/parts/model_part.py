@@ -1,0 +1,146 @@
+"""A part of a model as a layer, and a model in parts as a ``nn.Sequential`` of them.
+
+A part has a tree of its own, under the model's names: the model's own modules, and empty ones that hold what the code
+around these reads. The sequence has the model's tree, so whoever walks it sees the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import cast
+
+from torch import nn
+
+from anabranch.pipeline.parts.program import Held
+from anabranch.pipeline.stage.skips import declaration_of
+
+__all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]
+
+
+class ModelPart(nn.Module):
+    """Some modules of a model, as one layer."""
+
+    @property
+    def name(self) -> str:
+        """Its name as a layer."""
+        raise NotImplementedError
+
+    @property
+    def holders(self) -> dict[str, nn.Module]:
+        """The modules made for this tree, by the names that they stand for."""
+        return self.__dict__["_holders"]  # type: ignore[no-any-return]
+
+    def gather(self) -> None:
+        """Take up the modules and tensors that the model has now under this part's names."""
+        raise NotImplementedError
+
+    def take_up(
+        self, model: nn.Module, units: Iterable[str], held: Iterable[Held], shared: Collection[str] = ()
+    ) -> None:
+        """Make the tree of these modules and tensors; other parts hold tensors of the modules in ``shared`` too."""
+        self._modules.clear()
+        self.__dict__["_holders"] = holders = cast("dict[str, nn.Module]", {"": self})
+        self.__dict__["_parameters"], self.__dict__["_buffers"] = {}, {}
+        for unit in units:
+            path, _, name = unit.rpartition(".")
+            _container(holders, path)._modules[name] = model.get_submodule(unit)
+        for tensor in held:
+            module = model.get_submodule(tensor.module)
+            container = _container(holders, tensor.module)
+            for kind in ("_parameters", "_buffers"):
+                if tensor.module not in shared:
+                    # The module's own: what moves or replaces a tensor there does so here.
+                    container.__dict__[kind] = module.__dict__[kind]
+                elif tensor.name in module.__dict__[kind]:
+                    container.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
+        self.training = model.training
+
+    def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
+        """Return those of the keyword inputs ``names`` that this layer takes."""
+        raise NotImplementedError
+
+
+class PartedModel(nn.Sequential):
+    """A model whose layers are parts, under the model's names."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[ModelPart]) -> None:
+        own = self.__dict__.copy()
+        super().__init__()
+        self.__dict__.update(own)
+        self.__dict__["model"] = model
+        self.__dict__["_parts"] = list(parts)
+        for kind in ("_modules", "_parameters", "_buffers", "training"):
+            self.__dict__[kind] = model.__dict__[kind]
+        self.parts()
+
+    model: nn.Module
+
+    def parts(self) -> list[ModelPart]:
+        """Return the parts, which hold the modules that the model has now."""
+        layers: list[ModelPart] = self.__dict__["_parts"]
+        for part in layers:
+            part.gather()
+        return layers
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the parts one after the other, keyword inputs going to those that take them."""
+        value: tuple[object, ...] = args
+        for part in self.parts():
+            taken = part.takes(kwargs, len(value))
+            value = (part(*value, **{name: kwargs[name] for name in taken}),)
+        return value[0]
+
+    def train(self, mode: bool = True) -> PartedModel:
+        """Set the mode of the model."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_parts"])
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.__dict__["_parts"])
+
+    def __getitem__(self, index: int) -> nn.Module:  # type: ignore[override]
+        layers: list[nn.Module] = self.__dict__["_parts"]
+        return layers[index]
+
+
+def _container(holders: dict[str, nn.Module], path: str) -> nn.Module:
+    """Return the module under ``path`` in a part's tree; an empty one is put there if there is none."""
+    if path not in holders:
+        above, _, name = path.rpartition(".")
+        holders[path] = _container(holders, above)._modules[name] = nn.Module()
+    return holders[path]
+
+
+def join_parts(parts: Sequence[ModelPart]) -> nn.Module:
+    """Return the modules and tensors of some parts in one tree, under the model's names."""
+    if len(parts) == 1:
+        return parts[0]
+    root = nn.Module().train(parts[0].training)
+    for part in parts:
+        _put_into(root, part)
+    return root
+
+
+def _put_into(into: nn.Module, container: nn.Module) -> None:
+    for name, module in container._modules.items():
+        assert module is not None
+        there = into._modules.get(name)
+        if type(module) is not nn.Module:
+            into._modules[name] = module
+            continue
+        if there is None:
+            into._modules[name] = there = nn.Module()
+        if type(there) is nn.Module:
+            _put_into(there, module)
+    into._parameters.update(container._parameters)
+    into._buffers.update(container._buffers)
+
+
+def has_state(module: nn.Module) -> bool:
+    """Return True if two stages cannot run ``module`` at once."""
+    tensors = any(child._parameters or child._buffers for child in module.modules())
+    return tensors or any(declaration_of(child) is not None for child in module.modules())

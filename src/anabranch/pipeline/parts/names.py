@@ -1,0 +1,10 @@
+"""Qualified names of modules."""
+
+from __future__ import annotations
+
+__all__ = ["lies_in"]
+
+
+def lies_in(path: str, unit: str) -> bool:
+    """Return True if the module named ``path`` is ``unit`` or inside it."""
+    return path == unit or path.startswith(f"{unit}.")

@@ -1,0 +1,395 @@
+"""``split``: a model as a ``nn.Sequential`` of parts that begin at named modules.
+
+The result holds the model's own modules in the model's own tree, so that names, state dicts, ``train`` and optimizers
+are the model's. Its layers are the parts. Each part has a tree of its own, of the modules that it calls and of the
+tensors that the code between them reads, under the same names::
+
+    model                        part "start"             part "h.1"
+    ├── embed  Embedding         ├── embed                ├── h
+    ├── h      ModuleList        └── h                    │   └── 1
+    │   ├── 0  Block                 └── 0                ├── norm
+    │   └── 1  Block                                      └── head
+    ├── norm   LayerNorm
+    └── head   Linear
+
+The code between the modules is traced when inputs of a new kind come, once, and the parts run their share of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.autodiff.thread_modes import ThreadModes
+from anabranch.errors import CaptureError
+from anabranch.pipeline.parts.glue import Glue, GluedModel
+from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, has_state
+from anabranch.pipeline.parts.names import lies_in
+from anabranch.pipeline.parts.program import Held, Program
+from anabranch.pipeline.parts.signature import Signature, key_of, signature_of, state_of
+from anabranch.pipeline.parts.tracing import Traced, Users, trace, users_by_fx
+from anabranch.pipeline.parts.trees import take_apart
+from anabranch.pipeline.stage.keywords import taken_by
+
+__all__ = ["Example", "Part", "Source", "SplitModel", "split"]
+
+Example = tuple[object, ...] | Mapping[str, object] | Tensor
+"""Inputs of a model: a tuple of positional ones, a mapping of keyword ones, or one tensor."""
+
+_MOST_PROGRAMS = 256
+
+
+def split(
+    model: nn.Module,
+    at: Sequence[str] = (),
+    *,
+    example: Example | None = None,
+    glue: Sequence[Glue] | None = None,
+) -> nn.Sequential:
+    """Return ``model`` as a ``nn.Sequential`` whose layers begin where the named modules are called.
+
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = nn.Embedding(10, 8)
+    ...         self.h = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    ...     def forward(self, ids, scale=1.0):
+    ...         x = embedded = self.embed(ids)
+    ...         for layer in self.h:
+    ...             x = torch.tanh(layer(x)) * scale
+    ...         return x + embedded
+    >>> model = Model()
+    >>> parts = split(model, at=["h.1", "h.2"])
+    >>> list(parts.state_dict()) == list(model.state_dict()), len(parts)
+    (True, 3)
+    >>> from anabranch.pipeline import Pipe
+    >>> with Pipe(parts, balance=[1, 2], chunks=2) as pipe:
+    ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=0.5)
+    >>> y.shape
+    torch.Size([4, 8])
+
+    Where the model's own code cannot be cut, give the code of each part, with the modules that it is for:
+
+    >>> def start(embed, first, ids):
+    ...     return torch.tanh(first(embed(ids)))
+    >>> def end(second, third, x, *, scale=1.0):
+    ...     return third(torch.tanh(second(x))) * scale
+    >>> parts = split(model, glue=[(["embed", "h.0"], start), (["h.1", "h.2"], end)])
+    >>> with Pipe(parts, balance=[1, 1], chunks=2) as pipe:
+    ...     y = pipe(torch.tensor([1, 2, 3, 4]), scale=2.0)
+
+    Modules that lie between two cuts run as they are: their modes, hooks, buffers and random numbers are their own.
+    The modules around a cut are opened: the code of their ``forward`` is run once on tensors without memory for each
+    kind of inputs, and again when a mode or a plain value of the model changes. All values that later parts need are
+    handed on, and gradients come back the same way.
+
+    Args:
+        model: any module. It stays usable, and shares its modules, parameters and buffers with the parts.
+        at: qualified names of submodules, in the order they run, each called once: a part begins with the call.
+        example: inputs to find out by which part calls each module: a tuple of positional ones, or a mapping of
+            keyword ones. Without it ``torch.fx`` traces the model, or a Hugging Face model's ``dummy_inputs`` serve.
+        glue: in place of ``at``, for each part the names of its modules and a function: of these modules and the
+            model's inputs for the first part, of its modules and the value of the part before for the others. Names
+            cover all parameters and buffers; the functions' keyword parameters are inputs by name.
+
+    Returns:
+        A ``nn.Sequential`` for ``Pipe``; called itself it is the model. Its names are the model's.
+
+    Raises:
+        ValueError: a name that the model lacks, that it does not call, or calls out of order or twice.
+        CaptureError: code around a cut that cannot be split: names the line and the reason. So does a call of the parts
+            with inputs that take another way through that code.
+
+    Source: ``torch.distributed.pipelining`` splits a graph by ``torch.export``, modules included.
+    """
+    if glue is not None:
+        if at or example is not None:
+            raise ValueError("glue= has the code of all parts; leave out at= and example=")
+        return GluedModel(model, glue)
+    return SplitModel(model, at, example)
+
+
+class SplitModel(PartedModel):
+    """A model in parts by its own code; see ``split``."""
+
+    def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None) -> None:
+        self.__dict__["source"] = source = Source(model, _checked(model, at), example)
+        super().__init__(model, [Part(source, index) for index in range(len(source.at) + 1)])
+
+    source: Source
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the parts one after the other."""
+        return self.source.output(super().forward(*args, **kwargs))
+
+
+def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
+    if isinstance(at, str) or not all(isinstance(name, str) for name in at):
+        raise TypeError(f"at={at!r} is no list of names of submodules; say at=['h.3', 'h.7']")
+    named = dict(model.named_modules())
+    for name in at:
+        if name not in named or not name:
+            near = [one for one in named if one.endswith(f".{name}")] or [one for one in named if one][:8]
+            raise ValueError(f"{type(model).__name__} has no submodule {name!r} to cut at; it has {near}")
+        if type(named[name]).forward is nn.Module.forward:
+            raise ValueError(
+                f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items"
+            )
+    if len(set(at)) < len(at) or not at:
+        raise ValueError(f"at={at!r} names each submodule that begins a stage once, and at least one")
+    return list(at)
+
+
+class Source:
+    """A model that was split, the parts that its modules and tensors belong to, and its programs."""
+
+    def __init__(self, model: nn.Module, at: list[str], example: Example | None) -> None:
+        self.model = model
+        self.at = at
+        self.units: list[list[str]] = [[] for _ in range(len(at) + 1)]
+        self.held: list[list[Held]] = [[] for _ in range(len(at) + 1)]
+        self._programs: OrderedDict[str, tuple[str, Program]] = OrderedDict()
+        self._by_token: dict[str, Program] = {}
+        self.pinned: dict[Signature, Program] = {}
+        self._assign(_example_of(model, example))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_programs": OrderedDict(), "_by_token": {}, "pinned": {}}
+
+    # Which part has what.
+
+    def _assign(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> None:
+        parts_of: dict[str, list[int]] = {}
+        held: dict[Held, list[int]] = {}
+        for users in self._in_both_modes(example):
+            _merge(parts_of, users.modules)
+            _merge(held, users.held)
+        for path, parts in parts_of.items():
+            if len(parts) > 1 and has_state(self.model.get_submodule(path)):
+                raise CaptureError(
+                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can lie in one; call it "
+                    "in one part, or make two modules that share their parameters"
+                )
+            self.units[parts[0]].append(path)
+        self._drop_nested()
+        for tensor, parts in held.items():
+            for part in parts:
+                if not any(lies_in(tensor.module, unit) for unit in self.units[part]):
+                    self.held[part].append(tensor)
+        self._assign_the_rest()
+
+    def _drop_nested(self) -> None:
+        """Leave out modules that lie in others of their part; refuse those that lie in one of another part."""
+        owned = {unit: p for p, units in enumerate(self.units) for unit in units}
+        for unit, part in owned.items():
+            for other, its_part in owned.items():
+                if unit != other and lies_in(unit, other) and has_state(self.model.get_submodule(unit)):
+                    if part != its_part:
+                        raise CaptureError(
+                            f"{unit!r} is called by part {part}, but {other!r}, which it lies in, by part {its_part}; "
+                            "move the cut so that both are called in one part"
+                        )
+                    self.units[part] = [one for one in self.units[part] if one != unit]
+
+    def _in_both_modes(self, example: tuple[tuple[object, ...], dict[str, object]] | None) -> Iterator[Users]:
+        flags = [(module, module.training) for module in self.model.modules()]
+        try:
+            for mode in (True, False):
+                for module, _ in flags:
+                    module.training = mode
+                if example is None:
+                    yield users_by_fx(self.model, self.at)
+                else:
+                    yield trace(self.model, self.at, signature_of(*example), "", _plain_modes(), self._device()).users
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _assign_the_rest(self) -> None:
+        """Give modules and tensors that the example did not reach to the part of what stands before them."""
+        part = 0
+        owned = {unit: p for p, units in enumerate(self.units) for unit in units}
+        taken = {tensor for tensors in self.held for tensor in tensors}
+        for path, module in self.model.named_modules():
+            above = [owned[unit] for unit in owned if lies_in(path, unit)]
+            part = above[0] if above else part
+            if above:
+                continue
+            inside = [unit for unit in owned if lies_in(unit, path)]
+            if not inside and path and has_state(module):
+                owned[path] = part
+                self.units[part].append(path)
+                continue
+            names = (*module._parameters, *module._buffers)
+            self.held[part] += [Held(path, name) for name in names if Held(path, name) not in taken]
+
+    def _device(self) -> torch.device:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    # Programs.
+
+    def state(self) -> str:
+        """Return the model's state, as it decides what its code does."""
+        return state_of(self.model, _plain_modes())
+
+    def prepare(self, signature: Signature, key: str | None = None) -> Program:
+        """Return the program for inputs of this kind, traced if it is the first time; ``key`` is another rank's."""
+        state = self.state()
+        name = key_of(signature, state) if key is None else key
+        if name in self._programs and self._programs[name][0] == state:
+            self._programs.move_to_end(name)
+            return self._programs[name][1]
+        traced = trace(self.model, self.at, signature, name, _plain_modes(), self._device())
+        self._check_owners(traced)
+        self._programs[name] = state, traced.program
+        self._by_token[traced.program.token] = traced.program
+        while len(self._programs) > _MOST_PROGRAMS:
+            _, (_, old) = self._programs.popitem(last=False)
+            self._by_token.pop(old.token, None)
+        return traced.program
+
+    def _check_owners(self, traced: Traced) -> None:
+        for path, parts in traced.users.modules.items():
+            if not has_state(self.model.get_submodule(path)):
+                continue
+            for part in parts:
+                if not any(lies_in(path, unit) for unit in self.units[part]):
+                    owner = next((p for p, units in enumerate(self.units) if path in units), None)
+                    raise CaptureError(
+                        f"with these inputs {path!r} is called by part {part}, but it lies in part {owner}; split the "
+                        "model with example= inputs of this kind"
+                    )
+        for tensor, parts in traced.users.held.items():
+            for part in parts:
+                units = self.units[part]
+                if tensor not in self.held[part] and not any(lies_in(tensor.module, unit) for unit in units):
+                    raise CaptureError(
+                        f"with these inputs {tensor.module}.{tensor.name} is read by part {part}, where it does not "
+                        "lie; split the model with example= inputs of this kind"
+                    )
+
+    def program(self, token: object) -> Program:
+        """Return the program that an earlier part of this call ran."""
+        found = self._by_token.get(cast(str, token))
+        if found is None:
+            raise CaptureError(
+                "the part before ran another program than this process has for these inputs: the models of the ranks "
+                "differ in a mode or a plain value; give all of them the same model in the same mode"
+            )
+        return found
+
+    def output(self, value: object) -> object:
+        """Return the model's output from the value of the last part."""
+        token, *tensors = cast("tuple[object, ...]", value)
+        return self.program(token).output(tensors)
+
+
+class Part(ModelPart):
+    """The modules from one cut to the next, and the code between them."""
+
+    def __init__(self, source: Source, index: int) -> None:
+        super().__init__()
+        self.__dict__["source"] = source
+        self.index = index
+
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """The name of the module that it begins with; ``"start"`` for the first."""
+        return self.source.at[self.index - 1] if self.index else "start"
+
+    def gather(self) -> None:
+        """Take up the modules and tensors that the model has now under this part's names."""
+        source = self.source
+        shared = {tensor.module for tensor in source.held[self.index] if self._shares(tensor.module)}
+        self.take_up(source.model, source.units[self.index], source.held[self.index], shared)
+
+    def _shares(self, path: str) -> bool:
+        """Return True if other parts too read tensors that the module keeps."""
+        return sum(any(tensor.module == path for tensor in tensors) for tensors in self.source.held) > 1 or any(
+            lies_in(path, unit) for units in self.source.units for unit in units
+        )
+
+    def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
+        """Return those of the keyword inputs ``names`` that the model takes: its first part gets them."""
+        return () if self.index else taken_by(self.source.model.forward, names, positional, rest=True)
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
+        """Run this part's share of the model's forward; the first one takes the model's inputs."""
+        source = self.source
+        if self.index:
+            token, *values = cast("tuple[object, ...]", args[0])
+            program = source.program(token)
+        else:
+            signature = signature_of(args, kwargs)
+            program = source.pinned.get(signature) or source.prepare(signature)
+            values = _tensors_of(args, kwargs)
+        return program.token, *program.run(self.index, values, _Modules(source.model), self._held)
+
+    def _held(self, tensor: Held) -> object:
+        holder = self.holders.get(tensor.module)
+        for kind in ("_parameters", "_buffers"):
+            if holder is not None and tensor.name in holder.__dict__[kind]:
+                return holder.__dict__[kind][tensor.name]
+        return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
+
+
+class _Modules(Mapping[str, nn.Module]):
+    """The modules of a model, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._model.named_modules())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _tensors_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    found: list[object] = []
+    take_apart((args, dict(sorted(kwargs.items()))), found)
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+
+def _plain_modes() -> ThreadModes:
+    """Return the thread's modes; without gradients, inference mode makes no difference to a model's code."""
+    modes = ThreadModes.take()
+    return replace(modes, inference=False, grad=modes.grad and not modes.inference)
+
+
+_Key = TypeVar("_Key")
+
+
+def _merge(into: dict[_Key, list[int]], found: Mapping[_Key, list[int]]) -> None:
+    for name, parts in found.items():
+        known = into.setdefault(name, [])
+        known += [part for part in parts if part not in known]
+
+
+def _example_of(model: nn.Module, example: Example | None) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Return the positional and keyword inputs of an example; ``None`` if there is none."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        return example, {}
+    if example is not None:
+        raise TypeError(f"example= is a tensor, a tuple of inputs or a mapping by name, got a {type(example).__name__}")
+    given = getattr(model, "dummy_inputs", None)  # of Hugging Face's models; tokens, whatever the model takes
+    if isinstance(given, Mapping) and len(taken_by(model.forward, given, 0)) == len(given):
+        no_cache = {"use_cache": False} if taken_by(model.forward, ["use_cache"], 0) else {}
+        return (), {**given, **no_cache}
+    return None

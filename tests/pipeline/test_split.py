@@ -1,0 +1,642 @@
+"""Models cut at named submodules: the unsplit model's answers, or a refusal that names the line."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from pipeline_models import assert_same_gradients, close, reference
+from split_models import Images, Language
+from torch import Tensor, nn
+from torch.utils import checkpoint as recomputation
+
+from anabranch import Executor, TrainStep, pop, skippable, stash
+from anabranch.errors import CaptureError
+from anabranch.pipeline import NoChunk, Pipe, split
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 2], [0, 3, 0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]])
+
+
+def assert_same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, one), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert close(one, other) if one.is_floating_point() else torch.equal(one, other), name
+
+
+CUTS = [["h.1", "h.3"], ["h.0.mlp", "norm"], ["h.2", "head"]]
+WAYS = [("GPipe", "always"), ("1F1B", "always"), ("1F1B", "never"), ("GPipe", "never")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "at"),
+    [
+        *((*way, at) for way, at in zip(WAYS, [*CUTS, CUTS[0]], strict=True)),
+        *(pytest.param(*way, at, marks=pytest.mark.slow) for way in WAYS for at in CUTS),
+    ],
+    ids=str,
+)
+def test_a_split_model_is_the_model(schedule: str, checkpoint: str, at: list[str]):
+    model = Language().double()
+    plain = reference(model)
+    parts = split(model, at)
+    assert list(parts.state_dict()) == list(plain.state_dict())
+    assert [parameter for part in parts for parameter in part.parameters()]
+    extra = [torch.rand(5, 1, 1, dtype=torch.float64), torch.rand(5, 3, 4, dtype=torch.float64)]
+    with Pipe(parts, [1, 1, 1], ["cpu"] * 3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        for chunks in (1, 3):
+            pipe.chunks = chunks
+            ours, theirs = ([tensor.clone().requires_grad_() for tensor in extra] for _ in range(2))
+            y = pipe(IDS, mask=MASK, extra=ours, scale=0.5)
+            y["logits"].square().sum().backward()
+            expected = plain(IDS, mask=MASK, extra=theirs, scale=0.5)
+            expected["logits"].square().sum().backward()
+            assert close(y["logits"], expected["logits"])
+            assert y["loss"] is None
+            assert_same_gradients(pipe, plain)
+            assert all(close(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+            result = pipe.step(IDS, labels=IDS, target=None, loss=lambda output, _: output["loss"].mean())
+            loss = plain(IDS, labels=IDS)["loss"]
+            loss.mean().backward()
+            assert close(result.loss, loss.mean())
+            assert close(result.output["loss"], loss)
+            assert_same_gradients(pipe, plain)
+            with torch.no_grad():
+                assert close(pipe(IDS[:1], scale=2.0)["logits"], plain(IDS[:1], scale=2.0)["logits"])
+    assert close(parts(IDS, MASK)["logits"], plain(IDS, MASK)["logits"]), "and without a pipe"
+
+
+def test_a_pipe_of_parts_trains_under_the_models_own_optimizer_and_names():
+    model = Language().double()
+    plain = reference(model)
+    optimizer, expected = torch.optim.Adam(model.parameters(), 0.1), torch.optim.Adam(plain.parameters(), 0.1)
+    with Pipe(split(model, ["h.1"]), [1, 1], chunks=2) as pipe:
+        for _ in range(2):
+            pipe.step(IDS, target=None, loss=lambda output, _: output["logits"].square().mean())
+            plain(IDS)["logits"].square().mean().backward()
+            for one in (optimizer, expected):
+                one.step()
+                one.zero_grad()
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        pipe.load_state_dict(plain.state_dict())
+    for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert close(one, other), name
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_batch_norm_and_changes_in_place_at_the_cut(checkpoint: str, deferred: bool):
+    model = Images().double()
+    plain = reference(model)
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    parts = split(model, ["body", "tail"])
+    chunks = 1 if deferred else 2
+    with Pipe(parts, [1, 1, 1], chunks=chunks, checkpoint=checkpoint, deferred_batch_norm=deferred) as pipe:
+        pipe(x.clone()).square().sum().backward()
+        sum(plain(part).square().sum() for part in x.chunk(chunks)).backward()
+        assert_same_gradients(pipe, plain)
+        if not deferred:
+            assert_same_buffers(pipe, plain)
+        else:
+            assert close(pipe.module.bn.running_mean, plain.bn.running_mean)
+        pipe.eval()
+        assert model.training is False
+        assert close(pipe(x), plain.eval()(x)) or deferred
+        pipe.train()
+        assert model.training
+
+
+def test_a_cut_inside_a_nested_sequential():
+    model = Images().double().eval()
+    plain = reference(model)
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    with Pipe(split(model, ["body.1", "tail.1"]), [1, 1, 1], chunks=3) as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_dropout_between_modules_follows_the_mode():
+    model = Language(dropout=0.5).double()
+    with Pipe(split(model, ["h.2"]), [1, 1], chunks=2, checkpoint="always") as pipe:
+        first, second = (pipe(IDS)["logits"] for _ in range(2))
+        assert not torch.equal(first, second)
+        first.sum().backward()
+        pipe.eval()
+        assert close(pipe(IDS)["logits"], copy.deepcopy(model)(IDS)["logits"])
+        pipe.train()
+        assert not torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"])
+        model.dropout = 0.0
+        assert torch.equal(pipe(IDS)["logits"], pipe(IDS)["logits"]), "a plain value that has changed is seen"
+
+
+def test_what_the_model_keeps_may_change_between_calls():
+    class Settings:
+        factor = 1.0
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.settings, self.function, self.shift = Settings(), torch.sin, torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.function(self.a(x)) * self.settings.factor + self.shift)
+
+    model = Model()
+    x = torch.randn(4, 3)
+    changes = [
+        lambda: setattr(model.settings, "factor", 3.0),
+        lambda: setattr(model, "shift", torch.full((3,), 2.0)),
+        lambda: model.shift.mul_(2.0),
+        lambda: setattr(model, "function", lambda y: y + 1),
+        lambda: setattr(model, "function", lambda y: y + 2),
+        lambda: setattr(model, "function", functools.partial(torch.add, other=1.0)),
+        lambda: setattr(model, "function", functools.partial(torch.add, other=2.0)),
+        lambda: model.b.register_forward_hook(lambda module, args, output: output * 2),
+        lambda: setattr(model, "a", nn.Linear(3, 3)),
+    ]
+    parts = split(model, ["b"])
+    for number, change in enumerate(changes):
+        change()
+        torch.testing.assert_close(parts(x), model(x), msg=str(number))
+    with Pipe(parts, [1, 1], chunks=2) as pipe:
+        model.settings.factor = 4.0
+        torch.testing.assert_close(pipe(x), model(x))
+        model.register_forward_hook(lambda *_: None)
+        with pytest.raises(CaptureError, match="'Model' has hooks"):
+            pipe(x)
+
+
+def test_recomputation_draws_the_same_numbers_between_modules():
+    gradients = []
+    for checkpoint in ("always", "never"):
+        torch.manual_seed(0)
+        model = Language(dropout=0.5).double()
+        with Pipe(split(model, ["h.2"]), [1, 1], chunks=2, checkpoint=checkpoint, seed=1) as pipe:
+            pipe(IDS)["logits"].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_that_fx_cannot_trace_is_cut_by_an_example():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            if x.shape[0] > 100 or x.ndim == 3:
+                x = x.flatten(0, 1)
+            x = self.a(x)
+            return self.b(x if y is None else x + y)
+
+    model = Looks()
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ \(forward\).*example="):
+        split(model, ["b"])
+    x = torch.randn(4, 4)
+    for example in (x, (x,), {"x": x, "y": x}):
+        parts = split(model, ["b"], example=example)
+        with Pipe(parts, [1, 1], chunks=2) as pipe:
+            torch.testing.assert_close(pipe(x, x), model(x, x))
+            torch.testing.assert_close(pipe(y=NoChunk(x[:1]), x=x), model(x, x[:1]))
+        assert list(parts.state_dict()) == list(model.state_dict())
+        assert {name for part in parts for name in part.state_dict()} == {*model.state_dict()}, "unused ones too"
+
+
+def test_modes_between_modules_are_those_of_the_model():
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():  # where a view of a parameter requires gradients all the same
+                kept = self.a(x) * 2 + self.b.weight.T[:1]
+            with torch.autocast("cpu", enabled=False):
+                return self.c(kept.float() @ torch.eye(3) + self.b(x).float())
+
+    model = Guarded()
+    plain = reference(model)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Pipe(split(model, ["c"], example=x), [1, 1], chunks=2) as pipe:
+        y, expected = pipe(x), plain(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert model.a.weight.grad is None
+    torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad)
+
+
+def test_code_that_asks_for_a_mode_is_traced_for_each():
+    def doubles(model, x):
+        x = x * 2 if torch.is_grad_enabled() else x
+        return x * 3 if torch.is_autocast_enabled("cpu") else x
+
+    model = Frame(doubles)
+    x = torch.randn(4, 4)
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model(x))
+        with torch.inference_mode():
+            torch.testing.assert_close(pipe(x), model(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_deferred_batch_norm_sees_the_whole_batch():
+    model = Wraps(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    plain = reference(model)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    with Pipe(split(model, ["between"]), [1, 1], chunks=3, deferred_batch_norm=True, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+        assert list(pipe.state_dict()) == list(plain.state_dict())
+    plain(x)
+    assert_same_buffers(model, plain)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Returned(Reversed):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+class Changed(Reversed):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("function", [Reversed, Returned, Changed])
+def test_functions_with_a_backward_of_their_own(function: type[torch.autograd.Function]):
+    model = Frame(lambda model, x: function.apply(x)).double()
+    plain = reference(model)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    before = torch.autograd.Function.__dict__["apply"]
+    with Pipe(split(model, ["b"], example=x), [1, 1], chunks=2, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same_gradients(model, plain)
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, between its modules."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.late = nn.Linear(3, 3), nn.Linear(3, 3), late
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.calls.add_(1)
+        x = self.b(x * 1.0)
+        return x * self.calls if self.late else x
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 3)], ids=["fx", "example"])
+def test_a_buffer_between_modules_is_changed_once_a_microbatch(example: Tensor | None):
+    model = Counting()
+    parts = split(model, ["b"], example=example)
+    assert model.calls == 0, "tracing leaves the model alone"
+    with Pipe(parts, [1, 1], chunks=3, checkpoint="always") as pipe:
+        pipe(torch.randn(3, 3)).sum().backward()
+    assert model.calls == 3
+
+
+def test_a_buffer_that_one_part_changes_is_not_read_in_another():
+    with pytest.raises(CaptureError, match=r"calls is changed in place, and the parts \[0, 1\] use it"):
+        split(Counting(late=True), ["b"], example=torch.zeros(2, 3))
+
+
+def test_skips_and_keywords_beside_the_parts():
+    @skippable(stash=["long"])
+    class Stash(nn.Module):
+        def forward(self, x: Tensor):
+            yield stash("long", x.sin())
+            return x
+
+    @skippable(pop=["long"])
+    class Pop(nn.Module):
+        def forward(self, x: Tensor, factor: Tensor):
+            return x + (yield pop("long")) * factor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pop, self.stash, self.middle = Pop(), Stash(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+            return self.pop(self.middle(self.stash(x)), factor)
+
+    model = Model().double()
+    x, factor = torch.randn(2, 5, 3, dtype=torch.float64)
+    plain = reference(model)
+    with Pipe(split(model, ["middle", "pop"]), [1, 1, 1], chunks=2, checkpoint="always") as pipe:
+        pipe(x, factor=factor).sum().backward()
+    plain(x, factor).sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
+def test_an_executor_trains_parts_from_batches_by_name():
+    model = Language().double()
+    plain = reference(model)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    with Pipe(split(model, ["h.1", "h.2"]), [1, 1, 1], chunks=2, schedule="1F1B") as pipe:
+        step = TrainStep(pipe, lambda y, _: y["loss"].mean(), torch.optim.SGD(pipe.parameters(), 0.1))
+        with Executor({"train": step}) as executor:
+            for _ in range(2):
+                got = executor.run("train", {"ids": IDS, "labels": IDS})["loss"]
+                optimizer.zero_grad()
+                loss = plain(IDS, labels=IDS)["loss"].mean()
+                loss.backward()
+                optimizer.step()
+                assert close(got, loss)
+
+
+# Refusals.
+
+
+class Calls(nn.Module):
+    def forward(self, x: Tensor, function) -> Tensor:
+        return function(x)
+
+
+class Frame(nn.Module):
+    """Two layers, and code between them that each test gives."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = Calls()
+        self.register_buffer("count", torch.zeros(()))
+        self.kept = None
+        self.seen: list[Tensor] = []
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self, self.a(x)))
+
+
+def by_values(model, x):
+    return x if x.sum() > 0 else -x
+
+
+def by_rows(model, x):
+    return x[x > 0].expand(4, 4)
+
+
+def keeps(model, x):
+    model.kept = x
+    return x
+
+
+def appends(model, x):
+    model.seen.append(x)
+    return x
+
+
+def rebinds(model, x):
+    model.count = model.count + 1
+    return x
+
+
+def nothing(model, x):
+    return x
+
+
+def draws(model, x):
+    return x * random.random()
+
+
+def again(model, x):
+    return model.b(x)
+
+
+def shares(model, x):
+    return model.a(model.c(x))
+
+
+def by_checkpoint(model, x):
+    return recomputation.checkpoint(model.c, x, use_reentrant=True)
+
+
+def by_closure(model, x):
+    return model.calls(x, lambda y: model.c(y))
+
+
+def by_vmap(model, x):
+    return torch.vmap(torch.sin)(x)
+
+
+def of_numpy(model, x):
+    return torch.from_numpy(x.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (by_values, r"test_split.py:\d+ \(by_values\) depends on the values of a tensor"),
+        (by_rows, r"test_split.py:\d+ \(by_rows\) depends on the values of a tensor"),
+        (keeps, "sets its attribute 'kept'"),
+        (appends, "sets its attribute 'seen'"),
+        (rebinds, "sets its attribute 'count'"),
+        (draws, "draws random numbers from Python's"),
+        (by_checkpoint, r"test_split.py:\d+ \(by_checkpoint\) gives a Linear to apply"),
+        (by_closure, r"test_split.py:\d+ \(by_closure\) gives a function to"),
+        (by_vmap, r"test_split.py:\d+ \(by_vmap\) runs inside a transform of torch.func"),
+        (of_numpy, r"test_split.py:\d+ \(of_numpy\) depends on the values of a tensor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_code_that_cannot_be_split_is_named(between, message: str):
+    with pytest.raises(CaptureError, match=message):
+        split(Frame(between), ["b"], example=torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "message"),
+    [
+        (Frame(again), ["b"], "'b' is called twice"),
+        (Frame(nothing), ["c"], "'c' is not called"),
+        (Language(), ["h"], "'h' is a ModuleList, which is never called"),
+        (Language(), ["h.9"], "no submodule 'h.9'"),
+        (Language(), ["h.2", "h.1"], "not in the order they run: 'h.1' runs before 'h.2'"),
+        (Language(), ["h.1", "h.1"], "names each submodule that begins a stage once"),
+        (Language(), [], "names each submodule that begins a stage once"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], message: str):
+    example = torch.zeros(4, 4) if isinstance(model, Frame) else None
+    with pytest.raises(ValueError, match=message):
+        split(model, at, example=example)
+
+
+def test_a_module_called_in_two_parts_is_refused():
+    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
+        split(Frame(shares), ["c"], example=torch.randn(4, 4))
+    with pytest.raises(TypeError, match="at='h.1' is no list"):
+        split(Language(), "h.1")
+
+
+def test_a_module_around_a_cut_has_no_hooks():
+    model = Language()
+    model.h[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"'h.1' has hooks"):
+        split(model, ["h.1.mlp"], example=IDS)
+    split(model, ["h.1"], example=IDS)
+
+
+def test_a_module_reached_by_a_closure_is_refused():
+    model = Frame(lambda model, x: x)
+    original = model.a
+    model.between = lambda _, x: original(x)
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ .*closure"):
+        split(model, ["b"], example=torch.randn(4, 4))
+
+
+def test_a_call_that_goes_another_way_than_the_example_is_refused():
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, late: bool = False, weight: bool = False) -> Tensor:
+            x = self.a(self.b(x)) if late else self.b(self.a(x))
+            return x @ self.a.weight if weight else x
+
+    parts = split(Either(), ["b"], example=torch.zeros(1, 2))
+    with pytest.raises(CaptureError, match="'a' is called by part 1, but it lies in part 0"):
+        parts(torch.zeros(1, 2), late=True)
+    with pytest.raises(CaptureError, match=r"a.weight is read by part 1, where it does not lie"):
+        parts(torch.zeros(1, 2), weight=True)
+
+
+def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            half = x[:, 1:3]
+            half = self.b(half)
+            half += 1.0
+            return x
+
+    with pytest.raises(CaptureError, match=r"test_split.py:\d+ \(forward\) changes in place one of 2 views"):
+        split(Views(), ["b"], example=torch.zeros(2, 4))(torch.zeros(2, 4))
+
+
+def test_a_copy_of_the_parts_is_a_model_of_its_own():
+    parts = split(Language().double(), ["h.1"])
+    other = copy.deepcopy(parts)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other(IDS)["logits"].any()
+    assert parts(IDS)["logits"].any()
+    assert Pipe(parts, "size", ["cpu", "cpu"], sample=IDS).balance == [1, 1]
+
+
+# Parts whose code is given.
+
+
+class Chooses(nn.Module):
+    """Goes the way that its values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.h = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return end(*self.h, self.b, start(self.a, x), scale=scale)
+
+
+def start(a: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    y = a(x)
+    return {"y": y if x.sum() > 0 else -y, "skip": x}
+
+
+def end(
+    first: nn.Module, second: nn.Module, b: nn.Module, value: dict[str, Tensor], *, scale: Tensor | float
+) -> Tensor:
+    return b(second(first(value["y"]))) * scale + value["skip"]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_parts_by_modules_and_given_code(checkpoint: str):
+    model = Chooses().double()
+    plain = reference(model)
+    parts = split(model, glue=[(["a"], start), (["h.0", "h.1", "b"], end)])
+    assert list(parts.state_dict()) == list(plain.state_dict())
+    x = torch.randn(4, 4, dtype=torch.float64)
+    ours, theirs = (torch.rand(4, 1, dtype=torch.float64).fill_(2.0).requires_grad_() for _ in range(2))
+    with Pipe(parts, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        y = pipe(x, scale=ours)
+        y.square().sum().backward()
+        expected = torch.cat([plain(rows, factors) for rows, factors in zip(x.chunk(2), theirs.chunk(2), strict=True)])
+        expected.square().sum().backward()
+        assert close(y, expected)
+        assert close(ours.grad, theirs.grad)
+        assert_same_gradients(pipe, plain)
+        assert_same_buffers(pipe, plain)
+        pipe.eval()
+        assert close(parts(x, scale=3.0), plain.eval()(x, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("glue", "error", "message"),
+    [
+        ([(["a"], start), (["h.0", "h.1"], end)], ValueError, r"leaves out \['b.weight', 'b.bias'\]"),
+        ([(["a", "h"], start), (["h.1", "b"], end)], ValueError, "'h.1' in part 1 and 'h' in part 0"),
+        ([(["a", "h.2"], start)], ValueError, "no submodule 'h.2'"),
+        ([("a", start)], TypeError, "a list of pairs"),
+        ([], TypeError, "a list of pairs"),
+    ],
+)
+def test_given_code_that_does_not_fit_is_refused(glue, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        split(Chooses(), glue=glue)
+    with pytest.raises(ValueError, match="leave out at="):
+        split(Chooses(), ["b"], glue=glue)
+
+
+def test_a_module_that_chooses_by_values_is_named():
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.abs() > 0].view(x.shape)
+
+    model = Wraps(nn.Linear(4, 4), Selects(), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"the module 'between' at .*test_split.py:\d+ \(forward\).*glue="):
+        split(model, ["b"], example=torch.randn(4, 4))
+
+
+class Wraps(nn.Module):
+    def __init__(self, a: nn.Module, between: nn.Module, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.between, self.b = a, between, b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x)))
