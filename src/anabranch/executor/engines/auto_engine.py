@@ -322,7 +322,7 @@ class AutoEngine:
             nonlocal spent
             tape_ended = time.perf_counter()
             gradients = before.gradients_after(parameters.values())
-            after = Snapshot(self._step.model, (), prepared.args)
+            after = Snapshot(self._step.model, (), prepared.args, before)
 
             def check(results: Mapping[str, object]) -> None:
                 if not self._compile:
@@ -380,7 +380,7 @@ class AutoEngine:
         Raises:
             Differs: its bits are others.
         """
-        after = Snapshot(self._step.model, self._step.optimizers, prepared.args)
+        after = Snapshot(self._step.model, self._step.optimizers, prepared.args, before)
 
         def check(results: Mapping[str, object]) -> None:
             if self._compile:
@@ -428,7 +428,7 @@ class AutoEngine:
             return
         before = Snapshot(step.model, step.optimizers)
         self._tape.update()
-        after = Snapshot(step.model, step.optimizers)
+        after = Snapshot(step.model, step.optimizers, since=before)
 
         def run() -> Mapping[str, object]:
             graph.program.note_update()  # what was put back is no change

@@ -126,7 +126,7 @@ class CheckedGraph(GraphEngine):
         returned: Mapping[str, Tensor],
         gradients: Mapping[Tensor, Tensor],
     ) -> None:
-        after = Snapshot(self._step.model, (), prepared.args)
+        after = Snapshot(self._step.model, (), prepared.args, before)
         parameters = self._program.parameters
 
         def check(results: Mapping[str, object]) -> None:

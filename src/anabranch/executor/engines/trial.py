@@ -30,9 +30,23 @@ class Differs(Exception):
 
 
 class Snapshot:
-    """All that a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers."""
+    """All that a step may change: tensors, what optimizers keep in Python, and the state of torch's random numbers.
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: Iterable[object] = ()) -> None:
+    Args:
+        model: its parameters, buffers and gradients.
+        optimizers: their states.
+        others: further tensors.
+        since: the snapshot at the step's beginning, for one at its end. Only gradients that were there then are kept
+            with what is in them: a step adds to those. Others may be in a collective's hands by now.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        others: Iterable[object] = (),
+        since: Snapshot | None = None,
+    ) -> None:
         self._held = Contents(optimizers)
         found = [*model.parameters(), *model.buffers(), *self._held.tensors]
         found += [value for value in others if isinstance(value, Tensor)]
@@ -41,8 +55,9 @@ class Snapshot:
         with torch.no_grad():
             self._copies = [tensor.detach().clone() for tensor in self._tensors]
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        # Of parameters that no optimizer holds: a step adds to theirs in place.
         kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
+        if since is not None:
+            kept = [(parameter, gradient) for parameter, gradient in kept if parameter in since._kept]
         self._kept = {parameter: (gradient, gradient.detach().clone()) for parameter, gradient in kept}
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
