@@ -12,7 +12,7 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -68,6 +68,7 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
+        self._held_parameters = [parameter for o in step.optimizers for parameter in parameters_of(o)]
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -235,7 +236,8 @@ class StepRunner:
         """Run the whole step at once: nobody to sum with."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
-        self._clear_gradients(parameter for o in self.step.optimizers for parameter in parameters_of(o))
+        for parameter in self._held_parameters:
+            parameter.grad = None
         engine = self.engine
         if left:
             for parameter, gradient in left:
@@ -300,6 +302,7 @@ class StepRunner:
             self._parameters, self._layout = now, None
             self.engine.follow_model()
         self._held = held
+        self._held_parameters = [parameter for o in self.step.optimizers for parameter in parameters_of(o)]
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
@@ -322,8 +325,8 @@ class StepRunner:
         own = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
         return [(p, p.grad) for p in self._parameters if p.grad is not None and p in own]
 
-    def _clear_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
-        for parameter in self._parameters if parameters is None else parameters:
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _engine_that_accumulates(self) -> Engine:

@@ -46,10 +46,11 @@ Between: TypeAlias = Callable[
 ]
 """``between(outputs, gradients, extra)`` returns both dicts, changed: collectives, clipping, weights of workers."""
 Pass: TypeAlias = Callable[[Graph], Graph]
-Gate: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Sequence[SparseRows]], bool], bool]
-"""``gate(dense, sparse, own)`` returns False if nothing is to be updated with these gradients.
+Gate: TypeAlias = Callable[[list[Tensor], Sequence[str], Mapping[str, Sequence[SparseRows]], bool], bool]
+"""``gate(dense, names, sparse, own)`` returns False if nothing is to be updated with these gradients.
 
-``own`` says that the dense ones lie in memory of their own, not in that of the batch.
+``names`` are the parameters of the dense ones; ``own`` says that these lie in memory of their own, not in that of the
+batch.
 """
 
 _MOST_GRAPHS = 64

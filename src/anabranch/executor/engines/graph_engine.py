@@ -155,7 +155,9 @@ class GraphEngine:
             self._leave(name, gradient)
         for name, lookups in found.sparse.items():
             self._leave(name, as_sparse_gradient(lookups, self._parameters[name]))
-        admitted = self._step.skip_nonfinite is None or self._admits(found.dense, found.sparse, False)
+        admitted = self._step.skip_nonfinite is None or self._admits(
+            [*found.dense.values()], [*found.dense], found.sparse, False
+        )
         ran = self._sort(found.outputs, fetch)
         if not admitted:
             return ran
@@ -178,10 +180,12 @@ class GraphEngine:
         held = self._program.names
         return any(parameter.requires_grad and parameter not in held for parameter in self._parameters.values())
 
-    def _admits(self, dense: Mapping[str, Tensor], sparse: Mapping[str, Sequence[SparseRows]], own: bool) -> bool:
-        if not sparse and all_finite([*dense.values()], own=own):
+    def _admits(
+        self, dense: list[Tensor], names: Sequence[str], sparse: Mapping[str, Sequence[SparseRows]], own: bool
+    ) -> bool:
+        if not sparse and all_finite(dense, own=own):
             return True
-        self._nonfinite = nonfinite_names(dense.items(), own=own)
+        self._nonfinite = nonfinite_names(zip(names, dense, strict=True), own=own)
         rows = ((name, as_sparse_gradient(lookups, self._parameters[name])) for name, lookups in sparse.items())
         self._nonfinite += nonfinite_names(rows)
         return not self._nonfinite

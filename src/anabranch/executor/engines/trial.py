@@ -58,7 +58,7 @@ class Snapshot:
         kept = [(parameter, gradient) for parameter, gradient in self._gradients if gradient is not None]
         if since is not None:
             kept = [(parameter, gradient) for parameter, gradient in kept if parameter in since._kept]
-        self._kept = {parameter: (gradient, gradient.detach().clone()) for parameter, gradient in kept}
+        self._kept: dict[Tensor, tuple[Tensor, Tensor]] = {p: (g, g.detach().clone()) for p, g in kept}
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 

@@ -95,6 +95,11 @@ class Joint:
         self.backward = self.backward.improved(merge_duplicates).improved(recompute_marked)
         if step.activation_budget is not None:
             self.backward = self.backward.improved(partial(_fitted, budget_bytes=step.activation_budget))
+        parameters = step.parameters
+        self._gradient_names = [f"{name}.grad" for name in self.backward.dense]
+        self._sparse = bool(self.backward.lookups)
+        # No gradient adds to one that is there, and none comes as rows.
+        self._all_held = not self._sparse and all(parameters[name] in step.names for name in self.backward.dense)
         kept = self.backward.kept
         self._plain = [i for i, n in enumerate(self._outputs) if n.startswith("result.") and i not in kept]
         self._rollback = Rollback(self.backward.graph)
@@ -208,8 +213,8 @@ class Joint:
         gate = self._step.gate
         if gate is None:
             return True
-        dense = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.backward.dense}
-        return gate(dense, self.backward.take_sparse(dict(results)) if self.backward.lookups else {}, own)
+        dense = [cast(Tensor, results[name]) for name in self._gradient_names]
+        return gate(dense, self.backward.dense, self.backward.take_sparse(dict(results)) if self._sparse else {}, own)
 
     def run_backward(self, args: Sequence[object]) -> dict[str, object]:
         """Run forward and backward alone; returns the backward graph's results by name."""
@@ -280,6 +285,10 @@ class Joint:
 
     def _leave_gradients(self, results: Mapping[str, object]) -> None:
         parameters, held = self._step.parameters, self._step.names
+        if self._all_held:
+            for name in self.backward.dense:
+                parameters[name].grad = results[f"{name}.grad"]  # type: ignore[assignment]
+            return
         found = {name: cast(Tensor, results[f"{name}.grad"]) for name in self.backward.dense}
         if self.backward.lookups:
             sparse = self.backward.take_sparse(dict(results))
