@@ -70,11 +70,11 @@ class Snapshot:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for parameter, (gradient, copy) in self._kept.items():
+            for held, (gradient, copy) in self._kept.items():
                 if gradient.layout is torch.strided:
                     gradient.detach().copy_(copy)
                 else:
-                    parameter.grad = copy.clone()
+                    held.grad = copy.clone()
         self._held.restore()
         torch.set_rng_state(self._random)
         if self._cuda is not None:
