@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import anabranch as ab
+from anabranch.executor.engines.trial import Snapshot
 
 Change = Callable[[int, Any, Optimizer], None]
 
@@ -127,6 +128,26 @@ def test_clipping_sees_what_has_added_up(engine: Any) -> None:
                 assert torch.equal(one, two)
                 assert same(one.grad, two.grad)
         assert executor.engine() == ("tape" if engine == "tape" else "graph")
+
+
+def test_a_trial_does_not_write_into_gradients_that_came_during_the_step() -> None:
+    """On several workers a collective is at work on them by then."""
+    model = model_of()
+    kept = torch.ones(2)
+    model[2].bias.grad = kept
+    before = Snapshot(model, [])
+    arrived = torch.ones(5, 4)
+    model[0].weight.grad = arrived
+    kept.add_(1)
+    after = Snapshot(model, [], (), before)
+    arrived.mul_(2)  # the collective ends
+    before.restore()
+    assert kept.tolist() == [1, 1]
+    after.restore()
+    assert model[0].weight.grad is arrived
+    assert bool((arrived == 2).all())
+    assert model[2].bias.grad is kept
+    assert kept.tolist() == [2, 2]
 
 
 def test_a_kept_gradient_stays_the_tensor_that_it_was() -> None:
