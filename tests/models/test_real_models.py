@@ -54,13 +54,26 @@ def test_an_optimizer_of_another_library_trains_as_in_the_plain_loop(
     assert got.refused_at is None, got.refusal
 
 
-def test_an_output_of_a_transformer_is_no_loss() -> None:
-    model = gpt2()
-    with (
-        ab.Executor(ab.TrainStep(model, lambda m, b: m(**b), adam(model))) as executor,
-        pytest.raises(TypeError, match="returns a scalar tensor, .* got CausalLMOutput"),
-    ):
-        executor.run(batch=padded(0))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_transformer_is_its_own_loss(engine: Any) -> None:
+    """``loss=lambda model, batch: model(**batch)``: its output has a ``.loss``, and hands its logits back."""
+    model, plain = gpt2(), gpt2()
+    plain.load_state_dict(model.state_dict())
+    optimizer, reference = adam(model), adam(plain)
+    with ab.Executor(ab.TrainStep(model, lambda m, b: m(**b), optimizer), engine=engine, capture_after=1) as executor:
+        for index in range(4):
+            torch.manual_seed(index)
+            found = executor.run(batch=padded(index))
+            torch.manual_seed(index)
+            reference.zero_grad()
+            expected = plain(**padded(index))
+            expected.loss.backward()
+            reference.step()
+            assert torch.equal(found["loss"], expected.loss.detach())
+            assert torch.equal(found["logits"], expected.logits.detach())
+        assert executor.engine() == ("tape" if engine == "tape" else "graph")
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def adversaries(freeze: bool) -> tuple[Any, Any, Any, Any, Any, Any]:
