@@ -27,6 +27,7 @@ class Named(NamedTuple):
 
 FORMS = {
     "scalar": lambda loss, logits: loss,
+    "one element": lambda loss, logits: loss.reshape(1),
     "pair": lambda loss, logits: (loss, {"logits": logits}),
     "dict": lambda loss, logits: {"loss": loss, "logits": logits, "note": "kept out", "hidden": None},
     "ordered": lambda loss, logits: OrderedDict(logits=logits, loss=loss),

@@ -58,6 +58,15 @@ def test_steps_that_are_not_finite_are_passed_over(comm_mode: str, clip: Any, ac
         torch.testing.assert_close(found[name], value)
 
 
+def test_a_graph_whose_first_batch_is_not_finite_goes_on() -> None:
+    model = Model()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01), skip_nonfinite=True)
+    with ab.Executor(step, comm_mode="PS", engine="graph") as executor:
+        for index in range(4):
+            executor.run(batch=batch_of(index, bad=index == 0))
+        assert (executor.step, executor.engine()) == (3, "graph")
+
+
 def test_dense_gradients_that_are_not_finite_keep_rows_from_being_pushed() -> None:
     model = Model()
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.01))

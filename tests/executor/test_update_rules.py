@@ -362,3 +362,84 @@ def test_float16_as_a_graph_is_refused() -> None:
     step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), precision="float16")
     with pytest.raises(ValueError, match="use precision='bfloat16', or engine='auto'"):
         ab.Executor(step, engine="graph")
+
+
+# Parameters that no optimizer holds; checkpoints in the middle
+
+
+def heads(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_what_is_not_finite_of_gradients_that_nobody_clears_does_not_stay(engine: Any, clip: float | None) -> None:
+    model = heads()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    step = ab.TrainStep(model, loss_of, optimizer, skip_nonfinite=True, clip_grad_norm=clip)
+    with ab.Executor(step, engine=engine, capture_after=2) as executor:
+        for index in range(8):
+            executor.run(batch=batch_of(index, bad=index == 4))
+        assert (executor.step, executor.statistics().skipped_steps) == (7, 1)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_fetching_the_norm_changes_nothing_where_gradients_add_up() -> None:
+    model, plain = heads(), heads()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model[0].parameters(), lr=0.1), clip_grad_norm=0.1)
+    reference = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    with ab.Executor(step, engine="tape") as executor:
+        for index in range(5):
+            found = executor.run(batch=batch_of(index), fetch=["grad_norm"] if index % 2 else None)
+            reference.zero_grad()
+            loss_of(plain, batch_of(index)).backward()  # type: ignore[no-untyped-call]
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            reference.step()
+            assert index % 2 == 0 or torch.equal(found["grad_norm"], norm)
+            assert_same(model, plain)
+
+
+def test_a_window_of_another_precision_is_refused(tmp_path: Any) -> None:
+    def executor_of(precision: Any) -> ab.Executor:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return ab.Executor(ab.TrainStep(model, loss_of, optimizer, precision=precision, accumulate=2))
+
+    with executor_of("float16") as executor, executor_of(None) as other:
+        executor.run(batch=batch_of(0))
+        executor.save(tmp_path)
+        with pytest.raises(ab.CheckpointError, match="accumulated, under another precision"):
+            other.load(tmp_path)
+
+
+def test_a_batch_whose_step_raised_counts_in_its_epoch() -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, flush="step")
+    batches = [batch_of(index, bad=index == 1) for index in range(5)]
+    with ab.Executor({"train": step}, dataloaders={"train": batches}) as executor:
+        steps = []
+        for index in range(5):
+            if index == 1:
+                with pytest.raises(ab.NonFinite):
+                    executor.run("train")
+            else:
+                executor.run("train")
+            steps.append(executor.step)
+    assert steps == [0, 0, 0, 1, 2]
+
+
+def test_a_window_loaded_under_auto_is_closed_without_a_forward(tmp_path: Any) -> None:
+    def executor_of() -> ab.Executor:
+        model = model_of()
+        step = ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters()), accumulate=2, flush="step")
+        return ab.Executor({"train": step}, dataloaders={"train": Loader()}, capture_after=1)
+
+    with executor_of() as executor:
+        for _ in range(10):  # the end of the second epoch, its last window open
+            executor.run("train")
+        executor.save(tmp_path)
+        executor.load(tmp_path)
+        steps = executor.step
+        executor.run("train")
+        assert executor.step == steps + 1

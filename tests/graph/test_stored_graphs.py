@@ -130,3 +130,14 @@ def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data.replace(b"aten.sin.default", b"aten.add.Tensor "))
     with pytest.raises(ab.CheckpointError):
         Graph.load(path)
+
+
+def test_a_number_read_out_of_a_tensor_cannot_be_saved(tmp_path: Path) -> None:
+    model, x = nn.Linear(3, 1), torch.ones(2, 3)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.Adam(model.parameters()))
+    with ab.Executor(step, engine="graph") as executor:
+        for _ in range(3):
+            executor.run(batch=x)
+        with pytest.raises(ValueError, match="reads a number out of a tensor"):
+            executor.graph().save(tmp_path / "step")
+    assert not list(tmp_path.iterdir())

@@ -394,7 +394,11 @@ def _same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -
         if one is None or other is None:
             if one is not other:
                 return False
-        elif one.shape != other.shape or one.dtype != other.dtype or not bool(torch.eq(one, other).all()):
+        elif (
+            one.shape != other.shape
+            or one.dtype != other.dtype
+            or not bool((torch.eq(one, other) | (torch.isnan(one) & torch.isnan(other))).all())
+        ):
             return False
     return True
 

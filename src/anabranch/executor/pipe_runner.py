@@ -169,7 +169,8 @@ def _nonfinite(pipe: Pipe) -> list[str]:
         return []
     here = {parameter: name for parameter, name in pipe.first_names().items() if parameter.grad is not None}
     found = nonfinite_names((name, cast(Tensor, parameter.grad)) for parameter, name in here.items())
-    return found or ([] if pipe.process_group is None else ["parameters on another rank"])
+    elsewhere = [] if pipe.process_group is None else ["parameters on another rank (or their norm is too large)"]
+    return found or elsewhere
 
 
 def _apart(batch: Structure) -> tuple[tuple[Structure, ...], dict[str, Structure], Structure]:

@@ -12,7 +12,7 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,7 @@ from anabranch.executor.loss_scale import LossScale
 from anabranch.executor.remote_window import RemoteWindow
 from anabranch.executor.steps import TrainStep, parameters_of
 from anabranch.executor.window import HEADER_SIZE, Total, Totals, header
+from anabranch.graph.run.joint import accumulate
 from anabranch.tensors import Structure
 
 __all__ = ["StepRunner"]
@@ -81,7 +82,8 @@ class StepRunner:
         self.scale: LossScale | None = None
         self._nonfinite: list[str] | None = None
         self._closing = False
-        self.epoch_runs = 0
+        self._aside: list[tuple[Tensor, Tensor]] = []
+        self.epoch_runs: int | None = 0
         # Else something of Python's stands between gradients and optimizers.
         self._whole = step.on_gradients is None and step.clip_grad_value is None and step.precision != "float16"
         if isinstance(engine, TapeEngine) and step.precision == "float16":
@@ -122,6 +124,18 @@ class StepRunner:
         alone = self._workers is None and self.step.accumulate == 1 and self.remote is None
         if alone and self._whole and rows > 0 and not fetch.wants_norm:
             return self._run_alone(batch, fetch)
+        if alone:
+            held = set(self._held)
+            others = [p for p in self._parameters if p.grad is not None and id(p) not in held]
+            # Copies: what is there may lie in the buckets.
+            self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
+        try:
+            return self._run_in_parts(batch, rows, fetch)
+        finally:
+            self._put_back()
+
+    def _run_in_parts(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
+        """One run whose gradients are summed, or looked at, before the optimizers get them."""
         self._begin_run()
         if self.remote is not None:
             expected = {} if self.upcoming is None or not rows > 0 else self.upcoming.of(batch)
@@ -247,6 +261,7 @@ class StepRunner:
         self.runs += 1
         self.stopping = self._wants_to_stop()
         if ran.nonfinite:
+            self._drop_others(ran.nonfinite)
             self._pass_over(list(ran.nonfinite))
             self._raise_nonfinite()
         else:
@@ -367,12 +382,14 @@ class StepRunner:
             self.scale.unscale(p.grad for p in self._parameters if p.grad is not None)
             bad = self._find_nonfinite()
             self.scale.update(overflow=bool(bad))
+        self._put_back()
         if step.on_gradients is not None and not bad:
             named = self._named_parameters().items()
             step.on_gradients({name: p.grad for name, p in named if p.grad is not None})
         if step.skip_nonfinite is not None and (self.scale is None or step.on_gradients is not None):
             bad = bad or self._find_nonfinite()
         if bad:
+            self._drop_others(bad)
             self._pass_over(bad)
             if remote is not None:
                 remote.start()  # what was to be pushed; an empty push moves nothing
@@ -394,6 +411,15 @@ class StepRunner:
             fetch.norm = norm
         return True
 
+    def _put_back(self) -> None:
+        """Add the run's gradients of parameters that no optimizer clears to those that they had."""
+        for parameter, earlier in self._aside:
+            if parameter.grad is not None:
+                _accumulate_into(earlier, parameter)
+            else:
+                parameter.grad = earlier
+        self._aside = []
+
     def _find_nonfinite(self) -> list[str]:
         """Return the parameters whose gradients are not finite, alike on all workers."""
         named = self._named_parameters().items()
@@ -414,6 +440,13 @@ class StepRunner:
             self.skipped += 1
         else:
             self._nonfinite = names
+
+    def _drop_others(self, names: Iterable[str]) -> None:
+        """Forget what is not finite of gradients that no optimizer clears, or no later step would be."""
+        named, held = self._named_parameters(), set(self._held)
+        for name in names:
+            if name in named and id(named[name]) not in held:
+                named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
         """Raise what the run ended with, once every worker has ended it alike."""
@@ -457,13 +490,14 @@ class StepRunner:
     @contextmanager
     def in_epoch(self, length: int | None) -> Iterator[None]:
         """Count the run of the block, which takes a loader's batch, in an epoch of ``length``; the last may flush."""
-        last = length is not None and self.epoch_runs + 1 >= length
+        last = length is not None and self.epoch_runs is not None and self.epoch_runs + 1 >= length
         self._closing = last and self.step.flush == "step"
         try:
             yield
         finally:
             self._closing = False
-        self.epoch_runs += 1
+            if self.epoch_runs is not None:
+                self.epoch_runs += 1
 
     def end_epoch(self) -> None:
         """Let the optimizers step on what the open window has, or forget it, as the step's ``flush`` says."""
@@ -500,6 +534,13 @@ class StepRunner:
             self._buckets.restore_sums(sums)
         self._in_window = in_window
         self._window_rows = rows
+
+
+def _accumulate_into(earlier: Tensor, parameter: Tensor) -> None:
+    """Let ``parameter.grad`` be ``earlier`` with the gradient that is there added."""
+    new, parameter.grad = parameter.grad, earlier
+    assert new is not None
+    accumulate(parameter, new)
 
 
 def _held_by(step: TrainStep) -> list[int]:

@@ -120,7 +120,7 @@ class Saver:
         if self._rank == 0:
             try:
                 self._write(path, ranks)
-            except (AnabranchError, OSError, ValueError) as error:  # a server may be lost meanwhile
+            except Exception as error:  # a server may be lost, an object of the user's may fail
                 if self._size == 1:
                     raise
                 failure = f"{type(error).__name__}: {error}"
@@ -485,6 +485,11 @@ class Saver:
                 elsewhere = cast("dict[str, dict[str, object]]", window.get("remote") or {"dense": {}, "rows": {}})
                 moved = {*elsewhere["dense"], *elsewhere["rows"]} - there
                 moved |= set(cast("dict[str, object]", window["sums"])) - here
+                if bool(window.get("loss_scale")) != (self._runners[name].scale is not None):
+                    raise CheckpointError(
+                        f"the checkpoint was saved while step {name!r} accumulated, under another precision; load it "
+                        "under the same, or save between two optimizer steps"
+                    )
                 if moved or ("total" in elsewhere) != (remote is not None):
                     raise CheckpointError(
                         f"the checkpoint was saved while step {name!r} accumulated, under another comm_mode or routes; "
@@ -503,7 +508,8 @@ class Saver:
                     sums[key] = part if key not in sums else _add(sums[key], part)
             first = cast("dict[str, int]", windows[0])
             runner.restore(first["runs"], first["steps"], first["in_window"], first["rows"], sums)
-            runner.epoch_runs = first.get("epoch_runs", 0)
+            known = name in self.loaders and state["workers"] == self._size
+            runner.epoch_runs = first.get("epoch_runs") if known else None  # until the next epoch
             if runner.scale is not None and (scale := windows[0].get("loss_scale")):
                 runner.scale.restore(cast("dict[str, float]", scale))
             if runner.remote is not None and first["in_window"]:

@@ -196,11 +196,12 @@ def _bytes(name: str, given: object) -> int:
     """Return a size given as a number, or as a text such as ``"512MiB"``."""
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
-    if found is None or float(found[1]) <= 0:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(iB|B)?\s*", given) if isinstance(given, str) else None
+    unit = 1024 if found is not None and found[3] == "iB" else 1000
+    size = 0 if found is None else int(float(found[1]) * unit ** " KMGT".index((found[2] or " ").upper()))
+    if size < 1:
         raise ValueError(f"{name} is a number of bytes above 0, or a text such as '2GiB' or '500MB', got {given!r}")
-    unit = 1024 if found[3] == "iB" else 1000
-    return int(float(found[1]) * unit ** " KMGT".index(found[2] or " "))
+    return size
 
 
 def _check_bound(name: str, value: object) -> None:

@@ -402,6 +402,8 @@ class StepProgram:
 
     def captures_update(self, dense: Mapping[str, Tensor]) -> bool:
         """Return True if ``update`` on these gradients runs no code of the optimizers."""
+        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
+            self._bind()
         wanted = {name: gradient for name, gradient in dense.items() if self.parameters[name] in self.names}
         if not wanted and self.refused_update is None:
             try:
@@ -516,6 +518,8 @@ def _evaluated(loss: Loss) -> Callable[..., object]:
                 f".loss, got {type(result).__name__}"
             )
             return mistake("type", text)
+        if result.ndim and result.numel() == 1:
+            result = result.reshape(())
         # Detached: Dynamo refuses outputs that depend on a tensor whose gradient was taken inside the graph.
         marked = mark("loss", result).detach()
         if extras is None:

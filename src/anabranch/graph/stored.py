@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -66,6 +66,11 @@ def save(graph: Graph, path: Path) -> None:
         if node.op == "placeholder":
             nodes.append(_placeholder(node, next(bindings), tensors, places))
         elif node.op == "call_function":
+            if not isinstance(node.meta.get("val"), (Tensor, tuple, list, type(None))):
+                raise ValueError(
+                    f"operation {node.name!r} ({node.target}) reads a number out of a tensor, which is known in a run "
+                    "only; save a graph without it, such as that of forward and backward"
+                )
             meta = {key: value for key, value in node.meta.items() if isinstance(value, (str, bool, int))}
             target, args = _target_name(node), _encoded((node.args, dict(node.kwargs)), node)
             nodes.append({"name": node.name, "target": target, "args": args, "meta": meta})
@@ -83,13 +88,12 @@ def save(graph: Graph, path: Path) -> None:
 
 def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
     """Write beside ``path``, then put in its place: whole or not at all."""
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, beside, metadata={_KEY: text})
         os.replace(beside, path)
     except BaseException:
-        os.unlink(beside)
+        beside.unlink(missing_ok=True)
         raise
 
 
@@ -120,7 +124,7 @@ def _placeholder(
         described["bound"] = places[binding.bound]
         described["trains"] = binding.bound.requires_grad
         described["parameter"] = isinstance(binding.bound, nn.Parameter)
-        described["stride"] = list(binding.bound.stride())
+        described["stride"] = list(torch.empty_like(binding.bound, device="meta").stride())
     elif isinstance(example, Tensor):
         described["example"] = {
             "shape": [int(size) for size in example.shape],
@@ -196,7 +200,9 @@ def load(path: Path) -> Graph:
         if described.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds {described.get('format')!r}; this version reads {_FORMAT!r}")
         return _made(described, state)
-    except (SafetensorError, msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} holds no whole graph: {type(error).__name__}: {error}") from error
 
 

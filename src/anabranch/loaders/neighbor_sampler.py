@@ -8,8 +8,9 @@ W. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large G
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -95,15 +96,17 @@ class NeighborSampler:
         _check_inside("seeds", self._seeds, nodes)
         if len(np.unique(self._seeds)) != len(self._seeds):
             raise ValueError("seeds names a node twice; give each once")
-        if isinstance(fanouts, str) or not all(isinstance(one, int) and (one > 0 or one == -1) for one in fanouts):
+        hops = _ints("fanouts", fanouts)
+        if not ((hops > 0) | (hops == -1)).all():
             raise ValueError(f"fanouts are numbers of neighbours, each at least 1, or -1 for all, got {fanouts!r}")
-        if not fanouts:
+        if not len(hops):
             raise ValueError("fanouts is empty; give the number of neighbours of each hop")
-        if not isinstance(batch_size, int) or batch_size < 1:
+        self._batch_size, self._seed = _whole("batch_size", batch_size), _whole("seed", seed)
+        if self._batch_size < 1:
             raise ValueError(f"batch_size is a number of seeds, at least 1, got {batch_size!r}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is one of {world_size} workers, from 0 on, got {rank!r}")
-        self._fanouts, self._batch_size, self._seed = list(fanouts), batch_size, seed
+        self._fanouts: list[int] = hops.tolist()
         self._rank, self._world_size = rank, world_size
         self._batches = 0
 
@@ -202,6 +205,13 @@ def _places(nodes: _Ints, wanted: _Ints) -> _Ints:
     """Return the place of each of ``wanted`` among distinct ``nodes``."""
     order = np.argsort(nodes)
     return order[np.searchsorted(nodes[order], wanted)]
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number, got {value!r}") from None
 
 
 def _ints(name: str, values: Any) -> _Ints:

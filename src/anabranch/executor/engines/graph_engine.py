@@ -151,6 +151,7 @@ class GraphEngine:
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
         assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
+        ran = self._sort(found.outputs, fetch)
         for name, gradient in found.dense.items():
             self._leave(name, gradient)
         for name, lookups in found.sparse.items():
@@ -158,9 +159,9 @@ class GraphEngine:
         admitted = self._step.skip_nonfinite is None or self._admits(
             [*found.dense.values()], [*found.dense], found.sparse, False
         )
-        ran = self._sort(found.outputs, fetch)
         if not admitted:
-            return ran
+            nonfinite, self._nonfinite = self._nonfinite, []
+            return StepOutput(ran.loss, ran.returned, nonfinite)
         clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
         self.update()
         return ran
