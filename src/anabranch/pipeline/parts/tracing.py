@@ -131,7 +131,8 @@ class _Recorder(TorchFunctionMode):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
             self._modes = ThreadModes.take()
-            copied, self._names = _without_memory(self._model, device, fake)
+            copied, self._names, named = _without_memory(self._model, device, fake)
+            self._alive += named  # a module may drop its own, and another tensor would get that one's identity
             kept = [
                 (Held(path, name), tensor, tensor._version)
                 for path, module in copied.named_modules()
@@ -323,10 +324,13 @@ class _Recorder(TorchFunctionMode):
                 )
 
 
-def _without_memory(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> tuple[nn.Module, dict[int, Held]]:
-    """Return a copy of ``model`` whose parameters and buffers have no memory, and the names of all its tensors."""
+def _without_memory(
+    model: nn.Module, device: torch.device, fake: FakeTensorMode
+) -> tuple[nn.Module, dict[int, Held], list[Tensor]]:
+    """Return a copy of ``model`` whose parameters and buffers have no memory, its tensors' names, and the tensors."""
     memo: dict[int, object] = {}
     names: dict[int, Held] = {}
+    named: list[Tensor] = []
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or id(tensor) in memo:
@@ -337,16 +341,18 @@ def _without_memory(model: nn.Module, device: torch.device, fake: FakeTensorMode
                     empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = empty
             names[id(empty)] = Held(path, name)
+            named.append(empty)
     try:
         copied = copy.deepcopy(model, memo)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied to be traced: {error}") from error
     for path, module in model.named_modules():
         twin = vars(copied.get_submodule(path))
-        names.update(
-            (id(twin[name]), Held(path, name)) for name, kept in vars(module).items() if isinstance(kept, Tensor)
-        )
-    return copied, names
+        for name, kept in list(vars(module).items()):
+            if isinstance(kept, Tensor) and isinstance(twin.get(name), Tensor):
+                names[id(twin[name])] = Held(path, name)
+                named.append(twin[name])
+    return copied, names, named
 
 
 class WrongCut(ValueError):
@@ -384,7 +390,7 @@ def users_by_fx(model: nn.Module, at: Sequence[str]) -> Users:
     """
     tracer = _Symbolic(at)
     # On a copy: symbolic tracing runs what needs no input, and leaves constants on the model.
-    copied, _ = _without_memory(model, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
+    copied, *_ = _without_memory(model, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
     try:
         parameters = inspect.signature(model.forward).parameters.values()
         graph = tracer.trace(copied, {p.name: p.default for p in parameters if p.default is not p.empty})
