@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,10 @@ class Case:
     batch: Callable[[], tuple[Tensor, Tensor]]
     calls: int = 50
 
-    def step(self) -> ab.TrainStep:
+    def step(self, **options: Any) -> ab.TrainStep:
         """A training step of a new model with fused Adam."""
         model = self.model()
-        return ab.TrainStep(model, self.loss, torch.optim.Adam(model.parameters(), fused=True))
+        return ab.TrainStep(model, self.loss, torch.optim.Adam(model.parameters(), fused=True), **options)
 
 
 def mlp(*sizes: int) -> nn.Sequential:

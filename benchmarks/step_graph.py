@@ -1,7 +1,8 @@
 """Whole training steps with fused Adam: a hand-written PyTorch loop, the graph engine, and the graph with Inductor.
 
 ``torch.compile(module)`` is the loop around a module that PyTorch compiles, the peer of the Inductor side.
-``executor`` is the same graph run by ``ab.Executor``, which also looks at the batch, the fetches and the schedulers.
+``executor`` is the same graph run by ``ab.Executor``, which also looks at the batch, the fetches, the schedulers and
+whether gradients are finite; with ``skip_nonfinite=None`` it does not look at those, as the loop does not.
 ``kernels`` is what no engine that calls PyTorch's kernels can go below: those of the step, one after the other, with
 their arguments at hand, and nothing between them: no views, no memory to free, no loss to return.
 
@@ -16,6 +17,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import alternate, compare, machine, report
@@ -90,10 +92,10 @@ def kernels(case: Case) -> Callable[[], object]:
     return run
 
 
-def executor(case: Case) -> Callable[[], object]:
+def executor(case: Case, **options: Any) -> Callable[[], object]:
     torch.manual_seed(0)
     batch = case.batch()
-    made = ab.Executor(case.step(), capture_after=1)
+    made = ab.Executor(case.step(**options), capture_after=1)
     for _ in range(3):
         made.run(batch=batch)
     assert made.engine() == "graph", made.explain()
@@ -118,6 +120,7 @@ def main() -> None:
     for name in options.only:
         sides = {"eager": eager(ALL[name]), "graph": graph(ALL[name], False)}
         sides[f"executor{_target(TARGETS, name)}"] = executor(ALL[name])
+        sides["executor, skip_nonfinite=None"] = executor(ALL[name], skip_nonfinite=None)
         if options.compile:
             sides[f"compiled{_target(COMPILED_TARGETS, name)}"] = graph(ALL[name], True)
             sides["torch.compile(module)"] = eager(ALL[name], compiled=True)

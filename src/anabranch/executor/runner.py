@@ -12,6 +12,7 @@ on servers goes its own way (``remote.py``): read before forward, pushed once ba
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -69,7 +70,6 @@ class StepRunner:
         self._broken = False
         self._parameters = list(step.model.parameters())
         self._held = _held_by(step)
-        self._held_parameters = [parameter for o in step.optimizers for parameter in parameters_of(o)]
         self._calls = 0  # failed ones too: a worker that caught an error of its own is one ahead of the others
         first = self._parameters[0] if self._parameters else torch.zeros(())  # some stages only pass on
         self._loss_dtype = first.dtype  # until a loss was seen: a worker may have no rows at first
@@ -126,7 +126,7 @@ class StepRunner:
             return self._run_alone(batch, fetch)
         if alone:
             held = set(self._held)
-            others = [p for p in self._parameters if p.grad is not None and id(p) not in held]
+            others = [p for p in self._parameters if p.grad is not None and p not in held]
             # Copies: what is there may lie in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
         try:
@@ -183,7 +183,8 @@ class StepRunner:
     @property
     def _looks_first(self) -> bool:
         """True if nothing is pushed before all workers know that the gradients are finite."""
-        return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or self._sums_here)
+        assert self._buckets is not None
+        return self.step.skip_nonfinite is not None and (self.step.skip_nonfinite or not self._buckets.empty)
 
     def _start_run(self, loss: Tensor | None, weight: float, *, active: bool = True) -> Totals:
         """Begins a run of the buckets, which carry its header if they communicate now; alone it goes ahead of them."""
@@ -201,11 +202,6 @@ class StepRunner:
             return Totals(self._buckets.header, self._calls, self._workers.size)
         self._buckets.start_run(weight, last=last, step=self.runs)
         return Totals.alone(share, self._workers, self._calls)
-
-    @property
-    def _sums_here(self) -> bool:
-        assert self._buckets is not None
-        return not self._buckets.empty
 
     def _finish_run(self, total: Total, fetch: Fetch | None = None) -> None:
         self.stopping = self.stopping or total.stopping > 0
@@ -250,7 +246,7 @@ class StepRunner:
         """Run the whole step at once: nobody to sum with."""
         self._follow_optimizers()
         left = self._call_own_zero_grads()
-        for parameter in self._held_parameters:
+        for parameter in self._held:
             parameter.grad = None
         engine = self.engine
         if left:
@@ -300,7 +296,7 @@ class StepRunner:
             ValueError: a parameter that is not the model's, or one that others would have to know of.
         """
         held = _held_by(self.step)
-        if held == self._held:
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
         known, now = set(self._parameters), list(self.step.model.parameters())
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in known]
@@ -317,7 +313,6 @@ class StepRunner:
             self._parameters, self._layout = now, None
             self.engine.follow_model()
         self._held = held
-        self._held_parameters = [parameter for o in self.step.optimizers for parameter in parameters_of(o)]
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a gradient that is this run's and this worker's alone."""
@@ -414,10 +409,9 @@ class StepRunner:
     def _put_back(self) -> None:
         """Add the run's gradients of parameters that no optimizer clears to those that they had."""
         for parameter, earlier in self._aside:
-            if parameter.grad is not None:
-                _accumulate_into(earlier, parameter)
-            else:
-                parameter.grad = earlier
+            new, parameter.grad = parameter.grad, earlier
+            if new is not None:
+                accumulate(parameter, new)
         self._aside = []
 
     def _find_nonfinite(self) -> list[str]:
@@ -445,7 +439,7 @@ class StepRunner:
         """Forget what is not finite of gradients that no optimizer clears, or no later step would be."""
         named, held = self._named_parameters(), set(self._held)
         for name in names:
-            if name in named and id(named[name]) not in held:
+            if name in named and named[name] not in held:
                 named[name].grad = None
 
     def _raise_nonfinite(self) -> None:
@@ -466,10 +460,6 @@ class StepRunner:
         return norm
 
     def _norm(self) -> Tensor:
-        if self.remote is not None:
-            raise ValueError(
-                "grad_norm of a model with parameters on servers is known with clip_grad_norm only; give it"
-            )
         return norm_of(self._parameters)
 
     def _named_parameters(self) -> Mapping[str, Tensor]:
@@ -536,16 +526,9 @@ class StepRunner:
         self._window_rows = rows
 
 
-def _accumulate_into(earlier: Tensor, parameter: Tensor) -> None:
-    """Let ``parameter.grad`` be ``earlier`` with the gradient that is there added."""
-    new, parameter.grad = parameter.grad, earlier
-    assert new is not None
-    accumulate(parameter, new)
-
-
-def _held_by(step: TrainStep) -> list[int]:
-    """Return the identity of each parameter that the optimizers hold, in their order."""
-    return [id(p) for optimizer in step.optimizers for group in optimizer.param_groups for p in group["params"]]
+def _held_by(step: TrainStep) -> list[Tensor]:
+    """Return the parameters that the optimizers hold, in their order."""
+    return [parameter for optimizer in step.optimizers for parameter in parameters_of(optimizer)]
 
 
 def _sparse_tables(model: nn.Module) -> list[str]:

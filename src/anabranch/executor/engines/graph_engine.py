@@ -27,7 +27,7 @@ from anabranch.executor.finite import all_finite, nonfinite_names
 from anabranch.executor.steps import TrainStep
 from anabranch.graph import SparseRows, StepProgram
 from anabranch.graph.dynamo.slowness import PATIENCE
-from anabranch.graph.run.joint import accumulate
+from anabranch.graph.run.joint import leave_gradient
 from anabranch.graph.run.rollback import GraphRaised
 from anabranch.graph.step import Between, Prepared, SparseGradients
 from anabranch.graph.trace.lookups import as_sparse_gradient
@@ -151,11 +151,11 @@ class GraphEngine:
     def _step_in_parts(self, batch: Structure, fetch: Fetch) -> StepOutput:
         assert self._step.clip_grad_norm is not None
         found = self._program.backward(batch, fetch.modules, may_trace=self.may_trace)
-        ran = self._sort(found.outputs, fetch)
+        ran, held = self._sort(found.outputs, fetch), self._program.names
         for name, gradient in found.dense.items():
-            self._leave(name, gradient)
+            leave_gradient(self._parameters[name], gradient, held)
         for name, lookups in found.sparse.items():
-            self._leave(name, as_sparse_gradient(lookups, self._parameters[name]))
+            leave_gradient(self._parameters[name], as_sparse_gradient(lookups, self._parameters[name]), held)
         admitted = self._step.skip_nonfinite is None or self._admits(
             [*found.dense.values()], [*found.dense], found.sparse, False
         )
@@ -165,13 +165,6 @@ class GraphEngine:
         clip_gradients(self._parameters.values(), self._step.clip_grad_norm)
         self.update()
         return ran
-
-    def _leave(self, name: str, gradient: Tensor) -> None:
-        parameter = self._parameters[name]
-        if parameter.grad is None or parameter in self._program.names:
-            parameter.grad = gradient
-        else:
-            accumulate(parameter, gradient)
 
     @property
     def _clips_others(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -35,7 +35,7 @@ from anabranch.tensors import Structure, flatten, paths, unflatten
 if TYPE_CHECKING:
     from anabranch.graph.step import StepProgram
 
-__all__ = ["Joint", "JointKey", "OptimizerRaised", "accumulate"]
+__all__ = ["Joint", "JointKey", "OptimizerRaised", "accumulate", "leave_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +294,7 @@ class Joint:
             sparse = self.backward.take_sparse(dict(results))
             found |= {name: as_sparse_gradient(rows, parameters[name]) for name, rows in sparse.items()}
         for name, gradient in found.items():
-            parameter = parameters[name]
-            if parameter.grad is None or parameter in held:
-                parameter.grad = gradient
-            else:  # no optimizer's zero_grad clears it: as autograd accumulates
-                accumulate(parameter, gradient)
+            leave_gradient(parameters[name], gradient, held)
 
     # --- making
 
@@ -399,6 +395,14 @@ class Joint:
             return [*results.values(), *gradients.values()]
 
         return build(body, sources, found)
+
+
+def leave_gradient(parameter: Tensor, gradient: Tensor, held: Container[Tensor]) -> None:
+    """Set ``parameter.grad``; where no optimizer's ``zero_grad`` clears it, add to it."""
+    if parameter.grad is None or parameter in held:
+        parameter.grad = gradient
+    else:
+        accumulate(parameter, gradient)
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:

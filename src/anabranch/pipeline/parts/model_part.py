@@ -6,6 +6,7 @@ around these reads. The sequence has the model's tree, so whoever walks it sees 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import cast
 
@@ -17,22 +18,22 @@ from anabranch.pipeline.stage.skips import declaration_of
 __all__ = ["ModelPart", "PartedModel", "has_state", "join_parts"]
 
 
-class ModelPart(nn.Module):
+class ModelPart(nn.Module, ABC):
     """Some modules of a model, as one layer."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Its name as a layer."""
-        raise NotImplementedError
 
     @property
     def holders(self) -> dict[str, nn.Module]:
         """The modules made for this tree, by the names that they stand for."""
         return self.__dict__["_holders"]  # type: ignore[no-any-return]
 
+    @abstractmethod
     def gather(self) -> None:
         """Take up the modules and tensors that the model has now under this part's names."""
-        raise NotImplementedError
 
     def take_up(
         self, model: nn.Module, units: Iterable[str], held: Iterable[Held], shared: Collection[str] = ()
@@ -55,9 +56,9 @@ class ModelPart(nn.Module):
                     container.__dict__[kind][tensor.name] = module.__dict__[kind][tensor.name]
         self.training = model.training
 
+    @abstractmethod
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
         """Return those of the keyword inputs ``names`` that this layer takes."""
-        raise NotImplementedError
 
 
 class PartedModel(nn.Sequential):
